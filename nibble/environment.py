@@ -1,0 +1,170 @@
+"""Which environment variables are ours, which are vLLM's, which are dead, and which only look like ours.
+
+`accept` runs before settings are resolved. It refuses misspelled names, translates variables that old guides set
+and vLLM 0.32 no longer has, and drops what Kubernetes injects for services named `nibble` or `vllm`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.settings import closest, options
+
+# Names with our prefix that are not options of the server: installer, image build, and the supervisor's own hand-over
+# to the processes it starts.
+OTHER_NIBBLE_NAMES: Mapping[str, str] = {
+    "NIBBLE_VLLM_CPU_WHEEL": "installer: URL or path of the official CPU wheel, with #sha256=…",
+    "NIBBLE_TORCH_INDEX": "installer: index that has the CPU build of torch",
+    "NIBBLE_RUNTIME": "installer: auto, cpu or cuda",
+    "NIBBLE_BUILD_NETWORK": "build.sh: network of the image build, such as host",
+    "NIBBLE_ROOT": "folder that holds targets/, recipes/ and models/",
+    "NIBBLE_IMAGE": "set in an image to its target",
+    "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
+    "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
+}
+
+# A Service called "nibble" makes Kubernetes set these in every pod of the namespace (enableServiceLinks).
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
+
+
+@dataclass(frozen=True)
+class Successor:
+    """What replaced a dead variable: the flags that `value` means today, or None where nothing does."""
+
+    flags: Callable[[str], dict[str, object] | None]
+    note: str = ""
+
+
+def _flag(name: str) -> Successor:
+    return Successor(lambda value: {name: value.lower().replace("-", "_")})
+
+
+def _when_on(flags: dict[str, object], note: str = "") -> Successor:
+    return Successor(lambda value: flags if value.strip().lower() in ("1", "true", "yes", "on") else {}, note)
+
+
+def _gone(note: str) -> Successor:
+    return Successor(lambda value: None, note)
+
+
+# None of these names occurs in vllm 0.32's envs.py (peers.md 0.2; checked by a test against the installed package).
+DEAD_VARIABLES: Mapping[str, Successor] = {
+    "VLLM_NVFP4_GEMM_BACKEND": _flag("--linear-backend"),
+    "VLLM_ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
+    "VLLM_USE_FLASHINFER_MOE_FP4": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
+    "VLLM_USE_FLASHINFER_MOE_FP8": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
+    "VLLM_USE_FLASHINFER_MOE_FP16": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on({"--moe-backend": "flashinfer_trtllm"}, "0 is today's automatic choice"),
+    "VLLM_FLASHINFER_MOE_BACKEND": Successor(
+        lambda value: {
+            "--moe-backend": {"throughput": "flashinfer_cutlass", "latency": "flashinfer_trtllm"}.get(value, value)
+        }
+    ),
+    "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin", "--linear-backend": "marlin"}, "0 forced nothing"),
+    "VLLM_USE_NVFP4_CT_EMULATIONS": _when_on({"--linear-backend": "emulation"}, "0 forced nothing"),
+    "VLLM_USE_TRTLLM_ATTENTION": Successor(
+        lambda value: {"--attention-config": {"use_trtllm_attention": value.strip().lower() in ("1", "true")}}
+    ),
+    "VLLM_USE_V1": Successor(lambda value: {} if value.strip() == "1" else None, "the V1 engine is the only one"),
+    "VLLM_NVFP4_SPARSE_V7": _gone("the 2:4 sparse kernel of that guide is not part of vLLM"),
+    "VLLM_RPC_TIMEOUT": _gone("the multiprocessing front end it belonged to is gone"),
+    "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),
+}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """`environ` without what must not reach the settings or vLLM; flags that dead variables became; notices."""
+
+    environ: Mapping[str, str]
+    flags: Mapping[str, object]
+    flag_origins: Mapping[str, str]
+    notices: tuple[str, ...]
+
+
+def accept(environ: Mapping[str, str], known_vllm_names: Collection[str], in_image: bool) -> Accepted:
+    """Sort the environment. Raises USAGE for a misspelled name, CONFIG for a dead variable without a successor."""
+    kept = dict(environ)
+    notices: list[str] = []
+    flags: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for name in sorted(environ):
+        if not name.startswith(("NIBBLE_", "VLLM_")):
+            continue
+        if is_service_link(name, environ[name]):
+            del kept[name]
+            notices.append(f"{name} is a Kubernetes service link and is ignored (enableServiceLinks: false avoids it)")
+        elif name in DEAD_VARIABLES:
+            value = kept.pop(name)
+            if value.strip():
+                new = _translate(name, value)
+                flags |= new
+                origins |= dict.fromkeys(new, name)
+                notices.append(_translation_notice(name, value, new))
+        elif not _is_known(name, known_vllm_names):
+            raise _unknown_name(name, known_vllm_names)
+    if (host := kept.get("HOST")) and not in_image and not _is_address(host):
+        # zsh, tcsh and many shells export HOST=<machine name>; natively that is no wish of the user's.
+        del kept["HOST"]
+        notices.append(f"HOST={host} is not an address and is ignored; use --host to listen somewhere else")
+    return Accepted(kept, flags, origins, tuple(notices))
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes set this variable for a Service, whatever the Service is called."""
+    if name in nibble_names() and not _SERVICE_URL.match(value):
+        return False
+    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and bool(_SERVICE_URL.match(value)))
+
+
+def nibble_names() -> set[str]:
+    """Every variable with our prefix (and every alias of an option) that means something."""
+    names = {name for option in options().values() for name in option.env}
+    secrets = {f"{name}_FILE" for option in options().values() if option.secret for name in option.env}
+    return names | secrets | set(OTHER_NIBBLE_NAMES)
+
+
+def _is_known(name: str, known_vllm_names: Collection[str]) -> bool:
+    # Without a schema of vLLM (never the case in a release) its names cannot be judged, so they pass.
+    if name.startswith("VLLM_") and (name in known_vllm_names or not known_vllm_names):
+        return True
+    return name in nibble_names()
+
+
+def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
+    if name.startswith("NIBBLE_"):
+        hint = closest(name, sorted(nibble_names()))
+        return NibbleError(ExitCode.USAGE, f"unknown variable {name}", "a name from `nibble serve --help`", hint)
+    hint = closest(name, sorted(known_vllm_names))
+    return NibbleError(ExitCode.CONFIG, f"vLLM 0.32 has no variable {name}", "one of vLLM's own", f"unset it; {hint}")
+
+
+def _translate(name: str, value: str) -> dict[str, object]:
+    successor = DEAD_VARIABLES[name]
+    flags = successor.flags(value)
+    if flags is None:
+        what = f"{name}={value} has no effect since vLLM 0.32 and no successor: {successor.note}"
+        raise NibbleError(ExitCode.CONFIG, what, "", f"unset {name}")
+    return flags
+
+
+def _translation_notice(name: str, value: str, flags: Mapping[str, object]) -> str:
+    if not flags:
+        return f"{name}={value} is no longer read by vLLM; nothing to do ({DEAD_VARIABLES[name].note})"
+    shown = " ".join(f"{flag} {content}" for flag, content in flags.items())
+    return f"{name}={value} is no longer read by vLLM; using {shown}"
+
+
+def _is_address(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

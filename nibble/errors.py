@@ -1,0 +1,47 @@
+"""Errors a user can act on: what happened, what was expected, what to do, and a documented exit code."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Every exit status nibble uses on purpose (docs/operations.md has the table)."""
+
+    OK = 0  # drained and stopped as asked
+    INTERNAL = 1  # our own fault
+    USAGE = 2  # a missing or malformed argument or variable
+    NO_HARDWARE = 3  # no usable hardware for what was asked
+    MODEL = 4  # the model is not available, not readable or not complete
+    CONFIG = 5  # settings that contradict each other or cannot work
+    VERIFY = 6  # a patch or build verification failed
+    NO_FIT = 7  # memory or disk would not suffice
+    CANARY = 8  # wrong kernel or wrong answer
+    CLUSTER = 9  # cluster preflight failed
+    ENGINE_DIED = 10  # vLLM ended by itself
+    CRASH_LOOP = 75  # stopped after repeated failures; do not restart
+    TERMINATED = 143  # terminated before the drain was done
+
+
+class NibbleError(Exception):
+    """One line for the user and the exit code that goes with it.
+
+    `what` happened, what was `expected`, and the `action` that mends it; `expected` may be empty where it
+    would only repeat the action.
+    """
+
+    def __init__(self, code: ExitCode, what: str, expected: str = "", action: str = "") -> None:
+        self.code = code
+        self.what = what
+        self.expected = expected
+        self.action = action
+        super().__init__(self.line())
+
+    def line(self) -> str:
+        """The message as one line, whatever line breaks its parts carried."""
+        parts = [self.what]
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.action:
+            parts.append(self.action)
+        return " ".join("; ".join(parts).split())

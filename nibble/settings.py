@@ -1,0 +1,313 @@
+"""Every option of nibble, declared once: environment name, flag, help, limits; the docs table comes from here.
+
+Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > recipe > target > nibble's default >
+vLLM's default. This module resolves the options themselves and keeps where each value came from; `plan.py` joins
+them with recipe and target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.secrets import read_secret
+
+TURBOQUANT_DEFAULT = "turboquant_k8v4"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option is called everywhere, apart from its type and default (the field's own).
+
+    `vllm` is the flag of `vllm serve` the value becomes, where there is one; `expected` completes the sentence
+    "expected …" of an error; `bare` is the value that the flag without a value stands for.
+    """
+
+    group: str
+    help: str
+    env: tuple[str, ...] = ()
+    flag: str | None = None
+    vllm: str | None = None
+    expected: str = ""
+    secret: bool = False
+    bare: str | None = None
+
+
+def _option(
+    default: Any,
+    group: str,
+    help: str,
+    env: str | tuple[str, ...] = (),
+    *,
+    flag: str | None = None,
+    vllm: str | None = None,
+    expected: str = "",
+    secret: bool = False,
+    bare: str | None = None,
+    **limits: Any,
+) -> Any:
+    names = (env,) if isinstance(env, str) else env
+    option = Option(group, help, names, flag, vllm, expected, secret, bare)
+    return Field(default, json_schema_extra={"option": option}, **limits)  # type: ignore[dict-item]
+
+
+class Settings(BaseSettings):
+    """All options, typed. Construct through `load_settings`."""
+
+    model_config = SettingsConfigDict(extra="forbid", protected_namespaces=())
+
+    # fmt: off
+    model: str | None = _option(None, "Model", "Hugging Face id or local folder of the model to serve.",
+        ("MODEL", "HF_MODEL"), expected="a Hugging Face id such as nvidia/Qwen3-8B-NVFP4 or a folder", min_length=1)
+    revision: str | None = _option(None, "Model", "Revision of the model; 40 hex digits pin it (needed for custom code).",
+        "NIBBLE_REVISION", flag="--revision", vllm="--revision", expected="a commit, branch or tag", min_length=1)
+    served_model_name: str | None = _option(None, "Model", "One more name the model answers to, beside its id and `default`.",
+        "NIBBLE_SERVED_MODEL_NAME", flag="--served-model-name", expected="a name", min_length=1)
+    recipe: Literal["auto", "off"] = _option("auto", "Model", "Use the recipe known for this model and target, or `off`.",
+        "NIBBLE_RECIPE", flag="--recipe", expected="auto or off")
+    target: Literal["auto", "gb10", "sm120", "b200", "hopper", "cpu"] = _option("auto", "Model",
+        "GPU target; `auto` asks the machine (the image sets its own).", "NIBBLE_TARGET", flag="--target",
+        expected="auto, gb10, sm120, b200, hopper or cpu")
+
+    host: str = _option("127.0.0.1", "Server", "Address to listen on (0.0.0.0 in the image).", "HOST", flag="--host",
+        expected="an IP address or localhost", min_length=1)
+    port: int = _option(8000, "Server", "Port of the OpenAI-compatible API.", "PORT", flag="--port",
+        expected="a whole number from 1 to 65535", ge=1, le=65535)
+    control_port: int = _option(8001, "Server", "Loopback port of /status and /ready, open from the first second.",
+        "NIBBLE_CONTROL_PORT", flag="--control-port", expected="a whole number from 1 to 65535", ge=1, le=65535)
+    api_key: SecretStr | None = _option(None, "Server", "Key that clients must send; VLLM_API_KEY is read too.",
+        ("NIBBLE_API_KEY", "VLLM_API_KEY"), secret=True, expected="a key of at least 8 visible characters")
+    allow_anonymous: bool = _option(False, "Server", "Serve without a key on an address that is not loopback.",
+        "NIBBLE_ALLOW_ANONYMOUS", flag="--allow-anonymous", expected="1 or 0")
+    drain_seconds: int = _option(30, "Server", "How long running requests may finish after SIGTERM.",
+        "NIBBLE_DRAIN_SECONDS", flag="--drain-seconds", expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
+    stall_seconds: int = _option(300, "Server", "Silence of the engine during start that is reported as a stall (never killed).",
+        "NIBBLE_STALL_SECONDS", flag="--stall-seconds", expected="a whole number of seconds from 1 to 86400", ge=1, le=86400)
+
+    max_model_len: int | None = _option(None, "Engine", "Context length in tokens; 32K means 32768.", "MAX_MODEL_LEN",
+        flag="--max-model-len", vllm="--max-model-len", expected="a whole number of tokens from 1 up, such as 32768 or 32K",
+        ge=1, le=1 << 31)
+    max_num_seqs: int | None = _option(None, "Engine", "Sequences decoded at the same time.", "MAX_NUM_SEQS",
+        flag="--max-num-seqs", vllm="--max-num-seqs", expected="a whole number from 1 to 65536", ge=1, le=65536)
+    tensor_parallel_size: int | None = _option(None, "Engine", "GPUs one model is split over.", "TENSOR_PARALLEL_SIZE",
+        flag="--tensor-parallel-size", vllm="--tensor-parallel-size", expected="a whole number from 1 to 1024", ge=1, le=1024)
+    gpu_memory_util: float | None = _option(None, "Engine", "Cap on the fraction of GPU memory vLLM may take.", "GPU_MEMORY_UTIL",
+        flag="--gpu-memory-utilization", vllm="--gpu-memory-utilization", expected="a number above 0 and at most 1", gt=0, le=1)
+    kv_cache_bytes: int | None = _option(None, "Engine", "Bytes of KV cache; overrides what vLLM would measure.",
+        "NIBBLE_KV_CACHE_BYTES", flag="--kv-cache-bytes", vllm="--kv-cache-memory-bytes",
+        expected="a whole number of bytes from 1048576 up", ge=1 << 20)
+    memory_reserve_gib: float | None = _option(None, "Engine", "GiB of memory the plan leaves to the rest of the machine.",
+        "NIBBLE_MEMORY_RESERVE_GIB", flag="--memory-reserve-gib", expected="a number of GiB from 0 to 4096", ge=0, le=4096)
+    tq: str | None = _option(None, "Engine", "TurboQuant KV cache: more context, lower quality; alone it means turboquant_k8v4.",
+        "NIBBLE_TQ", flag="--tq", bare=TURBOQUANT_DEFAULT, expected="1 or the name of a preset such as turboquant_k8v4")
+    debug: bool = _option(False, "Engine", "Eager mode, no CUDA graphs, verbose logs.", "NIBBLE_DEBUG", flag="--debug",
+        expected="1 or 0")
+    cute_wo_split: int = _option(1, "Engine", "K-split of the CuTe output projection; only 1 exists until that kernel does.",
+        "CUTE_WO_SPLIT", expected="1, 2, 4 or 8", ge=1, le=8)
+    vllm_extra_args: str = _option("", "Engine", "More flags for `vllm serve`, split as a shell splits.", "VLLM_EXTRA_ARGS")
+
+    head_ip: str | None = _option(None, "Cluster", "Address of the Ray head node.", "HEAD_IP", expected="an IP address", min_length=1)
+    worker_ip: str | None = _option(None, "Cluster", "Address this node is reached at (wins over HEAD_IP for itself).", "WORKER_IP",
+        expected="an IP address", min_length=1)
+    num_gpus: int | None = _option(None, "Cluster", "GPUs this node offers to Ray; also the GPU count `plan` assumes.", "NUM_GPUS",
+        flag="--num-gpus", expected="a whole number from 0 to 1024", ge=0, le=1024)
+    ray_auth_token: SecretStr | None = _option(None, "Cluster", "Ray cluster token, the same on every node.", "RAY_AUTH_TOKEN",
+        secret=True, expected="a token")
+
+    hf_token: SecretStr | None = _option(None, "Files", "Hugging Face token for gated or private models.", "HF_TOKEN", secret=True,
+        expected="a token")
+    cache_dir: Path | None = _option(None, "Files", "Where nibble keeps its own state (/var/cache/nibble in the image).",
+        "NIBBLE_CACHE_DIR", expected="a folder")
+    config: Path | None = _option(None, "Files", "User TOML file with any of these options, [args] and [env].", "NIBBLE_CONFIG",
+        flag="--config", expected="a TOML file")
+    # fmt: on
+
+    @field_validator("max_model_len", mode="before")
+    @classmethod
+    def _human_readable_tokens(cls, value: Any) -> Any:
+        # The same suffixes as vLLM's own flag: k = 1000, K = 1024 (vllm 0.32 arg_utils.py human_readable_int).
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)([kKmM])", value.strip())):
+            scale = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]
+            return int(match[1]) * scale
+        return value
+
+    @field_validator("tq", mode="before")
+    @classmethod
+    def _turboquant_preset(cls, value: Any) -> Any:
+        text = str(value).strip().lower() if value is not None else ""
+        if text in ("", "0", "false", "off"):
+            return None
+        if text in ("1", "true", "on"):
+            return TURBOQUANT_DEFAULT
+        return text if text.startswith("turboquant_") else f"turboquant_{text}"
+
+    @field_validator("cute_wo_split")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value not in (1, 2, 4, 8):
+            raise ValueError("not 1, 2, 4 or 8")
+        return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _usable_key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[\x21-\x7e]{8,}", value.get_secret_value()):
+            raise ValueError("too short, or with blanks or control characters")
+        return value
+
+
+def option_of(field: FieldInfo) -> Option:
+    """The declaration behind a field of Settings."""
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    option = extra["option"]
+    assert isinstance(option, Option)
+    return option
+
+
+def options() -> dict[str, Option]:
+    """Field name -> declaration, in the order of the docs table."""
+    return {name: option_of(field) for name, field in Settings.model_fields.items()}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: the layer, and the exact name the user wrote (`PORT`, `--port`, `nibble.toml`)."""
+
+    layer: Literal["command line", "environment", "file", "default"]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.layer == "default" else f"{self.layer} {self.name}"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, the origin of every field, and the [args] / [env] tables of the user's TOML file."""
+
+    settings: Settings
+    origins: Mapping[str, Origin]
+    file_args: Mapping[str, Any]
+    file_env: Mapping[str, str]
+    notices: tuple[str, ...]
+
+
+DEFAULT = Origin("default", "nibble's default")
+
+
+class _Layer(PydanticBaseSettingsSource):
+    """One layer of already collected values, as a source of pydantic-settings."""
+
+    def __init__(self, cls: type[BaseSettings], values: Mapping[str, Any]) -> None:
+        super().__init__(cls)
+        self.values = dict(values)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self.values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self.values
+
+
+def load_settings(cli: Mapping[str, Any], environ: Mapping[str, str], notices: tuple[str, ...] = ()) -> Loaded:
+    """Resolve all layers.
+
+    `cli` maps field names to values given on the command line (absent when not given). `environ` has already been
+    through `environment.accept`. Raises NibbleError(USAGE) for a value that does not fit, with the name the user
+    wrote; CONFIG for contradictions (two names or X and X_FILE with different values).
+    """
+    from_env, env_names = _environment_layer(environ)
+    path = cli.get("config") or from_env.get("config")
+    from_file, file_args, file_env = _file_layer(Path(path)) if path else ({}, {}, {})
+    origins = {name: DEFAULT for name in Settings.model_fields}
+    origins |= {name: Origin("file", str(path)) for name in from_file}
+    origins |= {name: Origin("environment", env_names[name]) for name in from_env}
+    origins |= {name: Origin("command line", _cli_name(name)) for name in cli}
+    _reject_two_models(cli, from_env)
+
+    class Bound(Settings):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls: type[BaseSettings], *_: Any, **__: Any):  # type: ignore[override]
+            return tuple(_Layer(settings_cls, layer) for layer in (cli, from_env, from_file))
+
+    try:
+        settings = Bound()
+    except ValidationError as error:
+        raise _usage_error(error, origins) from None
+    return Loaded(settings, origins, file_args, file_env, notices)
+
+
+def _cli_name(field: str) -> str:
+    return options()[field].flag or field.upper()
+
+
+def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Field -> value and field -> the name used. An empty variable counts as unset, as in compose files."""
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for field, option in options().items():
+        found: dict[str, str] = {}
+        for name in option.env:
+            value = read_secret(name, environ) if option.secret else environ.get(name)
+            if value is not None and value.strip() != "":
+                found[name] = value
+        if len(set(found.values())) > 1:
+            shown = " and ".join(found if option.secret else [f"{n}={v!r}" for n, v in found.items()])
+            raise NibbleError(ExitCode.CONFIG, f"{shown} differ", "one of them, or the same value", "unset one of them")
+        if found:
+            names[field], values[field] = next(iter(found.items()))
+    return values, names
+
+
+def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The options, [args] and [env] of the user's TOML file."""
+    import tomllib
+
+    try:
+        table = TomlConfigSettingsSource(Settings, toml_file=path).toml_data if path.is_file() else None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise NibbleError(ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line") from None
+    except PermissionError:
+        table = None
+    if table is None:
+        raise NibbleError(ExitCode.CONFIG, f"the settings file {path} cannot be read", "a TOML file", "check NIBBLE_CONFIG")
+    args, env = table.pop("args", {}), table.pop("env", {})
+    for key in table:
+        if key not in Settings.model_fields:
+            hint = closest(key, [*Settings.model_fields, "args", "env"])
+            raise NibbleError(ExitCode.CONFIG, f"{path} has the unknown key {key!r}", "an option of nibble", hint)
+        if options()[key].secret:
+            action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
+            raise NibbleError(ExitCode.CONFIG, f"{path} holds the secret {key!r}", "no secret in a settings file", action)
+    return table, dict(args), {name: str(value) for name, value in env.items()}
+
+
+def closest(name: str, known: list[str]) -> str:
+    """An action sentence that names the nearest known spelling, or where the list is."""
+    import difflib
+
+    match = difflib.get_close_matches(name, known, 1, 0.6)
+    return f"did you mean {match[0]}?" if match else "see `nibble serve --help`"
+
+
+def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> None:
+    given, variable = cli.get("model"), from_env.get("model")
+    if given and variable and given != variable:
+        what = f"the model is given twice: {given!r} as an argument and {variable!r} in the environment"
+        raise NibbleError(ExitCode.CONFIG, what, "one model", "unset MODEL and HF_MODEL or drop the argument")
+
+
+def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> NibbleError:
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    option = options()[field]
+    shown = "not usable" if option.secret else repr(str(first["input"]))
+    return NibbleError(ExitCode.USAGE, f"{origins[field].name} is {shown}", option.expected, f"correct or unset {origins[field].name}")
