@@ -1,0 +1,139 @@
+"""GPU targets as data: targets/*.toml, and which of them this machine is.
+
+A target names the compute capabilities it covers, what it builds for, facts about the hardware that must never be
+inferred from an architecture number, default settings with their reasons, and drivers known to be bad.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import root
+
+TARGET_NAMES = ("gb10", "sm120", "b200", "hopper", "cpu")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the hardware can do. `smem_bytes` is shared memory a thread block may use; 0 on the CPU."""
+
+    has_fp4_mma: bool
+    has_fp4_cvt: bool
+    has_fp8_mma: bool
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A product of a target: how NVML names it, its memory and its specified bandwidth."""
+
+    match: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    sm_count: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default of a target, with the sentence and the evidence that `nibble plan` prints."""
+
+    value: Any
+    reason: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """A driver (version prefix) known to fail on a target. `severity` is "error" or "warning"."""
+
+    driver: str
+    severity: Literal["error", "warning"]
+    reason: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """One targets/NAME.toml."""
+
+    name: str
+    title: str
+    device: Literal["cuda", "cpu"]
+    capabilities: tuple[tuple[int, int], ...]
+    platforms: tuple[str, ...]
+    torch_cuda_arch_list: str
+    memory_kind: Literal["unified", "discrete", "host"]
+    memory_reserve_bytes: int
+    features: Features
+    gpu_models: tuple[GpuModel, ...]
+    args: Mapping[str, Default]
+    env: Mapping[str, Default]
+    known_bad: tuple[KnownBad, ...]
+    image: Mapping[str, str]
+
+    def gpu_model(self, name: str) -> GpuModel | None:
+        """The product NVML calls `name`; the longest match wins."""
+        found = [model for model in self.gpu_models if model.match.lower() in name.lower()]
+        return max(found, key=lambda model: len(model.match), default=None)
+
+
+@cache
+def load_target(name: str) -> Target:
+    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES."""
+    if name not in TARGET_NAMES:
+        what = f"there is no target {name!r}"
+        raise NibbleError(ExitCode.CONFIG, what, "one of " + ", ".join(TARGET_NAMES), "correct NIBBLE_TARGET or --target")
+    return parse_target(root() / "targets" / f"{name}.toml")
+
+
+def parse_target(path: Path) -> Target:
+    """A target file as a value; a KeyError or TypeError here is a broken installation, not user input."""
+    data = tomllib.loads(path.read_text())
+    memory = data["memory"]
+    return Target(
+        name=data["name"],
+        title=data["title"],
+        device=data["device"],
+        capabilities=tuple(_capability(text) for text in data["capabilities"]),
+        platforms=tuple(data["platforms"]),
+        torch_cuda_arch_list=data["torch_cuda_arch_list"],
+        memory_kind=memory["kind"],
+        memory_reserve_bytes=int(memory["reserve_gib"] * (1 << 30)),
+        features=Features(**data["features"]),
+        gpu_models=tuple(_gpu_model(entry) for entry in data.get("gpu", ())),
+        args={"--" + name: Default(**entry) for name, entry in data.get("args", {}).items()},
+        env={name: Default(**entry) for name, entry in data.get("env", {}).items()},
+        known_bad=tuple(KnownBad(**entry) for entry in data.get("known_bad", ())),
+        image=data["image"],
+    )
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _gpu_model(entry: Mapping[str, Any]) -> GpuModel:
+    return GpuModel(
+        match=entry["match"],
+        memory_bytes=int(entry["memory_gib"] * (1 << 30)),
+        bandwidth_bytes_per_s=entry["bandwidth_gb_s"] * 1e9,
+        sm_count=entry["sm_count"],
+        source=entry["source"],
+    )
+
+
+def target_for_capability(capability: tuple[int, int]) -> Target | None:
+    """The target that covers a compute capability, e.g. (12, 1) -> gb10."""
+    for name in TARGET_NAMES:
+        target = load_target(name)
+        if capability in target.capabilities:
+            return target
+    return None
