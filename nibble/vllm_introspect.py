@@ -123,7 +123,9 @@ def type_spec(hint: Any, classes: ClassTable) -> dict[str, Any]:
     if origin is typing.Annotated:
         inner, *marks = typing.get_args(hint)
         # Fields that vLLM fills in itself (SpeculativeConfig.target_model_config) are not worth describing.
-        return {"type": "any"} if any("SkipValidation" in repr(m) for m in marks) else type_spec(inner, classes)
+        return (
+            {"type": "any"} if any("SkipValidation" in repr(m) for m in marks) else type_spec(inner, classes)
+        )
     if origin is typing.Literal:
         return literal_spec(typing.get_args(hint))
     if origin in (typing.Union, types.UnionType):
@@ -252,7 +254,11 @@ def action_kind(action: argparse.Action) -> str:
     if isinstance(action, (argparse._StoreTrueAction, argparse._StoreFalseAction)):
         return "switch"
     kinds = {"int": "int", "float": "float", "loads": "json", "parse_dataclass": "json"}
-    kinds |= {"human_readable_int": "int", "human_readable_int_or_auto": "int", "union_dict_and_str": "json-or-text"}
+    kinds |= {
+        "human_readable_int": "int",
+        "human_readable_int_or_auto": "int",
+        "union_dict_and_str": "json-or-text",
+    }
     return next((kinds[name] for name in type_chain(action.type) if name in kinds), "str")
 
 
@@ -327,7 +333,9 @@ def moe_kernels() -> dict[str, list[str]]:
         enums = [
             value
             for name, value in vars(module).items()
-            if name.lower().endswith("moebackend") and isinstance(value, type) and issubclass(value, enum.Enum)
+            if name.lower().endswith("moebackend")
+            and isinstance(value, type)
+            and issubclass(value, enum.Enum)
         ]
         found[scheme] = sorted({str(m.value) for cls in enums for m in cls if m.name != "NONE"})
     return found
@@ -336,7 +344,9 @@ def moe_kernels() -> dict[str, list[str]]:
 def linear_kernels() -> list[str]:
     """Class names vLLM logs for the NVFP4 linear kernel it chose (kernels/linear/__init__.py:1240)."""
     module = importlib.import_module("vllm.model_executor.kernels.linear")
-    return sorted(n for n in vars(module) if "NvFp4" in n and n.endswith("LinearKernel") and n != "NvFp4LinearKernel")
+    return sorted(
+        n for n in vars(module) if "NvFp4" in n and n.endswith("LinearKernel") and n != "NvFp4LinearKernel"
+    )
 
 
 def describe() -> dict[str, Any]:

@@ -28,7 +28,14 @@ INTROSPECTION_TIMEOUT_SECONDS = 300  # importing vllm and building its parser ta
 
 # 1k, 25.6k, 2M as vLLM reads them (vllm 0.32 argparse_utils.py:29: a decimal point only before k, m, g, t).
 _SIZE = re.compile(r"[+-]?\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")
-_JSON_TYPES: dict[type, str] = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", list: "list"}
+_JSON_TYPES: dict[type, str] = {
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    dict: "dict",
+    list: "list",
+}
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,9 @@ def live_schema(
         if run.returncode != 0 or not out.exists():
             last = (run.stderr.strip().splitlines() or ["no output"])[-1]
             what = f"vLLM could not be inspected with {python}: {last}"
-            raise NibbleError(ExitCode.VERIFY, what, "an interpreter that imports vllm", "name it with --python")
+            raise NibbleError(
+                ExitCode.VERIFY, what, "an interpreter that imports vllm", "name it with --python"
+            )
         data = json.loads(out.read_text())
     refusals = data.pop("refusals")
     return Schema(data), refusals
@@ -328,7 +337,9 @@ def _chosen(spec: Mapping[str, Any], value: Any) -> bool:
 
 
 def _not_a_choice(where: str, value: Any, choices: Sequence[Any]) -> str:
-    hint = closest(str(value).lower(), [str(c) for c in choices]) or closest(str(value).upper(), [str(c) for c in choices])
+    hint = closest(str(value).lower(), [str(c) for c in choices]) or closest(
+        str(value).upper(), [str(c) for c in choices]
+    )
     did = f"did you mean {hint}? " if hint else ""
     return f"{where} cannot be {value!r}: {did}one of {', '.join(map(str, choices))}"
 
@@ -344,7 +355,10 @@ def _dump(value: Any, depth_of: Any, depth: int, level: int = 0) -> str:
     pad, end = " " * (level + 1), " " * level
     if isinstance(value, list):
         return "[\n" + ",\n".join(pad + json.dumps(v) for v in value) + f"\n{end}]"
-    lines = [f"{pad}{json.dumps(k)}: {_dump(v, depth_of, depth_of(k) or depth, level + 1)}" for k, v in value.items()]
+    lines = [
+        f"{pad}{json.dumps(k)}: {_dump(v, depth_of, depth_of(k) or depth, level + 1)}"
+        for k, v in value.items()
+    ]
     return "{\n" + ",\n".join(lines) + f"\n{end}" + "}"
 
 
