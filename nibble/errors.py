@@ -27,11 +27,12 @@ class NibbleError(Exception):
     """One line for the user and the exit code that goes with it.
 
     `what` happened, what was `expected`, and the `action` that mends it; `expected` may be empty where it
-    would only repeat the action.
+    would only repeat the action. `unreachable` marks what a network would mend: `nibble plan` goes on without it.
     """
 
-    def __init__(self, code: ExitCode, what: str, expected: str = "", action: str = "") -> None:
+    def __init__(self, code: ExitCode, what: str, expected: str = "", action: str = "", *, unreachable: bool = False) -> None:
         self.code = code
+        self.unreachable = unreachable
         self.what = what
         self.expected = expected
         self.action = action

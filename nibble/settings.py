@@ -133,11 +133,8 @@ class Settings(BaseSettings):
     @field_validator("max_model_len", mode="before")
     @classmethod
     def _human_readable_tokens(cls, value: Any) -> Any:
-        # The same suffixes as vLLM's own flag: k = 1000, K = 1024 (vllm 0.32 arg_utils.py human_readable_int).
-        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)([kKmM])", value.strip())):
-            scale = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]
-            return int(match[1]) * scale
-        return value
+        tokens = token_count(value)
+        return value if tokens is None else tokens
 
     @field_validator("tq", mode="before")
     @classmethod
@@ -162,6 +159,17 @@ class Settings(BaseSettings):
         if value is not None and not re.fullmatch(r"[\x21-\x7e]{8,}", value.get_secret_value()):
             raise ValueError("too short, or with blanks or control characters")
         return value
+
+
+def token_count(value: Any) -> int | None:
+    """A number of tokens written as 32768 or 32K; None for anything else.
+
+    The same suffixes as vLLM's own flag: k = 1000, K = 1024 (vllm 0.32 argparse_utils.py:29).
+    """
+    match = re.fullmatch(r"(\d+)([kKmM]?)", str(value).strip())
+    if match is None:
+        return None
+    return int(match[1]) * {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]
 
 
 def option_of(field: FieldInfo) -> Option:

@@ -33,6 +33,11 @@ OWNED: Mapping[str, str] = {
     "--root-path": "none: the gate compares paths with vLLM's own",
 }
 
+# What the seeds name and no release of nibble has yet.
+MISSING_BACKENDS: Mapping[str, str] = {
+    "CUTE_PAGED": "the CuTe paged attention backend is not part of this release of nibble",
+}
+
 Flags = dict[str, Any]
 
 
@@ -71,16 +76,15 @@ def _next_flag(words: Sequence[str], position: int, source: str, schema: Schema)
     head = name.split(".")[0]
     if "." in name:  # the keys of a nested config keep their underscores
         name = head + written[len(head) :]
-    negated = head.startswith("--no-") and schema.flag(head) is None
-    spec = schema.flag("--" + head[5:]) if negated else schema.flag(head)
+    spec = schema.flag(head)
     short = re.fullmatch(r"(-[A-Za-z]+)(\d+)", written)  # -O3, -tp2
     if spec is None and short and (spec := schema.flag(short[1])) is not None:
         return spec.name, spec, short[2], position + 1
     if spec is None:
         hint = schema.suggest(head)
         action = f"did you mean {hint}?" if hint else "see `vllm serve --help=all`"
-        raise NibbleError(ExitCode.CONFIG, f"{source} has {written}, which vLLM 0.32 does not know", "", action)
-    if spec.kind == "bool" and (negated or written.startswith("--no-")):
+        raise NibbleError(ExitCode.CONFIG, f"{source} has {written}, which vLLM {schema.version} does not know", "", action)
+    if spec.kind == "bool" and head == "--no-" + spec.name[2:]:
         return spec.name, spec, "false", position + 1
     return name if "." in name else spec.name, spec, inline if equals else None, position + 1
 
@@ -138,6 +142,8 @@ def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
     """Refuse owned flags, values outside a flag's choices and keys a nested config does not have."""
     for name, value in flags.items():
+        if missing := MISSING_BACKENDS.get(str(value)):
+            raise NibbleError(ExitCode.CONFIG, f"{name} {value} in {source}: {missing}", "", "choose another backend")
         if name in OWNED:
             raise NibbleError(ExitCode.CONFIG, f"{name} in {source} is set by nibble itself", "", f"use {OWNED[name]} instead")
         problems = schema.check_json(name, value) if isinstance(value, dict) else [schema.check_value(name, value)]

@@ -1,0 +1,222 @@
+"""The `nibble` command: verbs only; what they do lives in the modules they call."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from nibble import __version__
+from nibble.errors import ExitCode, NibbleError
+
+# Words after these verbs are read by nibble.command_line, which knows nibble's options and vLLM's flags alike.
+FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve NVFP4 models on vLLM.")
+recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
+app.add_typer(recipes_app, name="recipes")
+
+
+@app.command(context_settings=FREE_WORDS)
+def serve(words: Words = None) -> None:
+    """Serve a model with an OpenAI-compatible API."""
+    from nibble.serve import serve as run
+
+    raise typer.Exit(run(_wanted(words, "serve"), dict(os.environ)))
+
+
+@app.command(context_settings=FREE_WORDS)
+def plan(words: Words = None) -> None:
+    """Show every setting `serve` would use, where it comes from and why."""
+    from nibble.prepare import plan_for, read_wishes
+
+    asked = read_wishes(_wanted(words, "plan"), dict(os.environ), ("--json",))
+    found = plan_for(asked)
+    if "--json" in asked.command.rest:
+        _print_json(found.to_json())
+    else:
+        from nibble.show import show_plan
+
+        show_plan(found)
+
+
+@app.command(context_settings=FREE_WORDS)
+def pull(words: Words = None) -> None:
+    """Download a model completely and verify it."""
+    from nibble.serve import pull as run
+
+    result, as_json = run(_wanted(words, "pull"), dict(os.environ))
+    if as_json:
+        _print_json(result)
+    else:
+        print(result["path"])
+
+
+@recipes_app.command("list")
+def recipes_list(as_json: Json = False) -> None:
+    """All recipes, with the status for each target."""
+    from nibble.show import recipe_rows, show_recipes
+
+    rows = recipe_rows()
+    _print_json(rows) if as_json else show_recipes(rows)
+
+
+@recipes_app.command("show")
+def recipes_show(model: str, as_json: Json = False) -> None:
+    """One recipe: what it sets for each target, and on what evidence."""
+    from nibble.show import recipe_data, show_recipe
+
+    data = recipe_data(model)
+    _print_json(data) if as_json else show_recipe(data)
+
+
+@recipes_app.command("lint")
+def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """Check every flag, choice, nested key and variable against the installed vLLM."""
+    from nibble.lint import lint
+    from nibble.paths import root
+
+    problems = lint(root(), paths or None)
+    if as_json:
+        _print_json([vars(problem) for problem in problems])
+    else:
+        for problem in problems:
+            print(problem.line())
+        print(f"{len(problems)} problem(s)", file=sys.stderr)
+    raise typer.Exit(ExitCode.VERIFY if problems else ExitCode.OK)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Look at this machine and say what would stop or slow a server."""
+    from nibble.doctor import diagnose
+    from nibble.show import show_report
+
+    report = diagnose(dict(os.environ))
+    _print_json(report.to_json()) if as_json else show_report(report)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
+    """Ask the running server a question."""
+    from nibble.chat import ask
+
+    ask(question, model, max_tokens, dict(os.environ))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Versions of nibble and of what it runs."""
+    from nibble.show import versions
+
+    found = versions()
+    if as_json:
+        _print_json(found)
+    else:
+        for name, value in found.items():
+            print(f"{name} {value or 'not installed'}")
+
+
+@app.command("ray-head", context_settings=FREE_WORDS)
+def ray_head(words: Words = None) -> None:
+    """Start the head node of a Ray cluster in the foreground."""
+    from nibble.prepare import read_wishes
+    from nibble.ray_node import ray_head as run
+
+    asked = read_wishes(_wanted(words, "ray-head"), dict(os.environ))
+    raise typer.Exit(run(asked.settings, asked.accepted.environ))
+
+
+@app.command("ray-worker", context_settings=FREE_WORDS)
+def ray_worker(words: Words = None) -> None:
+    """Join a Ray cluster as a worker, in the foreground."""
+    from nibble.prepare import read_wishes
+    from nibble.ray_node import ray_worker as run
+
+    asked = read_wishes(_wanted(words, "ray-worker"), dict(os.environ))
+    raise typer.Exit(run(asked.settings, asked.accepted.environ))
+
+
+@app.command(hidden=True)
+def docs(check: bool = False) -> None:
+    """Write the generated parts of the documentation; --check only compares."""
+    from nibble.docs import update
+
+    stale = update(check)
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}")
+    raise typer.Exit(ExitCode.VERIFY if check and stale else ExitCode.OK)
+
+
+def _wanted(words: Sequence[str] | None, verb: str) -> list[str]:
+    """The words of a verb; prints our own help where it is asked for, since typer's does not know vLLM's flags."""
+    given = list(words or ())
+    if "--help" in given or "-h" in given:
+        from nibble.show import show_verb_help
+
+        show_verb_help(verb)
+        raise typer.Exit(ExitCode.OK)
+    return given
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, default=str))
+
+
+def main() -> None:
+    """Run, and turn every failure into one line and its exit code."""
+    sys.exit(_guarded(lambda: app(standalone_mode=False)))
+
+
+def _guarded(run: Callable[[], Any]) -> int:
+    try:
+        return int(run() or 0)
+    except NibbleError as error:
+        print(f"nibble: error: {error.line()}", file=sys.stderr)
+        return int(error.code)
+    except typer.Exit as done:
+        return int(done.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # `nibble plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.OK)
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """A usage error of typer's own, or our fault; a traceback only where it was asked for."""
+    message = getattr(error, "format_message", None)
+    if message is not None:
+        print(f"nibble: error: {message()}; see `nibble --help`", file=sys.stderr)
+        return int(ExitCode.USAGE)
+    if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
+        raise error
+    detail = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(f"nibble: error: internal fault: {detail}; please report it, with NIBBLE_DEBUG=1 it shows the traceback", file=sys.stderr)
+    return int(ExitCode.INTERNAL)
+
+
+def _version_option(value: bool) -> None:
+    if value:
+        print(f"nibble {__version__}")
+        raise typer.Exit(ExitCode.OK)
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[bool, typer.Option("--version", callback=_version_option, is_eager=True, help="Show nibble's version.")] = False,
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main()

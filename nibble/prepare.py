@@ -1,0 +1,152 @@
+"""From words, environment and files to a plan: the effects around `plan.make_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.command_line import CommandLine, read_command_line
+from nibble.environment import Accepted, accept
+from nibble.errors import ExitCode, NibbleError
+from nibble.hardware import Hardware, assume, detect
+from nibble.paths import demo_model, root
+from nibble.plan import Choice, Ingredients, Plan, make_plan
+from nibble.recipes import ResolvedRecipe, load_recipe, resolve
+from nibble.settings import Loaded, Settings, load_settings
+from nibble.targets import TARGET_NAMES, Target, load_target, target_for_capability
+from nibble.vllm_args import read_flags, split_words
+from nibble.vllm_schema import load_schema
+
+UNKNOWN_UNTIL_PULL = "unknown until pull"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The user's wishes, read and typed, before anything is looked up."""
+
+    loaded: Loaded
+    accepted: Accepted
+    command: CommandLine
+
+    @property
+    def settings(self) -> Settings:
+        return self.loaded.settings
+
+
+def read_wishes(words: Sequence[str], environ: Mapping[str, str], own_switches: Sequence[str] = ()) -> Asked:
+    """Command line, environment and user TOML as settings. Raises NibbleError for what cannot be read."""
+    schema = load_schema()
+    accepted = accept(environ, schema.envs, in_image="NIBBLE_IMAGE" in environ)
+    command = read_command_line(words, own_switches, schema)
+    loaded = load_settings(command.values, accepted.environ)
+    return Asked(loaded, accepted, command)
+
+
+def local_model(model: str) -> Path | None:
+    """The folder a model argument names: a path, or the embedded demo by its name."""
+    if model == demo_model().name:
+        return demo_model()
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "/", "~")) or path.is_dir()
+    return path if looks_like_path else None
+
+
+def plan_for(
+    asked: Asked, find_checkpoint: Callable[[str, str | None], tuple[Checkpoint | None, str]] | None = None
+) -> Plan:
+    """The plan for what was asked. `find_checkpoint` (model, revision) -> (checkpoint, why there is none)."""
+    settings = asked.settings
+    if settings.model is None:
+        what = "no model is given"
+        raise NibbleError(ExitCode.USAGE, what, "MODEL or an argument", "try `nibble serve nibble-demo`, the embedded demo")
+    here = detect(asked.accepted.environ)
+    target, choice = choose_target(settings, asked, here)
+    folder = local_model(settings.model)
+    recipe, hardware = _recipe_and_hardware(settings, folder, target, choice, here)
+    revision = settings.revision or (recipe.revision if recipe else "") or None
+    if folder is not None:
+        checkpoint, note = read_checkpoint(str(folder)), ""
+    else:
+        checkpoint, note = (find_checkpoint or checkpoint_if_here)(settings.model, revision)
+    schema = load_schema()
+    extra = read_flags(split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema)
+    parts = Ingredients(
+        loaded=asked.loaded,
+        accepted=asked.accepted,
+        cli_flags=asked.command.flags,
+        extra_flags=extra,
+        hardware=hardware,
+        target=target,
+        target_choice=choice,
+        checkpoint=checkpoint,
+        checkpoint_note=note,
+        recipe=recipe,
+        is_demo=folder is not None and folder.resolve() == demo_model().resolve(),
+    )
+    return make_plan(parts)
+
+
+def checkpoint_if_here(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+    """The checkpoint from the local Hugging Face cache, or from the Hub's headers; otherwise why it is unknown."""
+    try:
+        return read_checkpoint(model, revision), ""
+    except NibbleError as error:
+        if error.unreachable:
+            return None, f"{UNKNOWN_UNTIL_PULL} ({error.what})"
+        raise
+
+
+def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Target, Choice]:
+    """NIBBLE_TARGET, else the image's own, else what NVML finds, else the CPU."""
+    if settings.target != "auto":
+        return load_target(settings.target), Choice(settings.target, str(asked.loaded.origins["target"]), "asked for")
+    image = asked.accepted.environ.get("NIBBLE_IMAGE")
+    if not here.gpus:
+        reason = f"the GPU driver does not answer: {here.nvml_error}" if here.nvml_error else "no GPU was found"
+        if image and image != "cpu":
+            what = f"this image is for {image} and {reason}"
+            raise NibbleError(ExitCode.NO_HARDWARE, what, "a GPU in the container", "run with --gpus all and the NVIDIA Container Toolkit")
+        return load_target("cpu"), Choice("cpu", "this machine", reason)
+    return _target_of_gpus(here, image)
+
+
+def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
+    first = here.gpus[0]
+    major, minor = first.capability
+    if image == "cpu":
+        return load_target("cpu"), Choice("cpu", "image", f"the cpu image does not use the {first.name}")
+    if mixed := [gpu for gpu in here.gpus if gpu.capability != first.capability]:
+        what = f"{first.name} and {mixed[0].name} differ in compute capability"
+        raise NibbleError(ExitCode.NO_HARDWARE, what, "GPUs of one kind", "choose some with CUDA_VISIBLE_DEVICES")
+    target = target_for_capability(first.capability)
+    if target is None:
+        known = ", ".join(name for name in TARGET_NAMES if name != "cpu")
+        what = f"{first.name} has compute capability {major}.{minor}, which nibble does not support"
+        raise NibbleError(ExitCode.NO_HARDWARE, what, f"one of the targets {known}", "set NIBBLE_TARGET=cpu to serve on the CPU")
+    # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
+    if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
+        what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"
+        raise NibbleError(ExitCode.NO_HARDWARE, what, f"the {target.name} image", f"run nibble:{target.name}")
+    return target, Choice(target.name, "this machine", f"{first.name}, compute capability {major}.{minor}")
+
+
+def _recipe_and_hardware(
+    settings: Settings, folder: Path | None, target: Target, choice: Choice, here: Hardware
+) -> tuple[ResolvedRecipe | None, Hardware]:
+    """The recipe for the GPUs that are here, or for those a plan for another machine assumes."""
+    found = None
+    if settings.recipe == "auto" and folder is None and settings.model:
+        found = load_recipe(settings.model, root())
+    is_here = target.device == "cpu" or any(gpu.capability in target.capabilities for gpu in here.gpus)
+    if is_here and target.device == "cuda":
+        gpus = here.gpus[: settings.num_gpus] if settings.num_gpus else here.gpus
+        hardware = replace(here, gpus=gpus)
+        return found and resolve(found, target.name, len(gpus), [gpu.name for gpu in gpus]), hardware
+    if is_here:
+        return found and resolve(found, target.name, 0), assume(target, 0, here)
+    asked_count = settings.num_gpus or settings.tensor_parallel_size
+    recipe = found and resolve(found, target.name, asked_count)
+    count = asked_count or (recipe.gpus if recipe else None) or 1
+    return recipe, assume(target, count, here)

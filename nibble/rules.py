@@ -1,0 +1,110 @@
+"""What cannot work, found before anything starts: pure functions from the ingredients of a plan to one error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.errors import ExitCode, NibbleError
+from nibble.hardware import Hardware
+from nibble.recipes import ResolvedRecipe
+from nibble.settings import Settings
+from nibble.targets import Target
+
+# vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR #38479 (GSM8K, 200
+# questions, Qwen3-4B, 0.900 with a BF16 cache). Their numbers, not measured here.
+TURBOQUANT_COST: Mapping[str, str] = {
+    "turboquant_k8v4": "perplexity +1.17 %, GSM8K 0.90 -> 0.86, cache 2.6x smaller",
+    "turboquant_4bit_nc": "perplexity +2.71 %, GSM8K 0.90 -> 0.84, cache 3.8x smaller",
+    "turboquant_k3v4_nc": "perplexity +10.63 %, GSM8K 0.90 -> 0.78, cache 4.3x smaller",
+    "turboquant_3bit_nc": "perplexity +20.59 %, GSM8K 0.90 -> 0.72, cache 4.9x smaller",
+}
+
+
+def check_request(settings: Settings) -> None:
+    """What the settings alone rule out."""
+    if settings.cute_wo_split != 1:
+        what = f"CUTE_WO_SPLIT={settings.cute_wo_split} needs the CuTe attention kernel with a split output projection"
+        raise NibbleError(ExitCode.CONFIG, what, "CUTE_WO_SPLIT=1 until nibble ships that kernel", "unset CUTE_WO_SPLIT")
+    if settings.tq is not None and settings.tq not in TURBOQUANT_COST:
+        what = f"there is no TurboQuant preset {settings.tq!r}"
+        raise NibbleError(ExitCode.CONFIG, what, "one of " + ", ".join(TURBOQUANT_COST), "correct --tq or NIBBLE_TQ")
+    if settings.port == settings.control_port:
+        what = f"PORT and NIBBLE_CONTROL_PORT are both {settings.port}"
+        raise NibbleError(ExitCode.CONFIG, what, "two different ports", "change one of them")
+
+
+def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
+    """A model that is known not to run on this target."""
+    if recipe is not None and recipe.status == "unsupported":
+        reason = ("; ".join(recipe.notes) or recipe.evidence).strip().rstrip(".")
+        raise NibbleError(ExitCode.CONFIG, f"{recipe.id} is not supported on {target.name}: {reason}", "", "see `nibble recipes show`")
+
+
+def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any], settings: Settings) -> None:
+    """What checkpoint and target rule out together."""
+    if checkpoint is not None:
+        _check_architecture(checkpoint)
+        _check_scheme(checkpoint, target)
+        _check_context(checkpoint, args.get("--max-model-len"))
+    _check_turboquant(checkpoint, target, str(args.get("--kv-cache-dtype", "")))
+    _check_remote_code(checkpoint, args, settings)
+
+
+def _check_architecture(checkpoint: Checkpoint) -> None:
+    if checkpoint.model_type == "cloverlm":
+        what = f"{checkpoint.id} is a CloverLM checkpoint, which needs nibble's quartet2 plugin"
+        raise NibbleError(ExitCode.CONFIG, what, "a model vLLM 0.32 knows", "wait for the release that ships the plugin")
+
+
+def _check_scheme(checkpoint: Checkpoint, target: Target) -> None:
+    scheme = checkpoint.scheme
+    if scheme.unsupported_reason:
+        raise NibbleError(ExitCode.CONFIG, f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}", "",
+                          "choose another quantization of this model")  # fmt: skip
+    if target.device == "cpu" and scheme.is_nvfp4:
+        # vllm 0.32 model_executor/kernels/linear/__init__.py:574 has no CPU entry for NVFP4.
+        what = f"{checkpoint.id} is {scheme.name}, and vLLM 0.32 has no NVFP4 kernel for the CPU"
+        raise NibbleError(ExitCode.CONFIG, what, "a BF16 checkpoint on the CPU", "serve it on a GPU or choose the BF16 model")
+
+
+def _check_context(checkpoint: Checkpoint, tokens: Any) -> None:
+    limit = checkpoint.max_model_len
+    if limit is not None and isinstance(tokens, int) and tokens > limit:
+        what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
+        raise NibbleError(ExitCode.CONFIG, what, f"at most {limit}", "lower MAX_MODEL_LEN or --max-model-len")
+
+
+def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dtype: str) -> None:
+    if not kv_cache_dtype.startswith("turboquant_"):
+        return
+    where = None
+    if target.device == "cpu":
+        where = "on the CPU"
+    elif checkpoint is not None and any(layer.kind == "mla" for layer in checkpoint.layers or ()):
+        where = f"with multi-head latent attention ({checkpoint.id})"
+    if where:
+        what = f"the KV cache dtype {kv_cache_dtype} does not work {where}"
+        raise NibbleError(ExitCode.CONFIG, what, "a GPU and ordinary attention", "drop --tq or --kv-cache-dtype")
+
+
+def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any], settings: Settings) -> None:
+    if args.get("--trust-remote-code") is not True or (checkpoint is not None and checkpoint.is_local):
+        return
+    revision = str(settings.revision or args.get("--revision") or "")
+    if not re.fullmatch(r"[0-9a-f]{40}", revision):
+        what = "--trust-remote-code runs code from the model's repository, and its revision is not pinned"
+        raise NibbleError(ExitCode.CONFIG, what, "a revision of 40 hex digits", "set NIBBLE_REVISION to the commit you have read")
+
+
+def check_parallel(checkpoint: Checkpoint | None, hardware: Hardware, target: Target, tensor_parallel: int, pipeline: int) -> None:
+    """Tensor parallel size against the heads of the model and the GPUs of the machine."""
+    heads = checkpoint.num_attention_heads if checkpoint else None
+    if heads and heads % tensor_parallel:
+        what = f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of {checkpoint.id}"  # type: ignore[union-attr]
+        raise NibbleError(ExitCode.CONFIG, what, "a divisor of the heads, such as 1, 2 or 4", "change TENSOR_PARALLEL_SIZE")
+    if target.device == "cuda" and tensor_parallel * pipeline > len(hardware.gpus):
+        what = f"{tensor_parallel * pipeline} GPUs are asked for and {len(hardware.gpus)} are here"
+        raise NibbleError(ExitCode.CONFIG, what, "at most the GPUs of this machine", "lower TENSOR_PARALLEL_SIZE or use ray-head and ray-worker")

