@@ -24,7 +24,6 @@ OWNED: Mapping[str, str] = {
     "--middleware": "none: nibble's gate is the only middleware",
     "--shutdown-timeout": "NIBBLE_DRAIN_SECONDS",
     "--kv-cache-memory-bytes": "NIBBLE_KV_CACHE_BYTES",
-    "--kv-cache-memory": "NIBBLE_KV_CACHE_BYTES",
     "--served-model-name": "NIBBLE_SERVED_MODEL_NAME",
     "--model": "MODEL",
     "--revision": "NIBBLE_REVISION",
