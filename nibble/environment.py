@@ -21,6 +21,7 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_TORCH_INDEX": "installer: index that has the CPU build of torch",
     "NIBBLE_RUNTIME": "installer: auto, cpu or cuda",
     "NIBBLE_BUILD_NETWORK": "build.sh: network of the image build, such as host",
+    "NIBBLE_RUN_IMAGE": "scripts/serve*.sh: image to run instead of nibble:TARGET",
     "NIBBLE_ROOT": "folder that holds targets/, recipes/ and models/",
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Serve a model: natively where nibble is installed in this checkout, else in the image nibble:$NIBBLE_TARGET.
+# Flags are those of `nibble serve`, such as --tq (TurboQuant KV cache) and --debug (eager, verbose).
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# The model of this script, unless the caller names another by MODEL, HF_MODEL or as the first argument.
+model=(ig1/Qwen3.5-27B-NVFP4)
+if [[ -n "${NIBBLE_SCRIPT_MODEL:-}" ]]; then model=("$NIBBLE_SCRIPT_MODEL"); fi
+unset NIBBLE_SCRIPT_MODEL
+if [[ -n "${MODEL:-}${HF_MODEL:-}" || "${1:--}" != -* ]]; then model=(); fi
+
+if [[ -x "$here/.venv/bin/nibble" ]]; then
+  exec "$here/entrypoint.sh" serve "${model[@]}" "$@"
+fi
+
+target=${NIBBLE_TARGET:-gb10}
+image=${NIBBLE_RUN_IMAGE:-nibble:$target}
+if ! docker image inspect "$image" >/dev/null 2>&1; then
+  echo "error: neither .venv nor the image $image is here; run \`make setup\` or \`./build.sh $target\`" >&2
+  exit 3
+fi
+gpus=(--gpus all --ipc host)
+if [[ $target == cpu ]]; then gpus=(--shm-size 1g); fi
+# Names only: docker reads the values itself, so that no secret stands in a command line.
+mapfile -t names < <(compgen -e | grep -E '^(MODEL|HF_|PORT$|GPU_MEMORY_UTIL|MAX_|TENSOR_|NIBBLE_|VLLM_|NCCL_|PYTORCH_|NUM_GPUS|CUTE_WO)' || true)
+exec docker run --rm "${gpus[@]}" "${names[@]/#/--env=}" --stop-timeout 60 \
+  --publish "127.0.0.1:${PORT:-8000}:${PORT:-8000}" --volume nibble-cache:/var/cache/nibble \
+  --volume "${HF_HOME:-$HOME/.cache/huggingface}:/root/.cache/huggingface" "$image" serve "${model[@]}" "$@"
