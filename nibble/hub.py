@@ -1,0 +1,171 @@
+"""The Hugging Face Hub as settings and as errors: its cache, who asks, and one line for what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nibble.disk import not_writable
+from nibble.errors import ExitCode, NibbleError
+from nibble.secrets import read_secret
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRUE = ("1", "on", "yes", "true")  # huggingface_hub 2.4 constants.py ENV_VARS_TRUE_VALUES
+
+
+@dataclass(frozen=True)
+class Access:
+    """How to reach the Hub: cache folder, endpoint, token (never printed), and whether to stay offline."""
+
+    cache: Path
+    endpoint: str
+    token: str | None
+    offline: bool
+
+    def page(self, model: str) -> str:
+        """The model's page, where terms are accepted."""
+        return f"{self.endpoint}/{model}"
+
+
+def access(environ: Mapping[str, str]) -> Access:
+    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot be read."""
+    home = hub_home(environ)
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or str(home / "hub")
+    offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
+    return Access(
+        Path(cache).expanduser(),
+        (environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
+        read_secret("HF_TOKEN", environ)
+        or environ.get("HUGGING_FACE_HUB_TOKEN")
+        or _stored_token(environ, home),
+        offline.strip().lower() in TRUE,
+    )
+
+
+def hub_home(environ: Mapping[str, str]) -> Path:
+    """HF_HOME, else the XDG cache's huggingface folder."""
+    home = environ.get("HOME") or str(Path.home())
+    caches = environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    return Path(environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()
+
+
+def _stored_token(environ: Mapping[str, str], home: Path) -> str | None:
+    """The token `hf auth login` left, or the file HF_TOKEN_PATH names."""
+    try:
+        return Path(environ.get("HF_TOKEN_PATH") or home / "token").read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def is_model_id(text: str) -> bool:
+    """Whether `text` can be an id on the Hub: `name` or `namespace/name`."""
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text)) and ".." not in text and "--" not in text
+
+
+def not_an_id(model: str) -> NibbleError:
+    """The error for something that is neither a folder nor an id."""
+    what = f"{model!r} is neither a folder nor a Hugging Face id"
+    return NibbleError(
+        ExitCode.MODEL, what, "an id such as nvidia/Qwen3-8B-NVFP4 or a folder", "correct MODEL"
+    )
+
+
+def hub_error(error: BaseException, model: str, revision: str | None, hub: Access) -> NibbleError:
+    """What huggingface_hub raised, with what to do. Exit code 4; 7 for a full disk; 5 for no permission."""
+    from huggingface_hub import errors
+
+    chain = list(_chain(error))
+    for part in chain:
+        if isinstance(part, NibbleError):
+            return part
+    for part in chain:
+        if isinstance(part, errors.GatedRepoError):
+            return _gated(model, hub)
+        if isinstance(part, errors.RevisionNotFoundError):
+            what = f"{model} has no revision {revision!r}"
+            return NibbleError(
+                ExitCode.MODEL, what, "a commit, branch or tag of it", "correct NIBBLE_REVISION or unset it"
+            )
+        if isinstance(part, errors.HFValidationError):
+            return not_an_id(model)
+        if isinstance(part, (errors.OfflineModeIsEnabled, errors.IncompleteSnapshotError)):
+            return not_cached(model, hub)
+        if isinstance(part, errors.HfHubHTTPError) and (found := _refused(part, model, hub)):
+            return found
+    return _local_or_network(chain, model, hub)
+
+
+def not_cached(model: str, hub: Access) -> NibbleError:
+    """Offline, and the model is not (completely) in the cache."""
+    what = f"{model} is not complete in {hub.cache} and HF_HUB_OFFLINE is set"
+    action = f"unset HF_HUB_OFFLINE, or run `nibble pull {model}` where there is a network"
+    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+
+
+def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
+    """The Hub did not answer (well)."""
+    what = f"{model} is not complete in {hub.cache} and {hub.endpoint} cannot be used ({detail})"
+    action = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
+    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and what caused it."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _gated(model: str, hub: Access) -> NibbleError:
+    if hub.token is None:
+        action = f"accept its terms at {hub.page(model)}, then give a token in HF_TOKEN or HF_TOKEN_FILE"
+        return NibbleError(ExitCode.MODEL, f"{model} is a gated model and HF_TOKEN is not set", "", action)
+    what = f"{model} is a gated model and the account of this HF_TOKEN has no access to it"
+    return NibbleError(ExitCode.MODEL, what, "", f"ask for access at {hub.page(model)} with that account")
+
+
+def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | None:
+    """An HTTP error about who asks for what; None for any other."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if "Invalid credentials" in str(error):
+        action = "make a new token at https://huggingface.co/settings/tokens or unset HF_TOKEN"
+        return NibbleError(
+            ExitCode.MODEL, f"{hub.endpoint} refuses this HF_TOKEN (invalid or expired)", "", action
+        )
+    if status in (401, 404):  # the Hub answers 401, not 404, to strangers
+        if hub.token is None:
+            what, action = (
+                f"{hub.endpoint} has no public model {model}",
+                "check the spelling; a private model needs HF_TOKEN",
+            )
+        else:
+            what = f"{hub.endpoint} has no model {model} that this HF_TOKEN may see"
+            action = "check the spelling and the token's permissions"
+        return NibbleError(ExitCode.MODEL, what, "the id of an existing model", action)
+    if status == 403:
+        what = f"{hub.endpoint} forbids access to {model}"
+        return NibbleError(
+            ExitCode.MODEL, what, "", f"check the permissions of HF_TOKEN and {hub.page(model)}"
+        )
+    return None
+
+
+def _local_or_network(chain: list[BaseException], model: str, hub: Access) -> NibbleError:
+    """A full disk, a folder that cannot be written, or else the network."""
+    for part in chain:
+        number = part.errno if isinstance(part, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(part):
+            action = "free space or move the cache with HF_HOME, then run it again: finished files are kept"
+            return NibbleError(
+                ExitCode.NO_FIT, f"{hub.cache} ran full while {model} was downloaded", "", action
+            )
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            return not_writable(hub.cache, part.strerror or "no permission", "HF_HOME")  # type: ignore[union-attr]
+    last = chain[-1]
+    detail = " ".join(str(last).split())[:160] or type(last).__name__
+    return unreachable(detail, model, hub)
