@@ -53,21 +53,21 @@ def _gone(note: str) -> Successor:
     return Successor(lambda value: None, note)
 
 
-# None of these names occurs in vllm 0.32's envs.py (peers.md 0.2; checked by a test against the installed package).
+# None of these names occurs in vllm 0.32's envs.py (peers.md 0.2; a test compares with the schema of the installed
+# package). In the order they are applied: a name that says a backend outright wins over a switch for one.
 DEAD_VARIABLES: Mapping[str, Successor] = {
-    "VLLM_NVFP4_GEMM_BACKEND": _flag("--linear-backend"),
-    "VLLM_ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
     "VLLM_USE_FLASHINFER_MOE_FP4": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
     "VLLM_USE_FLASHINFER_MOE_FP8": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
     "VLLM_USE_FLASHINFER_MOE_FP16": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
     "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on({"--moe-backend": "flashinfer_trtllm"}, "0 is today's automatic choice"),
     "VLLM_FLASHINFER_MOE_BACKEND": Successor(
-        lambda value: {
-            "--moe-backend": {"throughput": "flashinfer_cutlass", "latency": "flashinfer_trtllm"}.get(value, value)
-        }
+        lambda value: {"--moe-backend": {"throughput": "flashinfer_cutlass", "latency": "flashinfer_trtllm"}.get(value, value)}
     ),
-    "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin", "--linear-backend": "marlin"}, "0 forced nothing"),
+    # Seed 002: it forces the MoE backend; the dense GEMM had the variable below.
+    "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin"}, "0 forced nothing"),
     "VLLM_USE_NVFP4_CT_EMULATIONS": _when_on({"--linear-backend": "emulation"}, "0 forced nothing"),
+    "VLLM_NVFP4_GEMM_BACKEND": _flag("--linear-backend"),
+    "VLLM_ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
     "VLLM_USE_TRTLLM_ATTENTION": Successor(
         lambda value: {"--attention-config": {"use_trtllm_attention": value.strip().lower() in ("1", "true")}}
     ),
@@ -100,15 +100,14 @@ def accept(environ: Mapping[str, str], known_vllm_names: Collection[str], in_ima
         if is_service_link(name, environ[name]):
             del kept[name]
             notices.append(f"{name} is a Kubernetes service link and is ignored (enableServiceLinks: false avoids it)")
-        elif name in DEAD_VARIABLES:
-            value = kept.pop(name)
-            if value.strip():
-                new = _translate(name, value)
-                flags |= new
-                origins |= dict.fromkeys(new, name)
-                notices.append(_translation_notice(name, value, new))
-        elif not _is_known(name, known_vllm_names):
+        elif name not in DEAD_VARIABLES and not _is_known(name, known_vllm_names):
             raise _unknown_name(name, known_vllm_names)
+    for name in DEAD_VARIABLES:
+        if (value := kept.pop(name, "")).strip():
+            new = _translate(name, value)
+            flags |= new
+            origins |= dict.fromkeys(new, name)
+            notices.append(_translation_notice(name, value, new))
     if (host := kept.get("HOST")) and not in_image and not _is_address(host):
         # zsh, tcsh and many shells export HOST=<machine name>; natively that is no wish of the user's.
         del kept["HOST"]

@@ -89,7 +89,7 @@ def test_dead_variables_are_absent_from_the_installed_vllm() -> None:
         ("VLLM_NVFP4_GEMM_BACKEND", "marlin", {"--linear-backend": "marlin"}),
         ("VLLM_NVFP4_GEMM_BACKEND", "flashinfer-cutlass", {"--linear-backend": "flashinfer_cutlass"}),
         ("VLLM_ATTENTION_BACKEND", "triton_attn", {"--attention-backend": "TRITON_ATTN"}),
-        ("VLLM_TEST_FORCE_FP8_MARLIN", "1", {"--moe-backend": "marlin", "--linear-backend": "marlin"}),
+        ("VLLM_TEST_FORCE_FP8_MARLIN", "1", {"--moe-backend": "marlin"}),
         ("VLLM_USE_FLASHINFER_MOE_FP4", "1", {"--moe-backend": "flashinfer_cutlass"}),
         ("VLLM_USE_FLASHINFER_MOE_FP4", "0", {}),
         ("VLLM_FLASHINFER_MOE_BACKEND", "latency", {"--moe-backend": "flashinfer_trtllm"}),
@@ -101,6 +101,17 @@ def test_a_dead_variable_becomes_todays_flag_with_a_notice(name: str, value: str
     assert accepted.flags == flags and name not in accepted.environ
     assert name in accepted.notices[0]
     assert all(flag in accepted.notices[0] for flag in flags)
+
+
+def test_the_variables_of_seed_002_become_the_backends_it_meant() -> None:
+    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "0", "VLLM_TEST_FORCE_FP8_MARLIN": "1", "VLLM_NVFP4_GEMM_BACKEND": "marlin"}
+    flags = accept(environ, KNOWN, in_image=True).flags
+    assert flags == {"--moe-backend": "marlin", "--linear-backend": "marlin"}
+
+
+def test_a_named_backend_wins_over_a_switch() -> None:
+    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_FLASHINFER_MOE_BACKEND": "latency"}
+    assert accept(environ, KNOWN, in_image=True).flags == {"--moe-backend": "flashinfer_trtllm"}
 
 
 @pytest.mark.parametrize("name", DEAD_VARIABLES)
