@@ -195,9 +195,7 @@ async def _send_http(send: Send, answer: Answer, with_body: bool = True, prefix:
 
 
 async def _refuse_websocket(scope: Scope, receive: Receive, send: Send, answer: Answer) -> None:
-    """Refuse before the handshake: with the HTTP answer where the server can (uvicorn does), else by
-    closing.
-    """
+    """Refuse before the handshake: with the HTTP answer where the server can (uvicorn can), else by close."""
     if (await receive())["type"] != "websocket.connect":
         return
     if "websocket.http.response" in (scope.get("extensions") or {}):

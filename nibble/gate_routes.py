@@ -22,7 +22,7 @@ OPEN_METHODS = frozenset({"GET", "HEAD"})
 _POST = frozenset({"POST", "OPTIONS"})  # OPTIONS: CORS preflight, answered by vLLM's own CORS middleware
 _GET = frozenset({"GET", "OPTIONS"})
 
-_EXACT: dict[str, frozenset[str]] = {
+LISTED: dict[str, frozenset[str]] = {
     HEALTH_PATH: OPEN_METHODS,
     READY_PATH: OPEN_METHODS,
     # OpenAI
@@ -63,7 +63,7 @@ _RESPONSE = re.compile(r"/v1/responses/(?!render(?:/|\Z))[A-Za-z0-9_-]{1,128}(/c
 
 def allowed_methods(path: str) -> frozenset[str] | None:
     """The methods let through on `path`, which is `router_path`'s; None where the path is not listed."""
-    methods = _EXACT.get(path)
+    methods = LISTED.get(path)
     if methods is None and path.startswith("/v1/responses/") and (found := _RESPONSE.fullmatch(path)):
         return _POST if found[1] else _GET
     return methods
