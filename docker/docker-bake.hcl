@@ -1,0 +1,55 @@
+# docker buildx bake -f docker/docker-bake.hcl [TARGET...]    build.sh calls it where buildx is present.
+# Secrets (ca, pip), tags and the network are set by build.sh and the release workflow: they differ by machine.
+
+variable "IMAGE" { default = "nibble" }
+variable "VERSION" { default = "dev" }
+variable "REVISION" { default = "unknown" }
+
+group "default" { targets = ["cpu"] }
+group "gpu" { targets = ["gb10", "sm120", "b200", "hopper"] }
+group "all" { targets = ["gpu", "cpu"] }
+
+target "_common" {
+  context = "."
+  args = {
+    VERSION  = VERSION
+    REVISION = REVISION
+  }
+  # Provenance with mode=max records build arguments: passwords only ever come as secrets.
+  attest = ["type=provenance,mode=max", "type=sbom"]
+}
+
+target "gb10" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.gb10"
+  platforms  = ["linux/arm64"]
+  tags       = ["${IMAGE}:gb10"]
+}
+
+target "sm120" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.sm120"
+  platforms  = ["linux/amd64"]
+  tags       = ["${IMAGE}:sm120"]
+}
+
+target "b200" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.b200"
+  platforms  = ["linux/amd64", "linux/arm64"]
+  tags       = ["${IMAGE}:b200"]
+}
+
+target "hopper" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.hopper"
+  platforms  = ["linux/amd64", "linux/arm64"]
+  tags       = ["${IMAGE}:hopper"]
+}
+
+target "cpu" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.cpu"
+  platforms  = ["linux/amd64", "linux/arm64"]
+  tags       = ["${IMAGE}:cpu"]
+}

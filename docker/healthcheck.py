@@ -1,0 +1,75 @@
+"""HEALTHCHECK of every image: exit 0 when the container does what it was started for, 1 otherwise. Standard library only.
+
+It follows the mode, read from the command line of process 1, because one image serves, runs Ray nodes and opens shells:
+`serve` is healthy when nibble's control port says ready; a Ray node while Ray runs; anything else while it lives.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import sys
+from pathlib import Path
+
+START_SCRIPT = "/opt/nibble/docker/start.sh"
+TIMEOUT_SECONDS = 4.0
+
+
+def mode_of(command_line: list[str]) -> str:
+    """The mode that entrypoint.sh got: no argument or a flag first means `serve`."""
+    if START_SCRIPT not in command_line:
+        # Without tini as process 1 (`docker run --entrypoint`, a shared process namespace) we cannot know.
+        return "serve"
+    arguments = command_line[command_line.index(START_SCRIPT) + 1 :]
+    return arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
+
+
+def serve_is_ready(port: int) -> tuple[bool, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", "/ready")
+        response = connection.getresponse()
+        return response.status == 200, f"/ready {response.status} {response.read(200).decode(errors='replace').strip()}"
+    except OSError as error:
+        return False, f"control port {port}: {error}"
+    finally:
+        connection.close()
+
+
+def processes_run(*names: str) -> tuple[bool, str]:
+    """Whether a process of each of these program names exists."""
+    missing = set(names)
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            program = entry.read_bytes().split(b"\0", 1)[0].decode(errors="replace")
+        except OSError:  # the process ended meanwhile
+            continue
+        missing.discard(program.rsplit("/", 1)[-1])
+    return not missing, f"not running: {', '.join(sorted(missing))}" if missing else "Ray runs"
+
+
+def control_port(arguments: list[str]) -> int:
+    """NIBBLE_CONTROL_PORT, unless the command line says otherwise."""
+    for position, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == "--control-port":
+            return int(value or arguments[position + 1])
+    return int(os.environ.get("NIBBLE_CONTROL_PORT") or 8001)
+
+
+def check() -> tuple[bool, str]:
+    command_line = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
+    mode = mode_of([part for part in command_line if part])
+    if mode == "serve":
+        return serve_is_ready(control_port(command_line))
+    if mode == "ray-head":
+        return processes_run("gcs_server", "raylet")
+    if mode == "ray-worker":
+        return processes_run("raylet")
+    return True, f"{mode} runs"
+
+
+if __name__ == "__main__":
+    healthy, line = check()
+    print(line)
+    sys.exit(0 if healthy else 1)

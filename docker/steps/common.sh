@@ -1,0 +1,41 @@
+# shellcheck shell=bash
+# Sourced by every step: strict mode, the build's secrets, apt and pip as a build wants them.
+set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive
+
+# A network with its own certificate authority gives its bundle as the secret `ca`; it never enters a layer.
+if [[ -r /run/secrets/ca ]]; then
+  export SSL_CERT_FILE=/run/secrets/ca PIP_CERT=/run/secrets/ca REQUESTS_CA_BUNDLE=/run/secrets/ca
+  export CURL_CA_BUNDLE=/run/secrets/ca GIT_SSL_CAINFO=/run/secrets/ca
+fi
+# An own package index, possibly with a password in its address, comes as a pip.conf in the secret `pip`:
+# build arguments would show in `docker history` and in provenance attestations.
+if [[ -r /run/secrets/pip ]]; then
+  export PIP_CONFIG_FILE=/run/secrets/pip
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_DEFAULT_TIMEOUT=120 PIP_ROOT_USER_ACTION=ignore
+# Wheels given to the build (build.sh: NIBBLE_BUILD_WHEELS) are looked at before any index.
+if compgen -G "/wheels/*.whl" >/dev/null; then
+  export PIP_FIND_LINKS=/wheels
+fi
+
+# /var/cache/apt and /var/lib/apt are cache mounts, so nothing is cleaned up after an install.
+apt_install() {
+  rm -f /etc/apt/apt.conf.d/docker-clean
+  local options=(-o "Acquire::Retries=3" -o "APT::Install-Recommends=false" -o "Dpkg::Use-Pty=0")
+  if [[ -r /run/secrets/ca ]]; then
+    options+=(-o "Acquire::https::CAInfo=/run/secrets/ca")
+  fi
+  apt-get "${options[@]}" -qq update
+  apt-get "${options[@]}" -qqy install "$@" >/dev/null
+}
+
+# Prints a requirements lock without the entry (and hashes) of the packages named.
+lock_without() {
+  local lock=$1
+  shift
+  awk -v names="$*" '
+    BEGIN { split(names, list, " "); for (i in list) drop[list[i]] = 1 }
+    /^[A-Za-z0-9]/ { name = $0; sub(/[ =\[;<>~!@].*/, "", name); skip = tolower(name) in drop }
+    !skip' "$lock"
+}

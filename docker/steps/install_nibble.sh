@@ -1,0 +1,11 @@
+#!/bin/bash
+# Last step: nibble itself from /src (a part of the checkout) into /opt/venv, its data to /opt/nibble.
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "$0")/common.sh"
+
+mkdir /tmp/nibble
+cp -r /src/nibble /src/pyproject.toml /src/README.md /src/LICENSE /tmp/nibble/
+/opt/venv/bin/pip install --quiet --no-deps --no-build-isolation --no-index /tmp/nibble
+rm -r /tmp/nibble
+# Bytecode is written now: at run time site-packages is read-only.
+/opt/venv/bin/python -m compileall -q /opt/venv/lib/python3*/site-packages/nibble

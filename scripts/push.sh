@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Pushes images that ./build.sh made and prints them pinned by digest: IMAGE=ghcr.io/you/nibble scripts/push.sh [TARGET...]
+set -euo pipefail
+
+: "${IMAGE:?set IMAGE to the name in your registry, such as ghcr.io/you/nibble}"
+targets=("$@")
+((${#targets[@]})) || targets=(gb10 sm120 b200 hopper cpu)
+docker=${DOCKER:-docker}
+
+for target in "${targets[@]}"; do
+  if ! "${docker}" image inspect "${IMAGE}:${target}" >/dev/null 2>&1; then
+    "${docker}" image inspect "nibble:${target}" >/dev/null 2>&1 || {
+      echo "error: no image nibble:${target} here; expected: one that was built; try: ./build.sh ${target}" >&2
+      exit 2
+    }
+    "${docker}" tag "nibble:${target}" "${IMAGE}:${target}"
+  fi
+  "${docker}" push --quiet "${IMAGE}:${target}" >/dev/null
+  # Only a push gives an image its repository digest.
+  "${docker}" image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "${IMAGE}:${target}" | grep -F "${IMAGE}@"
+done
