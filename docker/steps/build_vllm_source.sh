@@ -1,12 +1,13 @@
 #!/bin/bash
 # Stage `vllm-source`: compiles /build/vllm for one target and installs it with its locked dependencies in /opt/venv.
-# env: TARGET, VLLM_VERSION, TORCH_VERSION, TORCH_INDEX, MAX_JOBS, NVCC_THREADS
+# usage: build_vllm_source.sh TARGET; env: VLLM_VERSION, TORCH_VERSION, TORCH_INDEX, MAX_JOBS, NVCC_THREADS
 # Needs the network to github.com: vLLM's CMake clones CUTLASS, flash-attention, DeepGEMM and others at configure time
 # (vllm 0.32 cmake/external_projects/*.cmake; oneDNN for the CPU). The clones are kept in a cache mount.
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$0")/common.sh"
+target=$1
 
-if [[ ${TARGET} == cpu ]]; then
+if [[ ${target} == cpu ]]; then
   lock=/requirements/cpu.lock
   export VLLM_TARGET_DEVICE=cpu VLLM_VERSION_OVERRIDE="${VLLM_VERSION}+cpu"
   apt_install libnuma-dev
@@ -14,11 +15,11 @@ if [[ ${TARGET} == cpu ]]; then
   source "$(dirname "$0")/torch_cpu.sh"
 else
   lock=/requirements/cuda.lock
-  TORCH_CUDA_ARCH_LIST="$(/opt/venv/bin/python "$(dirname "$0")/target_arch.py" "${TARGET}")"
+  TORCH_CUDA_ARCH_LIST="$(/opt/venv/bin/python "$(dirname "$0")/target_arch.py" "${target}")"
   export TORCH_CUDA_ARCH_LIST VLLM_TARGET_DEVICE=cuda VLLM_VERSION_OVERRIDE="${VLLM_VERSION}"
   # CUDA 13 only: with 12.9 vLLM builds 12.0a, which GB10 cannot run (vllm 0.32 CMakeLists.txt:995).
   if ! nvcc --version | grep -q 'release 13\.'; then
-    echo "error: BASE_IMAGE has no CUDA 13 compiler; ${TARGET} needs nvidia/cuda:13.0.x-devel" >&2
+    echo "error: BASE_IMAGE has no CUDA 13 compiler; ${target} needs nvidia/cuda:13.0.x-devel" >&2
     exit 6
   fi
 fi

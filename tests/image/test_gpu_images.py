@@ -1,0 +1,68 @@
+"""The GPU images as far as a machine without NVIDIA's base images and a GPU can build them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from containers import docker, run_once
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")
+pytestmark = pytest.mark.docker
+
+
+def build_stage(target: str, stage: str, build_environ: dict[str, str], *arguments: str) -> str:
+    """Build one stage of a GPU Dockerfile on the stand-in base with the client that build.sh would take."""
+    base = build_environ["BASE_IMAGE"]
+    tag = f"nibble-test-stage:{target}-{stage}"
+    options = ["--file", f"docker/Dockerfile.{target}", "--target", stage, "--tag", tag]
+    options += ["--network", build_environ["NIBBLE_BUILD_NETWORK"]]
+    # Not the packages of NVIDIA's repository: that one comes with NVIDIA's base image.
+    for argument in (f"BASE_IMAGE={base}", f"RUNTIME_IMAGE={base}", "RUNTIME_PACKAGES=", *arguments):
+        options += ["--build-arg", argument]
+    if certificates := os.environ.get("SSL_CERT_FILE"):
+        options += ["--secret", f"id=ca,src={certificates}"]
+    command = ["docker", "build", *options, "."]
+    environ = build_environ | {"DOCKER_BUILDKIT": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1500, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return tag
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_source_archive_stage_builds_on_the_stand_in_base(target: str, build_environ: dict[str, str]) -> None:
+    image = build_stage(target, "vllm-sdist", build_environ)
+    found = run_once(image, "grep", "^Version:", "/build/vllm/PKG-INFO")
+    assert found.stdout == "Version: 0.32.0\n"
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_system_stage_builds_on_the_stand_in_base(target: str, build_environ: dict[str, str]) -> None:
+    image = build_stage(target, "system", build_environ)
+    found = run_once(image, "bash", "-c", "command -v tini && id -u nibble && stat -c %u:%g:%a /var/cache/nibble")
+    assert found.stdout.split() == ["/usr/bin/tini", "2000", "2000:0:2775"]
+
+
+def test_a_base_without_cuda_13_is_refused_in_one_line(build_environ: dict[str, str]) -> None:
+    """The compile stage starts here, finds no nvcc and says so before it installs gigabytes."""
+    with pytest.raises(AssertionError) as refused:
+        build_stage("sm120", "vllm-source", build_environ)
+    assert "error: BASE_IMAGE has no CUDA 13 compiler" in str(refused.value)
+
+
+def test_a_wrong_checksum_is_refused_in_one_line(build_environ: dict[str, str]) -> None:
+    with pytest.raises(AssertionError) as refused:
+        build_stage("sm120", "vllm-sdist", build_environ, f"VLLM_SDIST_SHA256={'0' * 64}")
+    assert "does not have the pinned sha256" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(build_environ: dict[str, str]) -> None:
+    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, and nibble on top of them."""
+    image = build_stage("sm120", "runtime", build_environ, "VLLM_FROM=wheel")
+    versions = "from importlib.metadata import version as v; print(v('vllm'), v('torch'), v('nibble-appliance'))"
+    found = run_once(image, "python", "-c", versions)
+    assert found.stdout.split()[:2] == ["0.32.0", "2.13.0"], found.stderr
