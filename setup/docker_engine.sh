@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Docker engine of our own, for machines (CI above all) where none runs: setup/docker_engine.sh up|down|env|run CMD…
+# A Docker engine of our own, for machines (CI above all) where none runs: setup/docker_engine.sh up|down|status|run CMD…
 # It never touches an engine that answers already. `run` starts one, runs CMD with DOCKER_HOST set, and stops it again.
 set -euo pipefail
 
@@ -105,6 +105,7 @@ environment() {
 case ${1:-} in
   up) up && environment ;;
   down) down ;;
+  status) client >/dev/null && { answers "unix://$socket" || answers "${DOCKER_HOST:-unix:///var/run/docker.sock}"; } ;;
   run)
     shift
     started=
@@ -114,7 +115,7 @@ case ${1:-} in
     PATH=$(client_dir):$PATH DOCKER_BUILDKIT=1 "$@"
     ;;
   *)
-    echo "usage: $0 up|down|run COMMAND…   ('eval \"\$($0 up)\"' sets DOCKER_HOST in this shell)" >&2
+    echo "usage: $0 up|down|status|run COMMAND…   ('eval \"\$($0 up)\"' sets DOCKER_HOST in this shell)" >&2
     exit 2
     ;;
 esac

@@ -8,9 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -192,6 +190,10 @@ class Installation:
 
 def answers(url: str, seconds: float) -> bool:
     """True when an HTTP server answers 2xx at `url` within `seconds`, name lookup included; asked once."""
+    # Only here: with ssl these take most of the time that a run with nothing to do has.
+    import threading
+    import urllib.request
+
     answered: list[bool] = []
 
     def ask() -> None:

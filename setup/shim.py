@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import zipfile
-from email.parser import HeaderParser
 from pathlib import Path
 
 METADATA_FILE = Path(__file__).parent / "vllm_cpu_shim" / "METADATA"
@@ -21,7 +21,7 @@ ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 def build(folder: Path, metadata_file: Path = METADATA_FILE) -> Path:
     """Write the wheel into `folder` and return its path; the same METADATA gives the same bytes."""
     metadata = metadata_file.read_text(encoding="utf-8")
-    headers = HeaderParser().parsestr(metadata)
+    headers = dict(re.findall(r"^(Name|Version): (\S+)$", metadata, re.MULTILINE))
     stem = f"{headers['Name']}-{headers['Version']}"
     files = {f"{stem}.dist-info/METADATA": metadata, f"{stem}.dist-info/WHEEL": WHEEL_TEXT}
     record = f"{stem}.dist-info/RECORD"

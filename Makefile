@@ -1,0 +1,82 @@
+# Verbs only; `make` alone lists them. MODEL, PORT, HF_TOKEN and every other variable of docs/operations.md pass through
+# the environment or the command line: make serve PORT=9000 MODEL=/path/to/model
+PYTHON ?= python3
+# auto takes the GPU when a driver is here: make serve RUNTIME=cpu
+RUNTIME ?= auto
+Q ?= What is NVFP4?
+
+BIN := $(CURDIR)/.venv/bin
+export PATH := $(BIN):$(PATH)
+INSTALL = $(PYTHON) setup/install.py --runtime $(RUNTIME)
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+# The embedded demo where nothing names a model.
+ifeq ($(MODEL)$(HF_MODEL),)
+MODEL := nibble-demo
+endif
+ifneq ($(MODEL),)
+export MODEL
+endif
+
+# Shell scripts and Dockerfiles as git knows them: what a developer has lying about is not linted.
+SCRIPTS = $(shell git ls-files -co --exclude-standard '*.sh' .ci/run)
+DOCKERFILES = $(shell git ls-files -co --exclude-standard 'docker/Dockerfile.*')
+
+.PHONY: help
+help: ## list the verbs
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | while IFS=$$'\t' read -r verb text; do \
+		printf '  make %-10s %s\n' "$$verb" "$$text"; done
+
+.PHONY: setup setup-dev
+setup: ## install vLLM and nibble into .venv (RUNTIME=auto|cpu|cuda)
+	@$(INSTALL)
+setup-dev: ## setup, and what lint and tests need
+	@$(INSTALL) --dev
+
+.PHONY: serve chat plan doctor
+serve: setup ## serve MODEL (default: the embedded demo) on 127.0.0.1:8000
+	@exec ./entrypoint.sh serve
+chat: setup ## ask the running server a question: make chat Q="…"
+	@nibble chat $(call quote,$(Q))
+plan: setup ## show every setting `make serve` would use, and why
+	@nibble plan
+doctor: setup ## check this machine
+	@nibble doctor
+
+.PHONY: lint fmt types
+lint: setup-dev ## ruff, shellcheck, shfmt, hadolint, types, generated docs, recipes
+	ruff check .
+	ruff format --check .
+	shellcheck -x $(SCRIPTS)
+	shfmt -d -i 2 -ci $(SCRIPTS)
+	$(if $(DOCKERFILES),hadolint $(DOCKERFILES))
+	@$(MAKE) types
+	nibble docs --check
+	nibble recipes lint
+types: setup-dev ## pyright
+	pyright
+fmt: setup-dev ## format Python and shell, rewrite generated docs
+	ruff check --fix-only --quiet .
+	ruff format .
+	shfmt -w -i 2 -ci $(SCRIPTS)
+	nibble docs
+
+.PHONY: test test-all
+test: lint ## lint, types and every test that can run here in less than half an hour
+	pytest
+test-all: lint ## the slow tests too
+	pytest --slow
+
+.PHONY: demo lock clean
+demo: setup ## train the embedded demo model again
+	python models/train_demo.py
+lock: ## make requirements/*.lock again (UPGRADE=--upgrade: newest versions)
+	PYTHON=$(PYTHON) requirements/lock.sh $(UPGRADE)
+clean: ## remove .venv and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+quote = '$(subst ','\'',$(1))'
