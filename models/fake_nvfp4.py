@@ -1,0 +1,68 @@
+"""NVFP4 rounding done in float: training sees the error that a later NVFP4 form of the model will have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+GROUP_SIZE = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1_MIDPOINTS = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2
+
+
+def fake_nvfp4(x: Tensor) -> Tensor:
+    """Round `x` [..., K], K % 16 == 0, to NVFP4 and back, in float32, scaled by the tensor's own maximum.
+
+    Ties go away from even here; they have measure zero for what this is used for.
+    """
+    groups = x.detach().float().unflatten(-1, (-1, GROUP_SIZE))
+    amax = groups.abs().amax(-1, keepdim=True)
+    global_scale = (amax.amax() / (E2M1_MAX * E4M3_MAX)).clamp_min(1e-30)
+    block_scale = (amax / E2M1_MAX / global_scale).to(torch.float8_e4m3fn).float() * global_scale
+    # an all-zero group has scale 0: any divisor gives the zeros back
+    codes = torch.bucketize(groups.abs() / block_scale.clamp_min(1e-30), E2M1_MIDPOINTS)
+    return (E2M1_VALUES[codes] * block_scale * groups.sign()).flatten(-2)
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    """The layers that an NVFP4 form quantizes: every linear but lm_head, which is the embedding."""
+    return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+
+
+@contextmanager
+def nvfp4_weights(model: nn.Module) -> Iterator[None]:
+    """Within it the linear weights are rounded to NVFP4; after it they are the masters again.
+
+    A gradient taken inside is that of the rounded weights; applied to the masters it is the straight-through
+    estimator.
+    """
+    layers = linears(model)
+    masters = [layer.weight.data for layer in layers]
+    for layer in layers:
+        layer.weight.data = fake_nvfp4(layer.weight).to(layer.weight.dtype)
+    try:
+        yield
+    finally:
+        for layer, master in zip(layers, masters, strict=True):
+            layer.weight.data = master
+
+
+@contextmanager
+def nvfp4_activations(model: nn.Module) -> Iterator[None]:
+    """Within it the input of every linear layer is rounded to NVFP4 (straight-through), as W4A4 does."""
+
+    def round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (x,) = args
+        return (x + (fake_nvfp4(x).to(x.dtype) - x).detach(),)
+
+    hooks = [layer.register_forward_pre_hook(round_input) for layer in linears(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
