@@ -1,12 +1,14 @@
 """`nibble recipes lint`: every name and value of every recipe against the installed vLLM.
 
-A recipe is data written by people for one vLLM version; vLLM drops variables and flags without notice (a dead VLLM_*
-name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds what would be refused or ignored, and
-`lint(live=True)` asks the installed vLLM itself, whose own parser also reads every command line a recipe leads to.
+A recipe is data written by people for one vLLM version; vLLM drops variables and flags without notice (a dead
+VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds what would be refused or
+ignored, and `lint(live=True)` asks the installed vLLM itself, whose own parser also reads every command line
+a recipe leads to.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,13 +35,14 @@ from nibble.vllm_schema import Schema, closest, drift, live_schema, load_schema
 
 # Set by nibble at run time, never by a recipe: what vllm_args.OWNED lists, and the shape of a cluster.
 OWNED_BY_NIBBLE = frozenset(OWNED) | {
-    "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--tokenizer-revision",
-    "--code-revision", "--fail-on-environ-validation", "--ssl-keyfile", "--ssl-certfile", "--grpc", "--grpc-port",
+    "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+    "--tokenizer-revision", "--code-revision", "--fail-on-environ-validation",
+    "--ssl-keyfile", "--ssl-certfile", "--grpc", "--grpc-port",
 }  # fmt: skip
 # Names that are other projects' own, so that nobody here can say whether they exist.
 ECOSYSTEM_PREFIXES = (
-    "NCCL_", "HF_", "PYTORCH_", "TORCH_", "CUDA_", "CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_", "OMP_", "RAY_",
-    "TRITON_", "UCX_", "GLOO_", "SAFETENSORS_", "TOKENIZERS_", "CUBLAS_",
+    "NCCL_", "HF_", "PYTORCH_", "TORCH_", "CUDA_", "CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_",
+    "OMP_", "RAY_", "TRITON_", "UCX_", "GLOO_", "SAFETENSORS_", "TOKENIZERS_", "CUBLAS_",
 )  # fmt: skip
 # Load formats whose package is not in nibble's image (vllm 0.32 names them, and fails at load without it).
 MISSING_PACKAGES: Mapping[str, str] = {
@@ -57,8 +60,8 @@ def lint(
 ) -> list[Problem]:
     """Problems of the named recipes, or of all; empty when clean. `root` holds recipes/ and benchmarks/.
 
-    live: check against the vLLM that `python` imports (and report where it differs from the snapshot) instead of
-    the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
+    live: check against the vLLM that `python` imports (and report where it differs from the snapshot) instead
+    of the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
     """
     files = _files(root, ids)
     if not live:
@@ -89,7 +92,10 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
         return shape  # the rest reads what has the wrong shape
     model_id = path.relative_to(root / "recipes").with_suffix("").as_posix()
     recipe = load_recipe(model_id, root)
-    assert recipe is not None
+    if recipe is None:
+        return [
+            Problem(file, "", f"the path is no Hugging Face id ({model_id!r}): recipes/<org>/<repo>.toml")
+        ]
     problems = [*_model_problems(recipe, data["model"], schema), *_layer_problems(recipe, schema)]
     for name, section in recipe.targets.items():
         problems += _target_problems(name, section, root)
@@ -238,11 +244,15 @@ def _resolved_problems(recipe: Recipe) -> Iterator[Finding]:
                 f"names the draft {draft!r}, model.draft is {recipe.draft!r}",
                 draft,
             )
-        processes = 1
-        for flag in _PARALLEL:
-            processes *= int(resolved.args.get(flag, 1))
+        processes = _processes(resolved)
         if resolved.status != "unknown" and processes > 1 and processes != resolved.gpus:
             yield f"{where}gpus", f"is {resolved.gpus}, but the flags use {processes} GPUs", str(processes)
+
+
+def _processes(resolved: ResolvedRecipe) -> int:
+    """How many GPUs the flags ask for; a size that is no number counts once (`_flag_problems` tells)."""
+    sizes = [resolved.args.get(flag, 1) for flag in _PARALLEL]
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
@@ -251,7 +261,7 @@ def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
 
 
 def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
-    """Everything the recipe can resolve to: each target on its evidence's machine, each variant on its own."""
+    """Everything the recipe can come to: each target on its evidence's machine, each variant on its own."""
     for name, section in recipe.targets.items():
         yield f"target.{name}.", resolve(recipe, name, section.gpus, [section.gpu] if section.gpu else [])
         for index, variant in enumerate(section.variants):

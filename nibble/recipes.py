@@ -1,9 +1,10 @@
 """Recipes: what is known, with its source, about serving one model on one target with so many GPUs.
 
-A recipe is `recipes/<hf_org>/<hf_repo>.toml`; its path is the Hugging Face id. `[args]` and `[env]` hold what belongs
-to the model everywhere (parsers, mostly), `[target.NAME]` what was reported for a target, and
+A recipe is `recipes/<hf_org>/<hf_repo>.toml`; its path is the Hugging Face id. `[args]` and `[env]` hold what
+belongs to the model everywhere (parsers, mostly), `[target.NAME]` what was reported for a target, and
 `[[target.NAME.variants]]` what differs for a number or a kind of GPU. A target without a section is unknown.
-`nibble recipes lint` (lint.py) checks names and values against the installed vLLM; this module checks the shape.
+`nibble recipes lint` (lint.py) checks names and values against the installed vLLM; this module checks the
+shape.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ TOP_KEYS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong in a recipe file: where (`target.gb10.args.moe-backend`), what, and what to write instead."""
+    """Something wrong in a recipe file: where (`target.gb10.args.moe-backend`), what, and what to write
+    instead.
+    """
 
     file: str
     key: str
@@ -114,10 +117,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe for one target and machine. `args` has canonical names (`--max-model-len`); `origins` says per flag
-    and variable which part of the file it is from. `gpus` is the number the evidence is for, None where no source
-    says. status "unknown": nothing is reported for this hardware, and only what holds for the model everywhere
-    (`[args]`, `[env]`) is given.
+    """A recipe for one target and machine. `args` has canonical names (`--max-model-len`); `origins` says per
+    flag and variable which part of the file it is from. `gpus` is the number the evidence is for, None where
+    no source says. status "unknown": nothing is reported for this hardware, and only what holds for the model
+    everywhere (`[args]`, `[env]`) is given.
     """
 
     id: str
@@ -140,7 +143,9 @@ def list_recipes(root: Path) -> list[str]:
 
 
 def load_recipe(model_id: str, root: Path) -> Recipe | None:
-    """The recipe of a Hugging Face id, or None. Raises CONFIG where the file is not what this module describes."""
+    """The recipe of a Hugging Face id, or None. Raises CONFIG where the file is not what this module
+    describes.
+    """
     path = recipe_path(model_id, root)
     if path is None or not path.is_file():
         return None
@@ -197,7 +202,8 @@ def _section(raw: Mapping[str, Any]) -> Section:
     return Section(**plain, remove=tuple(raw.get("remove", ())), variants=variants)
 
 
-# --- shape ----------------------------------------------------------------------------------------------------
+# --- shape
+# ----------------------------------------------------------------------------------------------------
 
 
 def shape_problems(data: Mapping[str, Any], file: str) -> Iterator[Problem]:
@@ -257,16 +263,19 @@ def _env_types(env: Any, file: str, where: str) -> Iterator[Problem]:
             )
 
 
-# --- resolution -----------------------------------------------------------------------------------------------
+# --- resolution
+# -----------------------------------------------------------------------------------------------
 
 
 def resolve(
     recipe: Recipe, target: str, gpu_count: int | None = None, gpu_names: Sequence[str] = ()
 ) -> ResolvedRecipe:
-    """What the recipe says for this target and these GPUs; without a count and names, for the evidence's own machine.
+    """What the recipe says for this target and these GPUs; without a count and names, for the evidence's own
+    machine.
 
-    Layers, each over the one before: [args], the target's section, then its matching variants, the most specific
-    last. JSON-valued flags merge key by key. `remove` drops inherited names before its own layer is laid on.
+    Layers, each over the one before: [args], the target's section, then its matching variants, the most
+    specific last. JSON-valued flags merge key by key. `remove` drops inherited names before its own layer is
+    laid on.
     """
     layers = [("[args]", Section(args=recipe.args, env=recipe.env))]
     section = recipe.targets.get(target)

@@ -1,9 +1,9 @@
 """Describe the vLLM that runs this file: flags, nested config keys, environment names, backends, parsers.
 
-Run as a script by the interpreter that has vLLM (`python -P vllm_introspect.py OUT.json [ARGVS.json]`; -P because
-this folder's module names would shadow vLLM's imports), so that
-nothing else imports vllm and so that another interpreter's vLLM can be described too: stdlib and vllm only.
-With ARGVS.json (a list of argument lists) vLLM's own parser also parses each list and the refusals are written.
+Run as a script by the interpreter that has vLLM (`python -P vllm_introspect.py OUT.json [ARGVS.json]`; -P
+because this folder's module names would shadow vLLM's imports), so that nothing else imports vllm and so that
+another interpreter's vLLM can be described too: stdlib and vllm only. With ARGVS.json (a list of argument
+lists) vLLM's own parser also parses each list and the refusals are written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import enum
 import importlib
+import inspect
 import json
 import pkgutil
 import sys
@@ -30,7 +31,8 @@ def serve_parser() -> Any:
     """vLLM's own parser of `vllm serve`."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # The module moved between versions: vllm 0.32 entrypoints/launchers/cli_args.py, before that openai/cli_args.py.
+    # The module moved between versions: vllm 0.32 entrypoints/launchers/cli_args.py, before that
+    # openai/cli_args.py.
     for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
         try:
             module = importlib.import_module(name)
@@ -42,7 +44,8 @@ def serve_parser() -> Any:
     raise SystemExit(MISSING_MODULE)
 
 
-# --- types -> specs -------------------------------------------------------------------------------------------
+# --- types -> specs
+# -------------------------------------------------------------------------------------------
 
 
 class ClassTable:
@@ -89,7 +92,7 @@ def before_validated(cls: Any) -> set[str]:
 def all_annotations(cls: type) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        merged.update(base.__dict__.get("__annotations__", {}))
+        merged.update(inspect.get_annotations(base))
     return merged
 
 
@@ -110,13 +113,15 @@ def resolve(hint: Any, namespace: dict[str, Any]) -> Any:
     if not isinstance(hint, str):
         return hint
     try:
-        return eval(hint, dict(namespace))  # noqa: S307 - vLLM's own annotations
+        return eval(hint, dict(namespace))
     except (NameError, TypeError, SyntaxError, AttributeError):
         return Any
 
 
 def type_spec(hint: Any, classes: ClassTable) -> dict[str, Any]:
-    """{"type": "int|null", "choices": [...], "class": name, "items": spec, "values": spec}; empty keys left out."""
+    """{"type": "int|null", "choices": [...], "class": name, "items": spec, "values": spec}; empty keys left
+    out.
+    """
     origin = typing.get_origin(hint)
     if hint is None or hint is type(None):
         return {"type": "null"}
@@ -184,7 +189,8 @@ def union_spec(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**merged, "free": True} if has_free_text and "choices" in merged else merged
 
 
-# --- flags ----------------------------------------------------------------------------------------------------
+# --- flags
+# ----------------------------------------------------------------------------------------------------
 
 
 def describe_flags(parser: Any, classes: ClassTable) -> dict[str, dict[str, Any]]:
@@ -201,13 +207,16 @@ def describe_flags(parser: Any, classes: ClassTable) -> dict[str, dict[str, Any]
     for name, values in registries().items():
         if name in flags:
             flags[name] = {**flags[name], "choices": in_order(values)}
-    # The parser itself rewrites -O2 and "-O 2" (vllm 0.32 argparse_utils.py, parse_args); argparse never sees them.
+    # The parser itself rewrites -O2 and "-O 2" (vllm 0.32 argparse_utils.py, parse_args); argparse never sees
+    # them.
     flags["optimization-level"]["options"].append("-O")
     return dict(sorted(flags.items()))
 
 
 def engine_hints() -> dict[str, Any]:
-    """Engine argument -> its annotation; two dicts of EngineArgs are checked later against a class of VllmConfig."""
+    """Engine argument -> its annotation; two dicts of EngineArgs are checked later against a class of
+    VllmConfig.
+    """
     from vllm.config import VllmConfig
     from vllm.engine import arg_utils
 
@@ -239,7 +248,9 @@ def describe_action(action: argparse.Action, hint: Any, classes: ClassTable) -> 
 
 
 def hinted(spec: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
-    """What the annotation says beyond the argparse action: a nested class, or the known values of a free text."""
+    """What the annotation says beyond the argparse action: a nested class, or the known values of a free
+    text.
+    """
     if spec["kind"] in ("json", "json-or-text"):
         return {"kind": "json", "class": described["class"]} if "class" in described else {}
     known = [c for c in described.get("choices", []) if isinstance(c, str)]
@@ -322,7 +333,8 @@ def tool_parsers() -> list[str]:
     return list(ToolParserManager.list_registered())
 
 
-# --- kernels, environment -------------------------------------------------------------------------------------
+# --- kernels, environment
+# -------------------------------------------------------------------------------------
 
 
 def moe_kernels() -> dict[str, list[str]]:
@@ -375,7 +387,7 @@ def refusals(argvs: list[list[str]]) -> list[str | None]:
             parser.error = raise_refusal
             parser.parse_args(argv)
             answers.append(None)
-        except Exception as error:  # noqa: BLE001 - whatever the parser raises is the answer
+        except Exception as error:  # whatever the parser raises is the answer
             answers.append(f"{type(error).__name__}: {error}")
     return answers
 

@@ -1,7 +1,8 @@
-"""What the pinned vLLM accepts: flags with their choices, nested config keys, environment names, kernel names.
+"""What the pinned vLLM accepts: flags with their choices, nested config keys, environment names, kernel
+names.
 
-`load_schema()` reads the committed snapshot `vllm_schema.json`, so that planning never imports vllm. `live_schema()`
-asks an installed vLLM in a subprocess (`vllm_introspect.py`), and `drift` compares the two.
+`load_schema()` reads the committed snapshot `vllm_schema.json`, so that planning never imports vllm.
+`live_schema()` asks an installed vLLM in a subprocess (`vllm_introspect.py`), and `drift` compares the two.
 `python -m nibble.vllm_schema --emit` writes the snapshot anew; `--check` exits 6 where it differs.
 """
 
@@ -94,7 +95,9 @@ class Schema:
         return {option: name for name, raw in self.data["flags"].items() for option in raw["options"]}
 
     def flag(self, name: str) -> FlagSpec | None:
-        """The flag called `name`: `--max_model_len`, `max-model-len`, `-tp`, `--no-enable-prefix-caching`; or None."""
+        """The flag called `name`: `--max_model_len`, `max-model-len`, `-tp`, `--no-enable-prefix-caching`; or
+        None.
+        """
         option = _option(name)
         found = self._names.get(option)
         if found is None and option.startswith("--no-"):
@@ -363,7 +366,9 @@ def _dump(value: Any, depth_of: Any, depth: int, level: int = 0) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`--emit` writes the snapshot from the vLLM of this interpreter; `--check` says where it differs (exit 6)."""
+    """`--emit` writes the snapshot from the vLLM of this interpreter; `--check` says where it differs (exit
+    6).
+    """
     if list(argv) not in (["--emit"], ["--check"]):
         print("usage: python -m nibble.vllm_schema --emit | --check", file=sys.stderr)
         return ExitCode.USAGE

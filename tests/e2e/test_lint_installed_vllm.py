@@ -1,0 +1,66 @@
+"""Snapshot and recipes against the vLLM that is installed: its own tables, and its own parser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nibble.lint import lint
+from nibble.paths import root
+from nibble.vllm_schema import Schema, drift, live_schema, load_schema
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"),
+]
+
+BAD = """
+[model]
+id = "org/model"
+revision = ""
+source = "a report"
+"""
+
+
+@pytest.fixture(scope="module")
+def installed() -> tuple[Schema, list[str | None]]:
+    argvs = [
+        ["org/model", "--speculative-config", json.dumps({"method": "mtp"}), "--max-model-len", "64k"],
+        ["org/model", "--kv-cache-dtype", "fp9"],
+        ["org/model", "--attention-config", json.dumps({"use_fp4_indexer_cache": True})],
+    ]
+    return live_schema(sys.executable, argvs)
+
+
+def test_snapshot_is_what_the_installed_vllm_says(installed: tuple[Schema, list[str | None]]) -> None:
+    assert drift(load_schema(), installed[0]) == []
+
+
+def test_vllms_own_parser_answers_for_each_command(installed: tuple[Schema, list[str | None]]) -> None:
+    fine, choice, nested = installed[1]
+    assert fine is None
+    assert choice is not None
+    assert "fp9" in choice
+    assert nested is not None
+    assert "use_fp4_indexer_cache" in nested
+
+
+def test_all_recipes_are_clean_and_vllm_parses_every_command_they_lead_to() -> None:
+    # live: every target and variant goes through vLLM's own make_arg_parser().parse_args.
+    assert [p.line() for p in lint(root(), live=True)] == []
+
+
+def test_what_only_vllms_parser_knows_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "recipes" / "org"
+    folder.mkdir(parents=True)
+    # A bound of the field (gt=0) is in no table of ours; pydantic checks it while parsing.
+    (folder / "model.toml").write_text(
+        BAD + "[args]\nattention-config = { tokenspeed_mla_min_split_kv = 0 }\n"
+    )
+    found = lint(tmp_path, live=True)
+    assert len(found) == 1
+    assert "vLLM's own parser refuses" in found[0].message
