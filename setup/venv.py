@@ -42,7 +42,9 @@ def is_ours(venv: Path) -> bool:
 def make(venv: Path) -> None:
     """A fresh virtual environment with pip in it, in place of whatever was there."""
     if not is_ours(venv):
-        raise SetupError(5, f"{venv} is not a virtual environment", "one, or nothing, there", "move it or pass --venv")
+        raise SetupError(
+            5, f"{venv} is not a virtual environment", "one, or nothing, there", "move it or pass --venv"
+        )
     shutil.rmtree(venv, ignore_errors=True)
     if _run(sys.executable, "-m", "venv", str(venv)) == 0:
         return
@@ -53,7 +55,10 @@ def make(venv: Path) -> None:
     ):
         return
     raise SetupError(
-        6, f"{sys.executable} cannot make a virtual environment", "ensurepip, or a pip of 22.3 or newer", "install python3-venv"
+        6,
+        f"{sys.executable} cannot make a virtual environment",
+        "ensurepip, or a pip of 22.3 or newer",
+        "install python3-venv",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import containers
@@ -15,7 +15,7 @@ FOLDERS = ("unit", "patches", "kernels", "e2e", "image", "cluster")
 TESTS = Path(__file__).parent
 
 left_out = pytest.StashKey[dict[str, list[str]]]()
-seconds = pytest.StashKey[Counter[str]]()
+seconds = pytest.StashKey[defaultdict[str, float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[left_out] = {}
-    config.stash[seconds] = Counter()
+    config.stash[seconds] = defaultdict(float)
 
 
 def _folder(path: Path) -> str:
