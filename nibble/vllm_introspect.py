@@ -338,17 +338,12 @@ def tool_parsers() -> list[str]:
 
 
 def moe_kernels() -> dict[str, list[str]]:
-    """Scheme -> the names vLLM logs for the MoE backend it chose (vllm 0.32 fused_moe/oracle/nvfp4.py:242)."""
+    """Scheme -> names vLLM logs for the MoE backend it chose (vllm 0.32 fused_moe/oracle/nvfp4.py:242)."""
     found = {}
     for scheme in MOE_ORACLES:
         module = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{scheme}")
-        enums = [
-            value
-            for name, value in vars(module).items()
-            if name.lower().endswith("moebackend")
-            and isinstance(value, type)
-            and issubclass(value, enum.Enum)
-        ]
+        named = (value for name, value in vars(module).items() if name.lower().endswith("moebackend"))
+        enums = [value for value in named if isinstance(value, type) and issubclass(value, enum.Enum)]
         found[scheme] = sorted({str(m.value) for cls in enums for m in cls if m.name != "NONE"})
     return found
 

@@ -229,18 +229,15 @@ def test_glm47_of_seed_003_runs_on_four_cards_with_pinned_remote_code() -> None:
     assert loaded is not None
     got = resolve(loaded, "sm120", 4, ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"] * 4)
     assert got.revision == "531df318dbe2877b24881f6e15024c7f945e7048"
-    assert (
-        got.args
-        | {
-            "--tensor-parallel-size": 4,
-            "--attention-backend": "TRITON_ATTN",
-            "--gpu-memory-utilization": 0.80,
-            "--quantization": "modelopt_fp4",
-            "--dtype": "bfloat16",
-            "--trust-remote-code": True,
-        }
-        == got.args
-    )
+    seed = {
+        "--tensor-parallel-size": 4,
+        "--attention-backend": "TRITON_ATTN",
+        "--gpu-memory-utilization": 0.80,
+        "--quantization": "modelopt_fp4",
+        "--dtype": "bfloat16",
+        "--trust-remote-code": True,
+    }
+    assert {flag: got.args[flag] for flag in seed} == seed
     assert got.expected["moe"] == "VLLM_CUTLASS"
 
 
