@@ -1,7 +1,8 @@
-"""HEALTHCHECK of every image: exit 0 when the container does what it was started for, 1 otherwise. Standard library only.
+"""HEALTHCHECK of every image: exit 0 when the container does what it was started for, else 1.
 
-It follows the mode, read from the command line of process 1, because one image serves, runs Ray nodes and opens shells:
-`serve` is healthy when nibble's control port says ready; a Ray node while Ray runs; anything else while it lives.
+Standard library only. It follows the mode, read from the command line of process 1, for one image serves, runs
+Ray nodes and opens shells: `serve` is healthy when the control port says ready, a Ray node while Ray runs,
+anything else while it lives.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def serve_is_ready(port: int) -> tuple[bool, str]:
     try:
         connection.request("GET", "/ready")
         response = connection.getresponse()
-        return response.status == 200, f"/ready {response.status} {response.read(200).decode(errors='replace').strip()}"
+        return (
+            response.status == 200,
+            f"/ready {response.status} {response.read(200).decode(errors='replace').strip()}",
+        )
     except OSError as error:
         return False, f"control port {port}: {error}"
     finally:

@@ -9,3 +9,5 @@ cp -r /src/nibble /src/pyproject.toml /src/README.md /src/LICENSE /tmp/nibble/
 rm -r /tmp/nibble
 # Bytecode is written now: at run time site-packages is read-only.
 /opt/venv/bin/python -m compileall -q /opt/venv/lib/python3*/site-packages/nibble
+# A recipe that this vLLM would refuse or ignore must not get into an image (exit 6).
+/opt/venv/bin/nibble recipes lint

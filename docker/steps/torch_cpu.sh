@@ -6,7 +6,8 @@ if curl --silent --fail --max-time 5 --output /dev/null "${TORCH_INDEX:=https://
   index=(--index-url "${TORCH_INDEX}")
 fi
 /opt/venv/bin/pip install --quiet --no-deps "${index[@]}" "torch==${TORCH_VERSION}+cpu"
-/opt/venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || {
+# Read, not imported: what torch itself needs comes with the lock, after this.
+grep -q '^cuda: .*= None$' /opt/venv/lib/python3*/site-packages/torch/version.py || {
   echo "error: torch ${TORCH_VERSION} from ${TORCH_INDEX} is not a CPU build" >&2
   exit 6
 }

@@ -1,7 +1,7 @@
 """The images that these tests use, built for real with BuildKit on a base made by debootstrap.
 
-No registry is needed. Everything is kept in the engine and in $NIBBLE_TEST_CACHE (default ~/.cache/nibble-tests), so that a
-second run starts at once.
+No registry is needed. Everything is kept in the engine and in TEST_CACHE_DIR (default ~/.cache/nibble-tests):
+a second run starts at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ def base_image(engine: None) -> str:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             tree, partial = Path(folder) / "tree", Path(folder) / "base.tar"
-            debootstrap = ["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(tree)]
+            debootstrap = [
+                "debootstrap",
+                "--variant=minbase",
+                "--include=ca-certificates",
+                "bookworm",
+                str(tree),
+            ]
             subprocess.run(debootstrap, check=True, stdout=subprocess.DEVNULL, timeout=600)
             subprocess.run(["tar", "-C", str(tree), "-cf", str(partial), "."], check=True)
             partial.rename(archive)
@@ -54,7 +60,7 @@ def base_image(engine: None) -> str:
 
 
 def _local_wheels() -> Path | None:
-    """A folder pip is told to look in that has the CPU build of torch: PyTorch's own index may be out of reach."""
+    """A folder pip looks in that has the CPU build of torch: PyTorch's own index may be out of reach."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     configured = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     for place in (os.environ.get("PIP_FIND_LINKS", "") + " " + configured).split():
@@ -79,7 +85,9 @@ def build_environ(base_image: str) -> dict[str, str]:
 def cpu_image(build_environ: dict[str, str]) -> str:
     """The CPU image, through ./build.sh as a user would."""
     command = [str(ROOT / "build.sh"), "cpu"]
-    result = subprocess.run(command, env=build_environ, capture_output=True, text=True, timeout=1500, check=False)
+    result = subprocess.run(
+        command, env=build_environ, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert result.returncode == 0, f"build.sh cpu\n{result.stdout[-6000:]}\n{result.stderr[-6000:]}"
     return "nibble-test:cpu"
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from containers import docker, run_once
+from containers import builder, run_once
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")
@@ -25,9 +25,11 @@ def build_stage(target: str, stage: str, build_environ: dict[str, str], *argumen
         options += ["--build-arg", argument]
     if certificates := os.environ.get("SSL_CERT_FILE"):
         options += ["--secret", f"id=ca,src={certificates}"]
-    command = ["docker", "build", *options, "."]
+    command = [builder(), "build", *options, "."]
     environ = build_environ | {"DOCKER_BUILDKIT": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1500, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return tag
 
@@ -42,7 +44,9 @@ def test_source_archive_stage_builds_on_the_stand_in_base(target: str, build_env
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_system_stage_builds_on_the_stand_in_base(target: str, build_environ: dict[str, str]) -> None:
     image = build_stage(target, "system", build_environ)
-    found = run_once(image, "bash", "-c", "command -v tini && id -u nibble && stat -c %u:%g:%a /var/cache/nibble")
+    found = run_once(
+        image, "bash", "-c", "command -v tini && id -u nibble && stat -c %u:%g:%a /var/cache/nibble"
+    )
     assert found.stdout.split() == ["/usr/bin/tini", "2000", "2000:0:2775"]
 
 
@@ -61,8 +65,10 @@ def test_a_wrong_checksum_is_refused_in_one_line(build_environ: dict[str, str]) 
 
 @pytest.mark.slow
 def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(build_environ: dict[str, str]) -> None:
-    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, and nibble on top of them."""
+    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, and nibble on top."""
     image = build_stage("sm120", "runtime", build_environ, "VLLM_FROM=wheel")
-    versions = "from importlib.metadata import version as v; print(v('vllm'), v('torch'), v('nibble-appliance'))"
+    versions = (
+        "from importlib.metadata import version as v; print(v('vllm'), v('torch'), v('nibble-appliance'))"
+    )
     found = run_once(image, "python", "-c", versions)
     assert found.stdout.split()[:2] == ["0.32.0", "2.13.0"], found.stderr

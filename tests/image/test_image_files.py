@@ -1,4 +1,4 @@
-"""The image definitions themselves, without an engine: lint, pins, what must agree with what, and the patch step."""
+"""The image definitions without an engine: lint, pins, what must agree with what, and the patch step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def defaults(text: str) -> dict[str, str]:
 def test_hadolint_finds_nothing(target: str) -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert hadolint, "hadolint is in requirements/dev.lock: make test installs it"
-    result = subprocess.run([hadolint, str(DOCKER / f"Dockerfile.{target}")], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [hadolint, str(DOCKER / f"Dockerfile.{target}")], capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stdout) == (0, "")
 
 
@@ -89,7 +91,7 @@ def test_dockerfiles_need_no_newer_frontend_than_20_10(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_signals_reach_one_process_and_health_follows_the_mode(target: str) -> None:
-    """`tini -g` would send SIGTERM to vLLM's workers too, which breaks streams (measured: 181 of 900 tokens)."""
+    """`tini -g` would signal vLLM's workers too, which breaks streams (measured: 181 of 900 tokens)."""
     text = dockerfile(target)
     assert 'ENTRYPOINT ["tini", "--", "/opt/nibble/docker/start.sh"]' in text
     assert "STOPSIGNAL SIGTERM" in text
@@ -162,7 +164,9 @@ def apply_patches(tmp_path: Path, series: str) -> tuple[subprocess.CompletedProc
     (patches / "series").write_text(series)
     command = [str(DOCKER / "steps" / "apply_patches.sh"), "vllm", str(tree)]
     environ = os.environ | {"PATCHES_DIR": str(patches.parent)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ), tree / "pkg" / "hello.py"
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environ
+    ), tree / "pkg" / "hello.py"
 
 
 def test_patch_series_is_applied(tmp_path: Path) -> None:

@@ -1,0 +1,286 @@
+"""The CPU image in real containers: what design.md 9 promises of every image, seen from outside."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from containers import HARDENED, Answer, Container, docker, run_once, running, volume
+
+pytestmark = pytest.mark.docker
+
+DEMO = "/opt/nibble/models/nibble-demo"
+KEY = "container-test-key-0123456789"
+# Known and harmless in a container without privileges and with few open files (environment.md 0 and 1).
+ALLOWED = re.compile(r"Errno 24|numa_migrate_pages|numa_set_membind|set_mempolicy|get_mempolicy|mbind")
+TROUBLE = re.compile(
+    r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|^\w*(Error|Exception):|\[nibble\] (error|warning)", re.M
+)
+
+
+def trouble(log: str) -> list[str]:
+    """Lines of a container's log that should not be there."""
+    return [line for line in log.splitlines() if TROUBLE.search(line) and not ALLOWED.search(line)]
+
+
+def chat(container: Container, key: str | None, text: str, max_tokens: int = 32) -> Answer:
+    message = [{"role": "user", "content": text}]
+    payload = {"model": "default", "messages": message, "max_tokens": max_tokens, "temperature": 0}
+    return container.request("/v1/chat/completions", payload, key)
+
+
+class TestServing:
+    """One hardened server with the demo model, as user 2000:0, with the key it generates for itself."""
+
+    @pytest.fixture(scope="class")
+    def server(self, cpu_image: str) -> Iterator[Container]:
+        with volume() as cache:
+            options = [*HARDENED, "--publish", "127.0.0.1::8000", "--volume", f"{cache}:/var/cache/nibble"]
+            with running(cpu_image, "serve", DEMO, options=options) as container:
+                self.seen_first(container)
+                container.wait_healthy()
+                yield container
+
+    first_health: str = ""
+
+    @classmethod
+    def seen_first(cls, container: Container) -> None:
+        cls.first_health = container.health()
+
+    @pytest.fixture(scope="class")
+    def key(self, server: Container) -> str:
+        found = server.exec("bash", "-c", "cat $(find /var/cache/nibble -name '*key*' -type f)")
+        assert found.returncode == 0, found.stderr
+        return found.stdout.strip()
+
+    def test_health_goes_from_starting_to_healthy(self, server: Container) -> None:
+        assert self.first_health == "starting"
+        assert server.health() == "healthy"
+
+    def test_it_runs_as_2000_0_without_any_privilege(self, server: Container) -> None:
+        assert server.exec("id", "-u").stdout.strip() == "2000"
+        assert server.exec("id", "-g").stdout.strip() == "0"
+        assert server.exec("touch", "/opt/nibble/x").returncode != 0
+
+    def test_a_request_without_key_is_401(self, server: Container, key: str) -> None:
+        assert chat(server, None, "What is NVFP4?").status == 401
+        assert server.request("/metrics").status == 401
+        assert server.request("/health").status == 200
+        assert chat(server, key + "x", "What is NVFP4?").status == 401
+
+    def test_the_generated_key_is_a_file_of_mode_0600_and_not_in_the_log(
+        self, server: Container, key: str
+    ) -> None:
+        files = server.exec(
+            "find", "/var/cache/nibble", "-name", "*key*", "-type", "f", "-printf", "%m %u\n"
+        ).stdout.split()
+        assert files == ["600", "nibble"]
+        assert len(key) >= 24
+        assert key not in server.logs()
+        assert (
+            key
+            not in server.exec(
+                "bash", "-c", "tr '\\0' ' ' < /proc/1/cmdline; cat /proc/[0-9]*/cmdline"
+            ).stdout
+        )
+
+    def test_the_demo_model_answers_a_question(self, server: Container, key: str) -> None:
+        answer = chat(server, key, "What is NVFP4?", max_tokens=64)
+        assert answer.status == 200, answer.body
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert "NVFP4" in choice["message"]["content"]
+
+    def test_docker_stop_of_an_idle_server_is_exit_0_and_the_log_is_clean(self, server: Container) -> None:
+        docker("stop", "--time", "60", server.id)
+        assert server.exit_code() == 0
+        assert trouble(server.logs()) == []
+
+
+class TestDrain:
+    """Another user, a read-only Hugging Face cache where the seeds mount it, SIGTERM amid an answer."""
+
+    TOKENS = 600
+
+    @pytest.fixture(scope="class")
+    def server(self, cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
+        with volume() as cache:
+            options = [
+                *HARDENED,
+                "--user",
+                "1234:0",
+                "--publish",
+                "127.0.0.1::8000",
+                "--env",
+                f"NIBBLE_API_KEY={KEY}",
+            ]
+            options += ["--volume", f"{slow_hub_cache}:/root/.cache/huggingface:ro"]
+            options += ["--volume", f"{cache}:/var/cache/nibble", "--env", "VLLM_EXTRA_ARGS=--enforce-eager"]
+            with running(cpu_image, "serve", "test/slow", options=options) as container:
+                container.wait_healthy()
+                yield container
+
+    def test_a_complete_read_only_cache_is_usable_by_another_user(self, server: Container) -> None:
+        assert server.exec("id", "-u").stdout.strip() == "1234"
+        assert "/root/.cache/huggingface is read-only" in server.logs()
+        assert chat(server, KEY, "hello", max_tokens=2).status == 200
+
+    def test_docker_stop_lets_a_streaming_answer_finish(self, server: Container) -> None:
+        """Not [DONE], which an aborted stream has too: the finish reason and the number of tokens."""
+        payload = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+        payload |= {"max_tokens": self.TOKENS, "stream_options": {"include_usage": True}}
+        chunks = []
+        stopper: threading.Thread | None = None
+        late: list[Answer] = []
+        for chunk in server.stream(payload, KEY):
+            chunks.append(chunk)
+            if stopper is None and len(chunks) == 20:
+                stopper = threading.Thread(target=docker, args=("stop", "--time", "60", server.id))
+                stopper.start()
+            if stopper is not None and len(chunks) == 80:
+                late.append(chat(server, KEY, "too late", max_tokens=2))
+        assert stopper is not None, "the answer was over before the signal"
+        stopper.join(timeout=90)
+        reasons = [
+            choice["finish_reason"]
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["finish_reason"]
+        ]
+        assert reasons == ["length"]
+        assert chunks[-1]["usage"]["completion_tokens"] == self.TOKENS
+        assert [answer.status for answer in late] == [503]
+        assert server.exit_code() == 0
+        assert trouble(server.logs()) == []
+
+
+class TestOtherModes:
+    def test_bash_gives_a_shell_with_the_environment_set(self, cpu_image: str) -> None:
+        result = run_once(cpu_image, "bash", "-c", "echo $HF_HOME $NIBBLE_TARGET; command -v nibble")
+        assert result.stdout.split() == ["/var/cache/nibble/huggingface", "cpu", "/opt/venv/bin/nibble"]
+
+    def test_an_unknown_command_is_executed_as_given(self, cpu_image: str) -> None:
+        result = run_once(cpu_image, "python", "-c", "print('as given')", options=HARDENED)
+        assert (result.returncode, result.stdout) == (0, "as given\n")
+
+    def test_a_flag_first_means_serve(self, cpu_image: str) -> None:
+        result = run_once(cpu_image, "--max-model-len", "many")
+        assert result.returncode == 2
+        assert "max-model-len" in result.stderr.lower()
+
+    def test_no_model_is_exit_2_in_one_line(self, cpu_image: str) -> None:
+        result = run_once(cpu_image)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert len(result.stderr.splitlines()) == 1
+        assert "MODEL" in result.stderr
+
+    def test_ray_head_comes_up_and_is_healthy(self, cpu_image: str) -> None:
+        options = [
+            *HARDENED,
+            "--env",
+            "RAY_AUTH_TOKEN=0123456789abcdef0123456789abcdef",
+            "--tmpfs",
+            "/var/cache/nibble",
+        ]
+        with running(cpu_image, "ray-head", options=options) as head:
+            head.wait_healthy(120)
+            connect = "import socket as s; s.create_connection((s.gethostbyname(s.gethostname()), 6379), 5)"
+            assert head.exec("python", "-c", connect).returncode == 0
+            docker("stop", "--time", "30", head.id)
+            assert "0123456789abcdef0123456789abcdef" not in head.logs()
+
+
+def environment_with(image: str, mount: str, user: str = "2000:0") -> tuple[str, str, int]:
+    result = run_once(image, "bash", "-c", "env", options=["--volume", mount, "--user", user])
+    return result.stdout, result.stderr, result.returncode
+
+
+class TestSeedMounts:
+    """Host caches where the seeds' guides mount them, for whatever user the container has."""
+
+    def test_a_writable_hugging_face_cache_is_used(self, cpu_image: str, tmp_path: Path) -> None:
+        tmp_path.chmod(0o777)
+        environ, _, code = environment_with(cpu_image, f"{tmp_path}:/root/.cache/huggingface", "4321:0")
+        assert code == 0
+        assert "HF_HOME=/root/.cache/huggingface\n" in environ
+        assert "HF_HUB_OFFLINE" not in environ
+
+    def test_an_unreadable_hugging_face_cache_is_one_line_with_the_fix(
+        self, cpu_image: str, tmp_path: Path
+    ) -> None:
+        tmp_path.chmod(0o700)
+        _, said, code = environment_with(cpu_image, f"{tmp_path}:/root/.cache/huggingface")
+        assert code == 4
+        assert len(said.splitlines()) == 1
+        assert "cannot be read by user 2000:0" in said
+        assert "--user" in said
+
+    @pytest.mark.parametrize(
+        ("place", "setting"),
+        [
+            ("/root/.cache/flashinfer", "FLASHINFER_WORKSPACE_BASE=/root\n"),
+            ("/root/.cache/vllm", "VLLM_CACHE_ROOT=/root/.cache/vllm\n"),
+            ("/root/.cache/vllm/torch_compile_cache", "VLLM_CACHE_ROOT=/var/cache/nibble/vllm-seed\n"),
+            ("/root/.triton", "TRITON_CACHE_DIR=/root/.triton/cache\n"),
+        ],
+    )
+    def test_compile_caches_are_used(self, cpu_image: str, tmp_path: Path, place: str, setting: str) -> None:
+        tmp_path.chmod(0o777)
+        environ, said, code = environment_with(cpu_image, f"{tmp_path}:{place}")
+        assert (code, said) == (0, "")
+        assert setting in environ
+
+    def test_the_torch_compile_mount_receives_what_vllm_writes(self, cpu_image: str, tmp_path: Path) -> None:
+        tmp_path.chmod(0o777)
+        mount = f"{tmp_path}:/root/.cache/vllm/torch_compile_cache"
+        write = "cd $VLLM_CACHE_ROOT && mkdir -p torch_compile_cache && echo graph > torch_compile_cache/g"
+        assert run_once(cpu_image, "bash", "-c", write, options=["--volume", mount]).returncode == 0
+        assert (tmp_path / "g").read_text() == "graph\n"
+
+    def test_without_mounts_everything_is_under_the_cache_volume(self, cpu_image: str) -> None:
+        environ = run_once(cpu_image, "bash", "-c", "env").stdout
+        homes = "HOME XDG_CACHE_HOME HF_HOME VLLM_CACHE_ROOT VLLM_CONFIG_ROOT TORCHINDUCTOR_CACHE_DIR"
+        for name in [*homes.split(), "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"]:
+            assert re.search(rf"^{name}=/var/cache/nibble(/|$)", environ, re.M), name
+
+
+class TestImage:
+    def test_labels_say_what_is_inside(self, cpu_image: str, image_config: dict) -> None:
+        labels = image_config["Labels"]
+        found = run_once(
+            cpu_image,
+            "python",
+            "-c",
+            "import importlib.metadata as m; print(m.version('vllm'), m.version('torch'))",
+        )
+        vllm, torch = found.stdout.split()
+        assert vllm.split("+")[0] == labels["ai.nibble.vllm"]
+        assert torch.split("+")[0] == labels["ai.nibble.torch"]
+        assert labels["ai.nibble.target"] == "cpu"
+        assert labels["ai.nibble.patches"] == "none"
+        assert re.fullmatch(r"[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
+
+    def test_configuration_is_the_promised_one(self, image_config: dict) -> None:
+        assert image_config["User"] == "2000:0"
+        assert image_config["StopSignal"] == "SIGTERM"
+        assert list(image_config["ExposedPorts"]) == ["8000/tcp"]
+        assert image_config["Entrypoint"][:2] == ["tini", "--"]
+        assert image_config["Cmd"] == ["serve"]
+
+    def test_no_build_secret_is_in_the_image(self, cpu_image: str) -> None:
+        found = run_once(
+            cpu_image,
+            "bash",
+            "-c",
+            "ls -A /run/secrets /wheels /steps /src 2>/dev/null | grep -v '^$\\|:$'",
+            options=["--user", "0:0"],
+        )
+        assert found.stdout == ""
+
+    def test_the_recipes_fit_the_installed_vllm(self, cpu_image: str) -> None:
+        result = run_once(cpu_image, "nibble", "recipes", "lint")
+        assert result.returncode == 0, result.stdout + result.stderr
