@@ -58,7 +58,8 @@ _PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-paral
 def lint(
     root: Path, ids: Sequence[str] = (), live: bool = True, python: str = sys.executable
 ) -> list[Problem]:
-    """Problems of the named recipes, or of all; empty when clean. `root` holds recipes/ and benchmarks/.
+    """Problems of the named recipes (ids or paths), or of all; empty when clean. `root` holds recipes/ and
+    benchmarks/.
 
     live: check against the vLLM that `python` imports (and report where it differs from the snapshot) instead
     of the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
@@ -272,8 +273,10 @@ def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
         yield "", resolve(recipe, "")
 
 
-def _files(root: Path, ids: Iterable[str]) -> list[Path]:
+def _files(root: Path, names: Iterable[str]) -> list[Path]:
+    """The recipe files of ids or of paths (`recipes/org/repo.toml`); all files where none is named."""
     folder = root / "recipes"
+    ids = [re.sub(r"^(.*/)?recipes/|\.toml$", "", name) for name in names]
     return [folder / f"{name}.toml" for name in ids] or sorted(folder.glob("**/*.toml"))
 
 

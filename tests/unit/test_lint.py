@@ -247,6 +247,16 @@ def test_file_outside_a_two_level_path_is_linted_too(tmp_path: Path) -> None:
     assert "the path is no Hugging Face id" in only(lint(tmp_path, live=False)).message
 
 
+@pytest.mark.parametrize("name", ["org/model", "recipes/org/model.toml", "/x/recipes/org/model.toml"])
+def test_recipe_can_be_named_by_id_or_by_path(problems, tmp_path: Path, name: str) -> None:
+    problems(args="tp = 1")
+    assert only(lint(tmp_path, [name], live=False)).file == "recipes/org/model.toml"
+
+
+def test_recipe_that_does_not_exist_is_a_problem(tmp_path: Path) -> None:
+    assert "cannot be read" in only(lint(tmp_path, ["org/missing"], live=False)).message
+
+
 def test_shipped_recipes_are_clean_against_the_snapshot() -> None:
     assert [p.line() for p in lint(root(), live=False)] == []
 
