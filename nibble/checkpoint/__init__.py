@@ -1,0 +1,201 @@
+"""What is this model? Read from config.json and safetensors headers, in a folder, the cache or on the Hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
+from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
+from nibble.checkpoint.layers import head_dim as _head_dim
+from nibble.checkpoint.scheme import Scheme, detect_scheme
+from nibble.checkpoint.source import Source, download_bytes, open_source, read_json, read_tensors
+from nibble.checkpoint.weights import Weights, expert_counts, measure
+from nibble.errors import ExitCode, NibbleError
+
+__all__ = [
+    "Checkpoint", "LayerMemory", "Layers", "Scheme", "SequenceMemory", "Source", "Weights", "layers", "read_checkpoint",
+    "sequence_breakdown", "sequence_memory", "sequence_memory_bytes", "state_bytes", "token_bytes",
+]  # fmt: skip
+
+# vllm 0.32 model_arch_config_convertor.py:396
+LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as its files describe it; None where they do not say.
+
+    `path` is None while the files are on the Hub only; `is_local` means a folder was given instead of an id.
+    `weights` is None until headers can be read, `layers` where the architecture is not known. `files` maps each
+    path to its bytes, `download_bytes` are those of the files a server needs.
+    """
+
+    id: str
+    path: Path | None
+    revision: str | None
+    source_kind: Literal["local", "cache", "hub"]
+    architecture: str | None
+    model_type: str | None
+    scheme: Scheme
+    weights: Weights | None
+    layers: Layers | None
+    max_model_len: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+    hidden_size: int | None
+    num_layers: int | None
+    vocab_size: int | None
+    num_experts: int | None
+    experts_per_token: int | None
+    dtype: str | None
+    has_mtp: bool
+    has_vision: bool
+    custom_code: bool
+    download_bytes: int
+    files: Mapping[str, int] = field(repr=False)
+    config: Mapping[str, Any] = field(repr=False)
+    text_config: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a folder was given."""
+        return self.source_kind == "local"
+
+
+def read_checkpoint(
+    model: str,
+    revision: str | None = None,
+    *,
+    path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Read `model`, a folder or an id; with `path`, read that folder and keep `model` as the id.
+
+    Raises NibbleError MODEL (4) for what is unknown, gated, unreadable, corrupt or not to be had; its `unreachable`
+    is set where only the network or a download is missing.
+    """
+    source = open_source(model, revision, os.environ if environ is None else environ, path)
+    config = _read_config(source)
+    tensors = read_tensors(source)
+    return _assemble(source, config, read_json(source, "hf_quant_config.json"), tensors)
+
+
+def sequence_memory_bytes(
+    source: Checkpoint | Layers,
+    tokens: int,
+    kv_cache_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    block_size: int = 16,
+    **options: Any,
+) -> int | None:
+    """Bytes one sequence takes on one GPU (see `sequence_memory`), or None where the architecture is not known."""
+    found = sequence_breakdown(source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options)
+    return None if found is None else found.total_bytes
+
+
+def sequence_breakdown(
+    source: Checkpoint | Layers,
+    tokens: int,
+    kv_cache_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    block_size: int = 16,
+    **options: Any,
+) -> SequenceMemory | None:
+    """`sequence_memory` of a checkpoint; its declared KV cache type is what "auto" then means."""
+    if not isinstance(source, Checkpoint):
+        return sequence_memory(source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options)
+    if source.layers is None:
+        return None
+    if kv_cache_dtype == "auto" and source.scheme.kv_cache:
+        kv_cache_dtype = source.scheme.kv_cache
+    return sequence_memory(source.layers, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options)
+
+
+def _read_config(source: Source) -> dict[str, Any]:
+    """config.json, or params.json of Mistral's own format. Raises MODEL when there is neither."""
+    config = read_json(source, "config.json")
+    if config is None and (params := read_json(source, "params.json")) is not None:
+        return {"model_type": "mistral_params", "architectures": [], **params}
+    if config is None:
+        where = f"{source.path}/config.json" if source.path else f"config.json of {source.id}"
+        what = f"{where} is missing"
+        raise NibbleError(
+            ExitCode.MODEL, what, "a model in Hugging Face format", "check MODEL and its revision"
+        )
+    return config
+
+
+def _assemble(
+    source: Source, config: dict[str, Any], hf_quant: dict[str, Any] | None, tensors: Mapping[str, Any] | None
+) -> Checkpoint:
+    text = text_config(config)
+    experts, chosen = expert_counts(text)
+    count = _whole(text, "num_hidden_layers", "n_layers", "n_layer", "num_blocks")
+    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    weights = None
+    if tensors is not None:
+        weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen, tied=tied)
+    found = layers(config)
+    return Checkpoint(
+        id=source.id,
+        path=source.path,
+        revision=source.revision,
+        source_kind=source.kind,
+        architecture=next(iter(config.get("architectures") or []), None),
+        model_type=config.get("model_type") or text.get("model_type"),
+        scheme=detect_scheme(config, hf_quant, tensors),
+        weights=weights,
+        layers=found,
+        max_model_len=_max_model_len(text),
+        num_attention_heads=_whole(text, "num_attention_heads", "n_heads", "n_head", "heads"),
+        num_key_value_heads=_whole(
+            text, "num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_attention_groups"
+        ),
+        head_dim=_known_head_dim(text),
+        hidden_size=_whole(text, "hidden_size", "dim", "n_embd"),
+        num_layers=count,
+        vocab_size=_whole(text, "vocab_size") or _whole(config, "vocab_size"),
+        num_experts=experts,
+        experts_per_token=chosen,
+        dtype=str(
+            text.get("dtype")
+            or text.get("torch_dtype")
+            or config.get("dtype")
+            or config.get("torch_dtype")
+            or ""
+        )
+        or None,
+        has_mtp=bool(weights and weights.draft_bytes) or any(layer.is_draft for layer in found or ()),
+        has_vision=bool(weights and weights.vision_bytes)
+        or any(k in config for k in ("vision_config", "vision_encoder")),
+        custom_code="auto_map" in config,
+        download_bytes=download_bytes(source),
+        files=source.files,
+        config=config,
+        text_config=text,
+    )
+
+
+def _whole(config: Mapping[str, Any], *keys: str) -> int | None:
+    value = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    return None if isinstance(value, bool) else value
+
+
+def _max_model_len(text: Mapping[str, Any]) -> int | None:
+    lengths = [text[key] for key in LENGTH_KEYS if isinstance(text.get(key), int)]
+    return min(lengths) if lengths else None
+
+
+def _known_head_dim(text: Mapping[str, Any]) -> int | None:
+    try:
+        return _head_dim({"model_type": "", **text})
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None

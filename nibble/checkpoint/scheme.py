@@ -1,0 +1,372 @@
+"""How the weights of a checkpoint are quantized: by what its config says and by the tensors that are there.
+
+Formats and their traps: reference formats.md 3-4; what vLLM 0.32 accepts: its model_executor/layers/quantization.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nibble.checkpoint.headers import TensorInfo
+
+Config = Mapping[str, Any]
+Tensors = Mapping[str, TensorInfo]
+
+PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+# ModelOpt algorithm -> (our name, vLLM's --quantization, bits, activations); vllm 0.32 modelopt.py LINEAR_ALGOS.
+MODELOPT: Mapping[str, tuple[str, str, int, str]] = {
+    "NVFP4": ("NVFP4", "modelopt_fp4", 4, "fp4"),
+    "W4A16_NVFP4": ("W4A16_NVFP4", "modelopt_fp4", 4, "bf16"),
+    "FP8": ("FP8", "modelopt", 8, "fp8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("FP8_PER_CHANNEL_PER_TOKEN", "modelopt", 8, "fp8"),
+    "FP8_PB_WO": ("FP8_PB_WO", "modelopt", 8, "fp8"),
+    "MXFP8": ("MXFP8", "modelopt_mxfp8", 8, "fp8"),
+}
+NOT_IN_VLLM = (
+    "NVFP4_AWQ",
+    "NVFP4_SVD",
+    "W4A8_AWQ",
+    "INT4_AWQ",
+    "W4A8_NVFP4_FP8",
+    "W4A8_MXFP4_FP8",
+    "INT8_SQ",
+)
+# quant_method in config.json of other tools -> (bits or None: read them, activations, supported by vLLM 0.32)
+OTHER_METHODS: Mapping[str, tuple[int | None, str, bool]] = {
+    "fp8": (8, "fp8", True),
+    "fbgemm_fp8": (8, "fp8", True),
+    "awq": (None, "bf16", True),
+    "gptq": (None, "bf16", True),
+    "auto-round": (None, "bf16", True),
+    "mxfp4": (4, "bf16", True),
+    "quark": (None, "bf16", True),
+    "torchao": (None, "bf16", True),
+    "bitsandbytes": (None, "bf16", False),
+    "aqlm": (2, "bf16", False),
+    "hqq": (None, "bf16", False),
+    "eetq": (8, "bf16", False),
+}
+VLLM_NAMES = {"auto-round": "inc"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The quantization of a checkpoint.
+
+    `vllm_quantization` is the value vLLM's --quantization would resolve to (None: not quantized). `weight_bits` are
+    those of the bulk of the linear layers; `activations` the type they are multiplied in; `kv_cache` the vLLM
+    dtype the checkpoint declares. `notes` are contradictions and traps; `unsupported_reason` is empty when vLLM
+    0.32 can load it.
+    """
+
+    name: str
+    vllm_quantization: str | None
+    weight_bits: int
+    activations: str
+    kv_cache: str | None = None
+    detail: str = ""
+    notes: tuple[str, ...] = ()
+    is_nvfp4: bool = False
+    unsupported_reason: str = ""
+
+
+def detect_scheme(config: Config, hf_quant_config: Config | None, tensors: Tensors | None) -> Scheme:
+    """The scheme of a checkpoint from config.json, hf_quant_config.json and, where known, its tensors."""
+    if _text_value(config, "model_type") == "cloverlm":
+        return _cloverlm(config, hf_quant_config, tensors)
+    declared = quantization_config(config)
+    if declared is None and hf_quant_config is not None:
+        return _from_hf_quant_config(hf_quant_config, tensors)
+    if declared is None:
+        return _unquantized(config, tensors)
+    method = str(declared.get("quant_method", "")).lower().replace("_", "-")
+    if method.startswith("modelopt") or (not method and _algorithm(declared)):
+        return _modelopt(declared, tensors)
+    if method == "compressed-tensors":
+        return _compressed_tensors(declared, tensors)
+    return _other(method, declared)
+
+
+def quantization_config(config: Config) -> Config | None:
+    """`quantization_config` (or the old `compression_config`) of a config, also one nested with the text model."""
+    for place in (config, config.get("text_config"), config.get("llm_config")):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(place, Mapping) and isinstance(place.get(key), Mapping) and place[key]:
+                return place[key]
+    return None
+
+
+def _text_value(config: Config, key: str) -> Any:
+    nested = config.get("text_config")
+    return config.get(key) or (nested.get(key) if isinstance(nested, Mapping) else None)
+
+
+# --- not quantized ---------------------------------------------------------------------------------------------------
+
+
+def _unquantized(config: Config, tensors: Tensors | None) -> Scheme:
+    declared = str(_text_value(config, "dtype") or _text_value(config, "torch_dtype") or "").removeprefix(
+        "torch."
+    )
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    if tensors is None:
+        name = names.get(declared, "bf16")
+        return Scheme(
+            name, None, 32 if name == "fp32" else 16, name, detail="by config.json; weights not seen"
+        )
+    present = Counter[str]()
+    for tensor in tensors.values():
+        present[tensor.dtype] += tensor.nbytes
+    main = present.most_common(1)[0][0] if present else "BF16"
+    if packed := [t.name for t in tensors.values() if _is_packed_nvfp4(t, tensors)]:
+        note = f"tensors such as {packed[0]} are packed NVFP4 and no file says how they were quantized"
+        return Scheme("NVFP4", None, 4, "unknown", notes=(note,), is_nvfp4=True,
+                      unsupported_reason="its config.json has no quantization_config")  # fmt: skip
+    if main not in PLAIN:
+        note = f"most weights are {main} and config.json has no quantization_config"
+        return Scheme(main.lower(), None, 8, "bf16", notes=(note,), unsupported_reason=note)
+    name = PLAIN[main]
+    notes = ()
+    if declared and names.get(declared, name) != name:
+        notes = (f"weights are {name} and config.json says {declared}",)
+    return Scheme(name, None, 32 if name == "fp32" else 16, name, notes=notes)
+
+
+def _is_packed_nvfp4(tensor: TensorInfo, tensors: Tensors) -> bool:
+    if tensor.dtype not in ("U8", "F4"):
+        return False
+    stem = tensor.name.removesuffix("_packed")
+    scale = tensors.get(f"{stem}_scale")
+    return scale is not None and scale.dtype == "F8_E4M3"
+
+
+# --- ModelOpt --------------------------------------------------------------------------------------------------------
+
+
+def _from_hf_quant_config(hf: Config, tensors: Tensors | None) -> Scheme:
+    """Only hf_quant_config.json, as ModelOpt <= 0.29 exports."""
+    producer = str((hf.get("producer") or {}).get("name", ""))
+    scheme = _modelopt(hf, tensors)
+    algorithm = _algorithm(hf)
+    notes = ("only hf_quant_config.json says how it is quantized; config.json has no quantization_config",)
+    reason = scheme.unsupported_reason
+    # vllm 0.32 model_arch_config_convertor.py:285: it knows four names there and raises for the rest.
+    if producer == "modelopt" and algorithm in ("W4A16_NVFP4", "MIXED_PRECISION", "MXFP8"):
+        reason = (
+            f"vLLM 0.32 does not read {algorithm} from hf_quant_config.json alone;"
+            " it needs a quantization_config in config.json"
+        )
+    elif producer != "modelopt":
+        reason = f"hf_quant_config.json is by {producer or 'nobody'}, and vLLM 0.32 reads only ModelOpt's"
+    return replace(scheme, notes=(*notes, *scheme.notes), unsupported_reason=reason)
+
+
+def _algorithm(declared: Config) -> str:
+    inner = declared.get("quantization")
+    place = inner if isinstance(inner, Mapping) else declared
+    return str(place.get("quant_algo") or "").upper()
+
+
+def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
+    inner = declared.get("quantization")
+    place: Config = inner if isinstance(inner, Mapping) else declared
+    algorithm = _algorithm(declared)
+    kv_cache = modelopt_kv_cache(declared)
+    if algorithm == "MIXED_PRECISION":
+        return _mixed(place, kv_cache, tensors)
+    if algorithm not in MODELOPT:
+        known = ", ".join((*MODELOPT, "MIXED_PRECISION"))
+        bits = 4 if "4" in algorithm else 8
+        reason = f"vLLM 0.32 reads these ModelOpt algorithms: {known}"
+        return Scheme(algorithm or "modelopt", None, bits, "unknown", kv_cache, is_nvfp4="NVFP4" in algorithm,
+                      unsupported_reason=reason)  # fmt: skip
+    name, vllm_name, bits, activations = MODELOPT[algorithm]
+    scheme = Scheme(name, vllm_name, bits, activations, kv_cache, is_nvfp4="NVFP4" in name)
+    if algorithm == "NVFP4":
+        return _check_input_scales(scheme, declared, tensors)
+    if algorithm == "W4A16_NVFP4" and tensors and any(n.endswith(".input_scale") for n in tensors):
+        note = "it is labelled W4A16_NVFP4 and has input_scale tensors, which vLLM ignores"
+        return replace(scheme, notes=(note,))
+    return scheme
+
+
+def _check_input_scales(scheme: Scheme, declared: Config, tensors: Tensors | None) -> Scheme:
+    """NVFP4 is W4A4 only with activation scales; ModelOpt before 0.45 gave weight-only exports the same label."""
+    groups = (declared.get("config_groups") or {}).values()
+    if groups and not any(isinstance(g, Mapping) and g.get("input_activations") for g in groups):
+        # vllm 0.32 reroutes it to its W4A16 method.
+        return replace(
+            scheme, name="W4A16_NVFP4", activations="bf16", detail="no config group quantizes activations"
+        )
+    if tensors is None:
+        return scheme
+    quantized = [
+        t.name for t in tensors.values() if t.name.endswith(".weight") and _is_packed_nvfp4(t, tensors)
+    ]
+    without = [name for name in quantized if f"{name.removesuffix('weight')}input_scale" not in tensors]
+    if quantized and len(without) == len(quantized):
+        note = (
+            "labelled NVFP4 (W4A4) but it has no input_scale tensor: a weight-only export of ModelOpt before 0.45;"
+            " vLLM 0.32 would compute with uninitialised activation scales"
+        )
+        reason = "its activation scales are missing; set quant_algo to W4A16_NVFP4 in config.json"
+        return replace(
+            scheme, name="W4A16_NVFP4", activations="bf16", notes=(note,), unsupported_reason=reason
+        )
+    if without:
+        note = (
+            f"{len(without)} of {len(quantized)} NVFP4 weights have no input_scale, the first is {without[0]}"
+        )
+        reason = f"{note}; vLLM 0.32 would compute with uninitialised memory"
+        return replace(scheme, notes=(note,), unsupported_reason=reason)
+    return scheme
+
+
+def _mixed(place: Config, kv_cache: str | None, tensors: Tensors | None) -> Scheme:
+    layers = place.get("quantized_layers") or {}
+    counts = Counter(str((entry or {}).get("quant_algo", "?")).upper() for entry in layers.values())
+    detail = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    unknown = [name for name in counts if name not in MODELOPT]
+    reason = f"it mixes in {unknown[0]}, which vLLM 0.32 does not know" if unknown else ""
+    activations = "+".join(sorted({MODELOPT[name][3] for name in counts if name in MODELOPT})) or "unknown"
+    bits = 4 if any("4" in name for name in counts) else 8
+    notes = (
+        ()
+        if layers
+        else ("MIXED_PRECISION without quantized_layers: every layer would be loaded unquantized",)
+    )
+    return Scheme("MIXED_PRECISION", "modelopt_mixed", bits, activations, kv_cache, detail, notes,
+                  any("NVFP4" in name for name in counts), reason)  # fmt: skip
+
+
+def modelopt_kv_cache(declared: Config) -> str | None:
+    """vLLM's KV cache dtype for what ModelOpt declares (vllm 0.32 torch_utils.py:457); None without a declaration."""
+    inner = declared.get("quantization")
+    place: Config = inner if isinstance(inner, Mapping) else declared
+    for found in (
+        place.get("kv_cache_scheme"),
+        declared.get("kv_cache_scheme"),
+        place.get("kv_cache_quant_algo"),
+    ):
+        if isinstance(found, Mapping):
+            if found.get("type") != "float":
+                return None
+            if found.get("num_bits") == 8:
+                return "fp8_e4m3" if found.get("dynamic") is False else None
+            return "nvfp4" if found.get("num_bits") == 4 else None
+        if isinstance(found, str):
+            return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(found.lower())
+    return None
+
+
+# --- compressed-tensors ----------------------------------------------------------------------------------------------
+
+
+def _compressed_tensors(declared: Config, tensors: Tensors | None) -> Scheme:
+    groups = [group for group in (declared.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    kinds = [_compressed_group(group) for group in groups]
+    scheme_kv = declared.get("kv_cache_scheme")
+    # vllm 0.32 attention.py:263: any scheme there turns an `auto` cache into fp8.
+    kv_cache = "fp8" if isinstance(scheme_kv, Mapping) else None
+    if not kinds:
+        note = "compressed-tensors without config_groups: nothing is quantized"
+        return Scheme("compressed-tensors", "compressed-tensors", 16, "bf16", kv_cache, notes=(note,))
+    names = list(dict.fromkeys(name for name, _, _ in kinds))
+    is_nvfp4 = any(name.startswith("NVFP4") for name in names)
+    activations = "+".join(sorted({activation for _, _, activation in kinds}))
+    name = names[0] if len(names) == 1 else "+".join(sorted(names))
+    detail = str(declared.get("format", ""))
+    scheme = Scheme(name, "compressed-tensors", min(bits for _, bits, _ in kinds), activations, kv_cache, detail,
+                    is_nvfp4=is_nvfp4)  # fmt: skip
+    return _check_global_scales(scheme, names, tensors)
+
+
+def _compressed_group(group: Config) -> tuple[str, int, str]:
+    """(name, weight bits, activations) of one config group."""
+    weights: Config = group.get("weights") or {}
+    inputs: Config = group.get("input_activations") or {}
+    bits, kind = int(weights.get("num_bits") or 16), weights.get("type")
+    activation = "bf16"
+    if inputs:
+        activation = f"{'fp' if inputs.get('type') == 'float' else 'int'}{inputs.get('num_bits')}"
+    # vllm 0.32 compressed_tensors.py recognises NVFP4 by exactly these four.
+    if (
+        bits == 4
+        and kind == "float"
+        and weights.get("strategy") == "tensor_group"
+        and weights.get("group_size") == 16
+    ):
+        return {"bf16": "NVFP4A16", "fp4": "NVFP4"}.get(activation, f"NVFP4A-{activation}"), 4, activation
+    if bits == 4 and kind == "float" and weights.get("group_size") == 32:
+        return "MXFP4", 4, activation
+    if kind == "float":
+        strategy = str(weights.get("strategy", ""))
+        name = "MXFP8" if weights.get("group_size") == 32 else "FP8"
+        return f"{name}_BLOCK" if strategy == "block" else name, bits, activation
+    return f"W{bits}A{activation[3:] if activation.startswith('int') else 16}", bits, activation
+
+
+def _check_global_scales(scheme: Scheme, names: list[str], tensors: Tensors | None) -> Scheme:
+    """A W4A4 export has an input_global_scale for each packed weight unless activations are scaled at run time."""
+    if tensors is None or "NVFP4" not in names:
+        return scheme
+    packed = [name for name in tensors if name.endswith(".weight_packed")]
+    without = [n for n in packed if f"{n.removesuffix('weight_packed')}input_global_scale" not in tensors]
+    if without and len(names) == 1:
+        note = f"{len(without)} of {len(packed)} packed weights have no input_global_scale, the first is {without[0]}"
+        return replace(scheme, notes=(note,))
+    return scheme
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def _other(method: str, declared: Config) -> Scheme:
+    if method not in OTHER_METHODS:
+        reason = f"vLLM 0.32 has no quantization method {method!r}"
+        return Scheme(method or "unknown", None, 16, "unknown", unsupported_reason=reason)
+    fixed_bits, activations, is_supported = OTHER_METHODS[method]
+    bits = fixed_bits or _bits(declared)
+    name, detail = method, ""
+    if method == "awq" or method == "gptq":
+        name, detail = f"int{bits}-{method}", f"groups of {declared.get('group_size', '?')}"
+    if method == "fp8":
+        block = declared.get("weight_block_size")
+        detail = f"blocks of {block[0]}x{block[1]}" if isinstance(block, Iterable) and block else ""
+        dynamic = declared.get("activation_scheme", "dynamic")
+        detail = f"{detail}, {dynamic} activations".lstrip(", ")
+    vllm_name = VLLM_NAMES.get(method, method) if is_supported else None
+    reason = "" if is_supported else f"vLLM 0.32 has no {method} loader"
+    return Scheme(name, vllm_name, bits, activations, detail=detail, unsupported_reason=reason)
+
+
+def _bits(declared: Config) -> int:
+    if declared.get("load_in_4bit") or declared.get("_load_in_4bit"):
+        return 4
+    if declared.get("load_in_8bit") or declared.get("_load_in_8bit"):
+        return 8
+    found = declared.get("bits") or declared.get("w_bit") or declared.get("nbits") or 4
+    return int(found) if isinstance(found, (int, float)) else 4
+
+
+def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Scheme:
+    """CloverLM: BF16, or packed with tiled scales that share ModelOpt's names (formats.md 1.2, 1.3)."""
+    packed = tensors is not None and any(name.endswith(".weight_scale_2") for name in tensors)
+    if tensors is None:
+        packed = hf is not None
+    if not packed:
+        return Scheme(
+            "quartet2-bf16", "quartet2", 16, "fp4", detail="BF16 weights, quantized when they are loaded"
+        )
+    notes = [
+        "its weight_scale tensors are in the 128x4 tiled layout: a ModelOpt reader would permute them silently"
+    ]
+    if hf is not None:
+        notes.append(
+            "its hf_quant_config.json makes vLLM 0.32 refuse --quantization quartet2 without an override"
+        )
+    return Scheme("quartet2-packed", "quartet2", 4, "fp4", detail="F4 weights, tiled E4M3 scales",
+                  notes=tuple(notes), is_nvfp4=True)  # fmt: skip

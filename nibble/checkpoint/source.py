@@ -1,0 +1,268 @@
+"""Where a checkpoint is: a folder, a snapshot in the Hugging Face cache, or the Hub; and what can be read of it.
+
+Only JSON files and safetensors headers are read. From the Hub they come by range requests into memory: looking
+at a model writes nothing and downloads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
+from nibble.disk import not_readable, unreadable_file
+from nibble.errors import ExitCode, NibbleError
+from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached
+from nibble.model_files import COMMIT, RemoteFile, cached_snapshot, select, storage_folder
+
+FIRST_READ_BYTES = 128 << 10  # holds most headers: one request a shard
+REQUEST_SECONDS = 20
+MAX_JSON_BYTES = 256 << 20  # an index of a million tensors is below 100 MB
+PARALLEL_REQUESTS = 8
+CONFIG_FILES = ("config.json", "params.json")
+
+Tensors = dict[str, TensorInfo]
+
+
+class Source(Protocol):
+    """A place to read a checkpoint from. `files` maps path to bytes, `path` is None on the Hub."""
+
+    id: str
+    kind: Literal["local", "cache", "hub"]
+    path: Path | None
+    revision: str | None
+
+    @property
+    def files(self) -> Mapping[str, int]: ...
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of `file`, fewer at its end."""
+        ...
+
+
+@dataclass
+class FolderSource:
+    """A folder on this disk, given or a snapshot of the cache."""
+
+    id: str
+    kind: Literal["local", "cache", "hub"]
+    path: Path
+    revision: str | None
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """Size of every file; dangling links (a cache copied without its blobs) count as absent."""
+        found: dict[str, int] = {}
+        for parent, folders, names in os.walk(self.path, followlinks=True):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(names):
+                full = Path(parent, name)
+                if full.exists():
+                    found[full.relative_to(self.path).as_posix()] = full.stat().st_size
+        return found
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        try:
+            with (self.path / file).open("rb") as handle:
+                handle.seek(start)
+                return handle.read(stop - start)
+        except PermissionError:
+            raise not_readable(self.path / file) from None
+        except OSError as error:
+            what = f"{self.path / file} cannot be read ({error.strerror})"
+            raise NibbleError(
+                ExitCode.MODEL, what, "", "check the disk, or download the file again"
+            ) from None
+
+
+@dataclass
+class HubSource:
+    """A commit on the Hub, read by range requests."""
+
+    id: str
+    revision: str
+    hub: Access
+    listing: tuple[RemoteFile, ...]
+    kind: Literal["local", "cache", "hub"] = "hub"
+    path: Path | None = None
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """Size of every file by the Hub's listing."""
+        return {file.path: file.size for file in self.listing}
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(self.id, file, revision=self.revision, endpoint=self.hub.endpoint)
+        token = self.hub.token if self.hub.token else False
+        headers = build_hf_headers(token=token) | {"Range": f"bytes={start}-{stop - 1}"}
+        try:
+            with get_session().stream("GET", url, headers=headers, timeout=REQUEST_SECONDS) as response:
+                if response.status_code >= 400:
+                    response.read()
+                hf_raise_for_status(response)
+                return _take(response, start if response.status_code == 200 else 0, stop - start)
+        except Exception as error:
+            raise hub_error(error, self.id, self.revision, self.hub) from error
+
+
+def _take(response: Any, skip: int, count: int) -> bytes:
+    """`count` bytes of a streamed answer after `skip`; a server that ignores Range must not send us a shard."""
+    data = bytearray()
+    for chunk in response.iter_bytes():
+        data += chunk
+        if len(data) >= skip + count:
+            break
+    return bytes(data[skip : skip + count])
+
+
+def open_source(
+    model: str, revision: str | None, environ: Mapping[str, str], path: Path | None = None
+) -> Source:
+    """Find `model`: the folder `path`, a folder named `model`, the cache, or the Hub, in this order.
+
+    The cache is used when it needs no question (offline, or `revision` is a commit that is there) and when the Hub
+    cannot be reached. Raises MODEL (4); `unreachable` is set on the error where a network would mend it.
+    """
+    if path is not None:
+        return _folder(model, path)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _folder(model, folder)
+    if model.startswith((".", "/", "~")):
+        raise NibbleError(
+            ExitCode.MODEL, f"{model} is not a folder", "a folder with config.json", "correct MODEL"
+        )
+    if not is_model_id(model):
+        raise not_an_id(model)
+    hub = access(environ)
+    cached = cached_snapshot(model, revision, hub.cache)
+    if cached and (hub.offline or COMMIT.fullmatch(revision or "")):
+        return FolderSource(model, "cache", cached, cached.name)
+    if hub.offline:
+        return _partial_snapshot(model, revision, hub)
+    return _from_hub(model, revision, hub, cached)
+
+
+def _folder(model: str, path: Path) -> FolderSource:
+    if blocked := unreadable_file(path):
+        raise not_readable(blocked)
+    # A snapshot of the cache says its commit in its name.
+    commit = path.name if COMMIT.fullmatch(path.name) else None
+    return FolderSource(model, "local", path, commit)
+
+
+def _partial_snapshot(model: str, revision: str | None, hub: Access) -> FolderSource:
+    """Offline with an incomplete snapshot: config.json still tells most. Raises MODEL without one."""
+    storage = storage_folder(hub.cache, model)
+    commit = revision
+    if not COMMIT.fullmatch(revision or ""):
+        ref = storage / "refs" / (revision or "main")
+        commit = ref.read_text().strip() if ref.is_file() else None
+    snapshot = storage / "snapshots" / (commit or "-")
+    if commit and any((snapshot / name).exists() for name in CONFIG_FILES):
+        return FolderSource(model, "cache", snapshot, commit)
+    raise not_cached(model, hub)
+
+
+def _from_hub(model: str, revision: str | None, hub: Access, cached: Path | None) -> Source:
+    from nibble.pull import list_files
+
+    try:
+        commit, files = list_files(model, revision, hub)
+    except NibbleError as error:
+        if cached is not None and error.unreachable:
+            return FolderSource(model, "cache", cached, cached.name)
+        raise
+    if current := cached_snapshot(model, commit, hub.cache):
+        return FolderSource(model, "cache", current, commit)
+    return HubSource(model, commit, hub, tuple(files))
+
+
+def read_json(source: Source, file: str) -> dict[str, Any] | None:
+    """The JSON object in `file`, or None when there is no such file. Raises MODEL, naming it, when it is not one."""
+    size = source.files.get(file)
+    if size is None:
+        return None
+    try:
+        data = json.loads(source.read(file, 0, min(size, MAX_JSON_BYTES)) if size else b"")
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise NibbleError(
+            ExitCode.MODEL, f"{_name(source, file)} is not JSON", "a JSON object", "download it again"
+        )
+    return data
+
+
+def weight_files(source: Source) -> tuple[str, ...] | None:
+    """The safetensors files vLLM would load, or None when weights are absent or of another format.
+
+    Raises MODEL when an index names a shard that is not there.
+    """
+    listing = [RemoteFile(path, size, None, None) for path, size in source.files.items()]
+    root = [f.path for f in select(listing) if f.path.endswith(".safetensors") and "/" not in f.path]
+    indexes = [
+        f.path for f in select(listing) if f.path.endswith(".safetensors.index.json") and "/" not in f.path
+    ]
+    if not indexes:
+        return tuple(root) or None
+    index = read_json(source, sorted(indexes)[0]) or {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        what = f"{_name(source, indexes[0])} has no weight_map"
+        raise NibbleError(ExitCode.MODEL, what, "a map from tensor to file", "download it again")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if shard not in source.files]
+    if len(missing) == len(shards) or (missing and source.kind == "cache"):
+        return None  # only the index is here, or an unfinished download: unknown until pull
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        what = f"{_name(source, indexes[0])} names {missing[0]}{more}, which is not there"
+        raise NibbleError(ExitCode.MODEL, what, f"{len(shards)} shards", f"run `nibble pull {source.id}`")
+    return tuple(shards)
+
+
+def read_tensors(source: Source) -> Tensors | None:
+    """Every tensor of the checkpoint by name, or None when there are no safetensors headers to read.
+
+    Raises MODEL, naming the file, for a corrupt or truncated one.
+    """
+    files = weight_files(source)
+    if files is None:
+        return None
+    with ThreadPoolExecutor(1 if source.path else PARALLEL_REQUESTS) as pool:
+        found = list(pool.map(lambda file: _read_header(source, file), files))
+    tensors: Tensors = {}
+    for part in found:
+        tensors |= part
+    return tensors
+
+
+def _read_header(source: Source, file: str) -> Tensors:
+    size, name = source.files[file], _name(source, file)
+    first = source.read(file, 0, min(size, FIRST_READ_BYTES)) if size else b""
+    length = header_length(name, first, size)
+    header = first[LENGTH_BYTES : LENGTH_BYTES + length]
+    if len(header) < length:
+        header += source.read(file, len(first), LENGTH_BYTES + length)
+    if len(header) < length:
+        raise corrupt(name, f"it ends after {LENGTH_BYTES + len(header)} bytes", f"{size} bytes")
+    return parse_header(name, header, size)
+
+
+def _name(source: Source, file: str) -> str:
+    return str(source.path / file) if source.path else f"{source.id}/{file}"
+
+
+def download_bytes(source: Source) -> int:
+    """Bytes a complete download of what a server needs takes."""
+    return sum(f.size for f in select([RemoteFile(p, s, None, None) for p, s in source.files.items()]))
