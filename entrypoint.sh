@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Entry point, natively and in the image: serve (default), ray-head, ray-worker, bash; anything else is executed as given.
+set -euo pipefail
+
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+
+# `docker run --user UID:0` brings no home; what a user set and can write stays.
+if [[ -z ${HOME:-} || ! -w ${HOME} ]]; then
+  HOME=${NIBBLE_CACHE_DIR:-/tmp}
+  export HOME
+fi
+
+# Natively the project's own environment, in the image whatever is on PATH.
+if [[ -x ${root}/.venv/bin/nibble ]]; then
+  export VIRTUAL_ENV=${root}/.venv PATH=${root}/.venv/bin:${PATH}
+fi
+
+mode=${1:-serve}
+case ${mode} in
+  serve | ray-head | ray-worker)
+    shift || true
+    ;;
+  -*) mode=serve ;; # flags alone mean serve
+  # `bash` is no special case: with a terminal it is interactive, with the environment set above.
+  *) exec "$@" ;;
+esac
+
+if ! command -v nibble >/dev/null; then
+  echo "nibble: error: nibble is not installed in ${root}/.venv or on PATH; run \`make setup\`" >&2
+  exit 1
+fi
+exec nibble "${mode}" "$@"

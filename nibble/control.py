@@ -1,0 +1,111 @@
+"""The control port: /status and /ready on loopback, answered from the first second whatever the engine does.
+
+For health checks and people on the same machine. It never leaves 127.0.0.1 and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from nibble.errors import ExitCode, NibbleError
+
+ADDRESS = "127.0.0.1"
+# A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header gives it
+# away.
+_HOST_NAMES = ("127.0.0.1", "localhost")
+_READ_TIMEOUT_S = 5.0
+
+
+class ControlServer:
+    """Binds at once; answers after `start`.
+
+    `status` gives /status as plain data; `is_ready` decides /ready. Both run in request threads.
+    Raises NibbleError(CONFIG) where the port is taken.
+    """
+
+    def __init__(self, port: int, status: Callable[[], dict[str, Any]], is_ready: Callable[[], bool]) -> None:
+        try:
+            self._server = _Server((ADDRESS, port), _Handler)
+        except OSError as error:
+            what = f"control port {port} cannot be opened on {ADDRESS} ({error.strerror or error})"
+            raise NibbleError(
+                ExitCode.CONFIG, what, "a free port", "set NIBBLE_CONTROL_PORT to another one"
+            ) from None
+        self._server.status, self._server.is_ready = status, is_ready
+
+    @property
+    def port(self) -> int:
+        """The port in use, also where 0 was asked for."""
+        return self._server.server_address[1]
+
+    def start(self) -> None:
+        """Answer in a thread of its own."""
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, kwargs={"poll_interval": 0.1}, name="control", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering and free the port. Only after `start`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    status: Callable[[], dict[str, Any]]
+    is_ready: Callable[[], bool]
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    protocol_version = "HTTP/1.1"
+    server_version = "nibble"
+    sys_version = ""
+    timeout = _READ_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Health checks every few seconds would fill the log."""
+
+    def _answer(self, with_body: bool) -> None:
+        code, data = self._reply()
+        body = json.dumps(data, default=str).encode() + b"\n"
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+        self.close_connection = True
+
+    def _reply(self) -> tuple[int, dict[str, Any]]:
+        if not self._host_is_local():
+            return 403, {"error": "the Host header must be localhost or 127.0.0.1"}
+        path = self.path.partition("?")[0]
+        if path == "/status":
+            return 200, self.server.status()
+        if path == "/ready":
+            ready = self.server.is_ready()
+            return (200 if ready else 503), {"ready": ready}
+        return 404, {"error": "only /status and /ready are here"}
+
+    def _host_is_local(self) -> bool:
+        name = self.headers.get("Host", "").rpartition(":")
+        host = name[0] if name[1] and name[2].isdigit() else self.headers.get("Host", "")
+        return host.strip().lower() in _HOST_NAMES

@@ -1,0 +1,324 @@
+"""Runs vLLM under a small supervisor: start, watch, let in, drain, end; and maps how it ended to exit codes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nibble.announce import ready_lines
+from nibble.api_key import KeyDecision
+from nibble.control import ControlServer
+from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, child_environ
+from nibble.errors import ExitCode, NibbleError
+from nibble.gate_state import GateState, State
+from nibble.phases import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
+from nibble.processes import Activity, activity, signal_name, stop_signals
+from nibble.progress import Display, StallWatch, stderr_is_terminal
+from nibble.readiness import Api, answer_one_token, lists_models, reachable_host, requests_in_flight
+
+if TYPE_CHECKING:
+    from nibble.plan import Plan
+
+TEARDOWN_S = (
+    10.0  # after the last answer; vLLM took 4.5 s on two cores, and 60 s are allowed by compose and units
+)
+LOADING_STOP_S = 5.0
+_POLL_S = 0.05
+_IDLE_POLL_S = 1.0
+_DRAIN_POLL_S = 0.1
+
+
+def serve(plan: Plan, environ: Mapping[str, str], key: KeyDecision) -> int:
+    """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
+
+    0: stopped as asked, every running request answered (or none served yet). 10: vLLM ended by itself. 143: time ran
+    out, or a second signal came, with requests still running. Raises NibbleError for a control port in use
+    (CONFIG) and for a first request that went wrong (CANARY); nothing of vLLM is left running then either.
+    """
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with stop_signals(lambda signum: events.put(Stop(signum))):
+        supervisor = Supervisor(plan, environ, key, events)
+        try:
+            return int(supervisor.run())
+        finally:
+            supervisor.close()
+
+
+class Supervisor:
+    """One run of vLLM. `run` once, then `close`."""
+
+    def __init__(
+        self, plan: Plan, environ: Mapping[str, str], key: KeyDecision, events: queue.SimpleQueue[Event]
+    ) -> None:
+        settings = plan.settings
+        self._plan, self._key, self._events = plan, key, events
+        self._started = self._phase_since = time.monotonic()
+        self._since = datetime.now(UTC)
+        self._state: State = "starting"
+        self._update = PhaseUpdate("start")
+        self._history: list[dict[str, Any]] = [{"phase": "start", "at_s": 0.0}]
+        self._phases, self._drain_log, self._errors = PhaseReader(), DrainReader(), ErrorReader()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._control = ControlServer(settings.control_port, self.status, lambda: self._state == "ready")
+        self._folder = _temporary_folder()
+        self._gate = GateState.create(self._folder / "gate")
+        tls = "--ssl-certfile" in plan.args
+        self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
+        child = child_environ(plan.vllm_environ(environ), self._gate.path, self._api.internal_token, key.key)
+        self._engine = Engine(
+            plan.argv(), child, events
+        )  # last: whatever fails above leaves no process behind
+        self._display = Display(silence=self._engine.silence)
+
+    # --- from start to end ---
+
+    def run(self) -> ExitCode:
+        """Everything; see `serve`."""
+        self._control.start()
+        self._display.start()
+        self._show(self._update)
+        self._engine.start_reading(self._display.pass_through, self._read)
+        self._engine.run(self._probe)
+        code = self._until_ready()
+        return self._until_told() if code is None else code
+
+    def close(self) -> None:
+        """Leave nothing behind, however `run` ended."""
+        self._over.set()
+        self._display.stop()
+        if stuck := self._engine.kill():
+            self._display.say(f"warning: these processes cannot be killed: {stuck}")
+        self._control.close()
+        self._gate.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def status(self) -> dict[str, Any]:
+        """What /status answers; no secrets."""
+        now = time.monotonic()
+        return {
+            "state": self._state,
+            "phase": self._update.phase,
+            "progress": self._update.progress,
+            "detail": self._update.detail,
+            "since": self._since.isoformat(timespec="seconds"),
+            "seconds_in_phase": round(now - self._phase_since, 1),
+            "seconds_since_start": round(now - self._started, 1),
+            "last_sign_of_life_age_s": round(self._engine.silence(), 1),
+            "history": list(self._history),
+            "facts": dict(self._phases.facts),
+            "url": f"{self._api.url}/v1",
+            "pid": os.getpid(),
+            "engine_pid": self._engine.pid,
+            "served_names": list(self._plan.served_names),
+            "plan": self._plan.to_json(),
+        }
+
+    def _next(self, timeout_s: float | None) -> Event | None:
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+    # --- start-up ---
+
+    def _until_ready(self) -> ExitCode | None:
+        """None when the server answers; else how it ended before that."""
+        stall = StallWatch(self._plan.settings.stall_seconds)
+        earlier = Activity(0.0, None)
+        while True:
+            event = self._next(_IDLE_POLL_S)
+            if isinstance(event, Ended):
+                return self._died(event.code)
+            if isinstance(event, Stop):
+                return self._stop_loading(event)
+            if isinstance(event, Answering):
+                self._open()
+                return None
+            if stall.due(self._engine.silence()):
+                now = activity(self._engine.pid)
+                self._display.say(
+                    f"{self._update.phase}: no sign of life for {self._engine.silence():.0f} s; "
+                    f"meanwhile the engine used {now.since(earlier)}. Waiting on; Ctrl-C or SIGTERM stops it"
+                )
+            elif self._engine.silence() < _IDLE_POLL_S:
+                earlier = activity(self._engine.pid)
+
+    def _open(self) -> None:
+        with self._lock:
+            self._state = "ready"
+            self._show(PhaseUpdate("ready"))
+        self._display.stop()
+        seconds = time.monotonic() - self._started
+        generates = self._generates is not False
+        names, facts = self._plan.served_names, self._phases.facts
+        terminal = stderr_is_terminal()
+        for line in ready_lines(self._api.url, names, generates, self._key, seconds, facts, terminal):
+            self._display.say(line)
+
+    def _stop_loading(self, event: Stop) -> ExitCode:
+        self._display.stop()
+        self._set_state("draining")
+        self._display.say(
+            f"{signal_name(event.signum)} during {self._update.phase}: stopping; nothing was being served"
+        )
+        self._engine.terminate()
+        self._wait_for_end(time.monotonic() + LOADING_STOP_S)
+        return ExitCode.OK
+
+    @property
+    def _generates(self) -> bool | None:
+        """Whether the model generates text; None where the log did not say."""
+        return None if self._phases.tasks is None else "generate" in self._phases.tasks
+
+    def _probe(self) -> None:
+        """Asks until the server answers. The log tells when that is worth trying often."""
+        waited = 0.0
+        while not self._over.is_set():
+            if self._phases.http_is_up or waited >= _IDLE_POLL_S:
+                waited = 0.0
+                if self._is_answering():
+                    self._events.put(Answering())
+                    return
+            self._over.wait(_POLL_S)
+            waited += _POLL_S
+
+    def _is_answering(self) -> bool:
+        names = self._plan.served_names
+        if not lists_models(self._api, names):
+            return False
+        if self._generates is False:
+            return True
+        try:
+            answer_one_token(self._api, names[0], required=bool(self._generates))
+        except OSError:  # vLLM went away: its end comes as an event of its own
+            return False
+        return True
+
+    # --- serving and stopping ---
+
+    def _until_told(self) -> ExitCode:
+        event = self._next(None)
+        if isinstance(event, Stop):
+            return self._drain(event)
+        assert isinstance(event, Ended)
+        return self._died(event.code)
+
+    def _drain(self, event: Stop) -> ExitCode:
+        limit_s = self._plan.settings.drain_seconds
+        self._set_state("draining")
+        self._display.say(
+            f"{signal_name(event.signum)}: new requests get 503, running ones may finish for {limit_s} s"
+        )
+        deadline = time.monotonic() + limit_s
+        left = self._wait_for_requests(deadline)
+        if isinstance(left, Ended):
+            return self._died(left.code)
+        if isinstance(left, Stop):
+            return self._cut(f"{signal_name(left.signum)} again")
+        if left:
+            return self._cut(f"{left} request(s) still ran after {limit_s} s")
+        self._engine.terminate()
+        end = self._wait_for_end(deadline + TEARDOWN_S)
+        if isinstance(end, Stop):
+            return self._cut(f"{signal_name(end.signum)} again")
+        if self._drain_log.cut:
+            return self._cut(f"vLLM ended with {self._drain_log.cut} request(s) unfinished")
+        if end is None and not self._drain_log.http_is_down:
+            return self._cut(
+                f"vLLM had not closed its connections {limit_s + TEARDOWN_S:.0f} s after the signal"
+            )
+        self._display.say("drained and stopped")
+        return ExitCode.OK
+
+    def _wait_for_requests(self, deadline: float) -> int | Ended | Stop:
+        """Until the engines hold no request: 0, or how many at the deadline; or what came in between.
+
+        vLLM's own drain covers neither several API processes (each drops its engine connection at SIGTERM, vllm 0.32
+        launcher.py handle_shutdown) nor requests that come in parts (beam search, tool loops), so the signal
+        goes out when nothing runs any more. Twice zero: a request may be on its way from the API process to
+        the engine. 0 also where /metrics does not answer; vLLM's drain is then all there is.
+        """
+        zeros = unknown = count = 0
+        while zeros < 2 and unknown < 3:
+            if (now := time.monotonic()) >= deadline:
+                return count
+            event = self._next(min(_DRAIN_POLL_S, deadline - now))
+            if isinstance(event, Ended | Stop):
+                return event
+            found = requests_in_flight(self._api)
+            unknown = unknown + 1 if found is None else 0
+            zeros = zeros + 1 if found == 0 else 0
+            count = found or 0
+        return 0
+
+    def _wait_for_end(self, deadline: float) -> Ended | Stop | None:
+        """The child's end, another signal, or None at the deadline (or once vLLM gave its own drain up)."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            event = self._next(min(left_s, _DRAIN_POLL_S))
+            if isinstance(event, Ended | Stop):
+                return event
+            # Its engine killed at --shutdown-timeout, vLLM 0.32 waits for the broken streams without end.
+            if self._drain_log.gave_up:
+                return None
+        return None
+
+    def _cut(self, why: str) -> ExitCode:
+        self._display.say(f"ended before the drain was done: {why}")
+        return ExitCode.TERMINATED
+
+    def _died(self, code: int) -> ExitCode:
+        self._display.stop()
+        self._engine.last_words()
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+        if code == -signal.SIGKILL:
+            how += ", as the kernel does when memory runs out: see dmesg"
+        cause = f": {self._errors.cause}" if self._errors.cause else ""
+        self._display.say(f"vLLM ended by itself in phase {self._update.phase} ({how}){cause}")
+        return ExitCode.ENGINE_DIED
+
+    # --- what the engine says ---
+
+    def _read(self, line: str) -> None:
+        with self._lock:  # two threads read, one for each stream
+            self._errors.feed(line)
+            self._drain_log.feed(line)
+            if self._state == "starting" and (update := self._phases.feed(line)):
+                self._show(update)
+
+    def _show(self, update: PhaseUpdate) -> None:
+        if update.phase != self._update.phase:
+            self._phase_since = time.monotonic()
+            self._since = datetime.now(UTC)
+            self._history.append({"phase": update.phase, "at_s": round(self._phase_since - self._started, 2)})
+        self._update = update
+        self._gate.set(self._state, update.phase)
+        if update.phase != "ready":  # that is told with more words
+            self._display.show(update)
+
+    def _set_state(self, state: State) -> None:
+        self._state = state
+        self._gate.set(state, "drain" if state == "draining" else self._update.phase)
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="nibble-"))
+    except OSError as error:
+        what = f"no folder for temporary files can be written ({error.strerror or error})"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a writable /tmp", "mount a tmpfs on /tmp or set TMPDIR"
+        ) from None

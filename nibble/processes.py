@@ -1,0 +1,182 @@
+"""Linux process work: a child that cannot outlive us, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_libc = ctypes.CDLL(None, use_errno=True)
+_GIB = 1 << 30
+
+
+def become_subreaper() -> None:
+    """Orphans of our children become ours instead of init's, so that `kill_descendants` finds them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """For Popen's preexec_fn: the child gets SIGTERM when the thread that started it ends, our main thread.
+
+    SIGTERM and not SIGKILL: vLLM's API process has to end its engine, which would otherwise stay.
+    """
+
+    def arm() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return arm
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of the process table, from /proc/PID/stat.
+
+    `state` "Z" is a zombie; `name` has at most 15 bytes.
+    """
+
+    pid: int
+    name: str
+    parent: int
+    session: int
+    state: str
+    cpu_seconds: float
+
+
+def processes() -> list[Process]:
+    """Every process visible here."""
+    found = (_read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [process for process in found if process]
+
+
+def _read_stat(pid: int) -> Process | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None  # it ended meanwhile
+    end = text.rindex(")")  # the name in parentheses may itself hold any character
+    fields = text[end + 2 :].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return Process(
+        pid,
+        text[text.index("(") + 1 : end],
+        int(fields[1]),
+        int(fields[3]),
+        fields[0],
+        ticks / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+def family(session: int) -> list[Process]:
+    """Living members of `session` and living descendants of ours, without ourselves."""
+    table = {process.pid: process for process in processes()}
+    ours = os.getpid()
+
+    def descends(process: Process) -> bool:
+        seen = set()
+        while process.parent not in seen and process.parent in table:
+            if process.parent == ours:
+                return True
+            seen.add(process.parent)
+            process = table[process.parent]
+        return process.parent == ours
+
+    return [
+        process
+        for process in table.values()
+        if process.pid != ours and process.state != "Z" and (process.session == session or descends(process))
+    ]
+
+
+def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
+    """SIGKILL everything in `family` until nothing is left; the pids that were killed.
+
+    Repeated, because a process can fork between the look and the blow. Processes in uninterruptible sleep (a hung
+    driver) survive `timeout_s`; the caller reports them through `family`.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while (members := family(session)) and time.monotonic() < deadline:
+        for member in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member.pid, signal.SIGKILL)
+                killed.add(member.pid)
+        time.sleep(0.02)
+    reap()
+    return sorted(killed)
+
+
+def reap() -> None:
+    """Collect ended children, adopted ones too. Only when nobody waits for a certain child any more."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a family has done: CPU seconds, bytes read from storage (None where the kernel does not say)."""
+
+    cpu_seconds: float
+    read_bytes: int | None
+
+    def since(self, earlier: Activity) -> str:
+        """In words, for a report on a silent engine."""
+        text = f"{max(self.cpu_seconds - earlier.cpu_seconds, 0):.0f} s of CPU time"
+        if self.read_bytes is None or earlier.read_bytes is None:
+            return text
+        return f"{text}, {max(self.read_bytes - earlier.read_bytes, 0) / _GIB:.1f} GiB read from disk"
+
+
+def activity(session: int) -> Activity:
+    """Sum over the living family of `session`."""
+    members = family(session)
+    read = [_read_bytes(member.pid) for member in members]
+    known = [number for number in read if number is not None]
+    return Activity(sum(member.cpu_seconds for member in members), sum(known) if known else None)
+
+
+def _read_bytes(pid: int) -> int | None:
+    try:
+        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+            if line.startswith("read_bytes: "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+@contextlib.contextmanager
+def stop_signals(tell: Callable[[int], None]) -> Iterator[None]:
+    """Stop signals become events while this is open. One that the caller ignores (nohup) stays ignored."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        tell(signum)  # SimpleQueue.put is reentrant
+
+    before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
+    for one in STOP_SIGNALS:
+        if before[one] != signal.SIG_IGN or one != signal.SIGHUP:
+            signal.signal(one, handle)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def signal_name(signum: int) -> str:
+    """`SIGTERM` for 15."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

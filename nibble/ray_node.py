@@ -1,0 +1,336 @@
+"""One node of a Ray cluster in the foreground: token required, dashboard off, every port named, ends when Ray
+ends.
+
+Whoever reaches an open Ray port runs code on the machine (CVE-2023-48022), and Ray 2.60 asks for a token only where
+it is told to, so every node is started with RAY_AUTH_MODE=token. A token does not encrypt: keep these ports
+private.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import cache_dir
+from nibble.processes import become_subreaper, die_with_parent, family, kill_family, signal_name, stop_signals
+from nibble.progress import Display
+from nibble.settings import Settings
+
+TOKEN_FILE = "ray_auth_token"
+GCS_PORT = 6379
+# A firewall rule can name these. Ray would choose all but the first two at random (ray 2.60 scripts.py).
+NODE_PORTS: Mapping[str, int] = {
+    "--node-manager-port": 6380,
+    "--object-manager-port": 6381,
+    "--runtime-env-agent-port": 6382,
+    "--dashboard-agent-grpc-port": 6383,
+    "--dashboard-agent-listen-port": 6384,
+    "--metrics-export-port": 6385,
+    "--min-worker-port": 20000,
+    "--max-worker-port": 20999,
+}
+# No flag turns the client server off once grpcio is installed, so it gets its usual port (environment.md 3).
+CLIENT_PORT = 10001
+# Ports that have no flag: the head's monitor and what is left of a dashboard that is off (ray 2.60
+# autoscaler/_private/constants.py, dashboard/consts.py).
+PORT_VARIABLES: Mapping[str, int] = {"AUTOSCALER_METRIC_PORT": 6386, "DASHBOARD_METRIC_PORT": 6387}
+OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own default is 30 % of memory
+STOP_S = 10.0
+WATCH_S = 2.0
+_STARTED = "Ray runtime started."
+_KEPT_LINES = 400
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
+    """Run a head node until told to stop (0).
+
+    Raises CLUSTER (9) where Ray does not start; 10 when it dies later.
+    """
+    address = node_address(settings, None)
+    path = _folder(settings, environ) / TOKEN_FILE
+    given = settings.ray_auth_token
+    token = given.get_secret_value() if given else head_token(path)
+    command = ray_command(head_flags(address, settings.num_gpus))
+    where = (
+        "the one that was given"
+        if given
+        else f"in {path}; copy that file to each worker (RAY_AUTH_TOKEN_FILE)"
+    )
+    up = [
+        f"Ray head is up at {address}:{GCS_PORT}",
+        f"token: {where}",
+        f"workers: HEAD_IP={address} ./entrypoint.sh ray-worker",
+    ]
+    return _Node(command, node_environ(environ, token, address), "head", f"{address}:{GCS_PORT}", up).run()
+
+
+def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
+    """Join the cluster of HEAD_IP until told to stop (0).
+
+    Raises USAGE (2) where HEAD_IP or the token is missing.
+    """
+    if not settings.head_ip:
+        what = "a Ray worker needs the head's address"
+        raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
+    token = worker_token(settings, _folder(settings, environ) / TOKEN_FILE)
+    address, head = node_address(settings, settings.head_ip), f"{settings.head_ip}:{GCS_PORT}"
+    require_head(settings.head_ip)
+    command = ray_command(worker_flags(head, address, settings.num_gpus))
+    up = [f"Ray worker {address} has joined {head}"]
+    return _Node(command, node_environ(environ, token, address), "worker", head, up).run()
+
+
+# --- decisions ---
+
+
+def head_flags(address: str, gpus: int | None) -> list[str]:
+    """Words after `ray start` for a head."""
+    ports = [f"--port={GCS_PORT}", f"--ray-client-server-port={CLIENT_PORT}"]
+    return ["--head", *ports, "--include-dashboard=false", *_node_flags(address, gpus)]
+
+
+def worker_flags(head: str, address: str, gpus: int | None) -> list[str]:
+    """Words after `ray start` for a worker; `head` is ADDRESS:PORT."""
+    return [f"--address={head}", *_node_flags(address, gpus)]
+
+
+def _node_flags(address: str, gpus: int | None) -> list[str]:
+    ports = [f"{name}={port}" for name, port in NODE_PORTS.items()]
+    offered = [] if gpus is None else [f"--num-gpus={gpus}"]
+    common = ["--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}", "--block"]
+    return [f"--node-ip-address={address}", *ports, *offered, *common]
+
+
+def ray_command(flags: Sequence[str]) -> list[str]:
+    """The command line of `ray start` in this interpreter."""
+    return [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *flags]
+
+
+def node_environ(environ: Mapping[str, str], token: str, address: str) -> dict[str, str]:
+    """The environment of Ray and of every process it starts:
+
+    with the cluster's token, without the API's key.
+    """
+    withheld = {"NIBBLE_API_KEY", "NIBBLE_API_KEY_FILE", "VLLM_API_KEY", "VLLM_API_KEY_FILE"}
+    withheld |= {"RAY_AUTH_TOKEN_FILE", "RAY_AUTH_TOKEN_PATH", "VLLM_EXTRA_ARGS"}
+    kept = {name: value for name, value in environ.items() if name not in withheld}
+    added = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+    ports = {name: str(port) for name, port in PORT_VARIABLES.items()}
+    return ports | kept | added | {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": address}
+
+
+def node_address(settings: Settings, head: str | None) -> str:
+    """Where the other nodes reach this one:
+
+    WORKER_IP, on the head HEAD_IP, else the address of the route there.
+    """
+    if settings.worker_ip:
+        return settings.worker_ip
+    if head is None and settings.head_ip:
+        return settings.head_ip
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(
+                (head or "192.0.2.1", 9)
+            )  # sends nothing; 192.0.2.0/24 stands for "outside" (RFC 5737)
+            return probe.getsockname()[0]
+    except OSError as error:
+        name = "HEAD_IP" if head is None else "WORKER_IP"
+        what = f"this node's address cannot be found ({error.strerror or error})"
+        raise NibbleError(
+            ExitCode.CLUSTER, what, "a network route", f"set {name} to this node's address"
+        ) from None
+
+
+def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
+    """One line for Ray's tracebacks. `head` is ADDRESS:PORT."""
+    lines = list(lines)
+    text = "\n".join(lines)
+    if re.search(r"AuthenticationError|InvalidAuthToken|Unauthenticated|UNAUTHENTICATED", text):
+        what = f"the Ray head at {head} refused this node's token"
+        return NibbleError(
+            ExitCode.CLUSTER, what, "the head's token", "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
+        )
+    if re.search(r"already running at|Address already in use|already in use|EADDRINUSE", text):
+        what = f"Ray cannot open its ports for {head}, something uses one already"
+        return NibbleError(
+            ExitCode.CLUSTER, what, "free ports", "stop the other Ray node on this machine (`ray stop`)"
+        )
+    if role == "worker" and re.search(
+        r"[Ff]ailed to connect|[Uu]nable to connect|[Tt]imed? ?out|ConnectionError", text
+    ):
+        return _unreachable(head)
+    errors = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+)?(?:Error|Exception)\b.*: ", line)]
+    last = errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), "no message")
+    return NibbleError(
+        ExitCode.CLUSTER,
+        f"Ray did not start: {last[:300]}",
+        "",
+        "run again with NIBBLE_DEBUG=1 for all it said",
+    )
+
+
+def _unreachable(head: str, why: str = "") -> NibbleError:
+    what = f"no Ray head answers at {head}" + (f" ({why})" if why else "")
+    return NibbleError(
+        ExitCode.CLUSTER, what, "a running `ray-head`", "check HEAD_IP and the firewall between the nodes"
+    )
+
+
+# --- tokens ---
+
+
+def head_token(path: Path) -> str:
+    """The token in `path`, made once (mode 0600). Raises CONFIG where the file cannot be made or read."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        what = f"the Ray token file {path} cannot be made ({error.strerror})"
+        raise NibbleError(ExitCode.CONFIG, what, "a writable cache folder", "set NIBBLE_CACHE_DIR") from None
+    return _stored_token(path)
+
+
+def worker_token(settings: Settings, path: Path) -> str:
+    """The given token, else one copied to `path`. Raises USAGE where there is none."""
+    if settings.ray_auth_token:
+        return settings.ray_auth_token.get_secret_value()
+    if path.exists():
+        return _stored_token(path)
+    what = "a Ray worker needs the cluster's token"
+    raise NibbleError(
+        ExitCode.USAGE, what, "RAY_AUTH_TOKEN_FILE", f"copy the file that `ray-head` printed, here to {path}"
+    )
+
+
+def _stored_token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        what = f"the Ray token file {path} cannot be read ({error.strerror})"
+        raise NibbleError(ExitCode.CONFIG, what, "a readable file", "correct its permissions") from None
+    if not token:
+        raise NibbleError(
+            ExitCode.CONFIG, f"the Ray token file {path} is empty", "", "delete it and start again"
+        )
+    return token
+
+
+def _folder(settings: Settings, environ: Mapping[str, str]) -> Path:
+    return settings.cache_dir or cache_dir(environ)
+
+
+def require_head(host: str, timeout_s: float = 10.0) -> None:
+    """Raises CLUSTER where nothing listens: Ray itself would try for minutes."""
+    try:
+        socket.create_connection((host, GCS_PORT), timeout=timeout_s).close()
+    except OSError as error:
+        raise _unreachable(f"{host}:{GCS_PORT}", error.strerror or str(error)) from None
+
+
+# --- the process ---
+
+
+@dataclass
+class _Node:
+    """`ray start --block` as our child: its chatter is kept back until it is up, then passed on."""
+
+    command: list[str]
+    environ: Mapping[str, str]
+    role: str
+    head: str
+    up: Sequence[str]
+    _events: queue.SimpleQueue[int | str] = field(default_factory=queue.SimpleQueue)
+    _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    _is_up: bool = False
+    _display: Display = field(default_factory=lambda: Display(silence=lambda: 0.0, live=False))
+
+    def run(self) -> int:
+        """Until Ray ends or a signal comes; nothing of Ray is left afterwards."""
+        become_subreaper()
+        with stop_signals(lambda signum: self._events.put(signal_name(signum))):
+            child = subprocess.Popen(
+                self.command,
+                env=dict(self.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - see above
+            )
+            reader = threading.Thread(target=self._read, args=(child,), daemon=True)
+            reader.start()
+            threading.Thread(target=lambda: self._events.put(child.wait()), daemon=True).start()
+            try:
+                return self._wait(child, reader)
+            finally:
+                kill_family(child.pid)
+
+    def _wait(self, child: subprocess.Popen[bytes], reader: threading.Thread) -> int:
+        event = self._next(child.pid)
+        if isinstance(event, str):
+            self._display.say(f"{event}: stopping Ray")
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(queue.Empty):  # its end, or a second signal
+                self._events.get(timeout=STOP_S)
+            return ExitCode.OK
+        reader.join(timeout=2)
+        if not self._is_up:
+            raise explain_failure(self._lines, self.role, self.head)
+        how = (
+            f"exit code {event}{_last_words(self._lines)}"
+            if event is not None
+            else "its node process is gone"
+        )
+        self._display.say(f"Ray ended by itself ({how})")
+        return ExitCode.ENGINE_DIED
+
+    def _next(self, session: int) -> int | str | None:
+        """A signal's name, Ray's return code, or None where its node process went away quietly.
+
+        `ray start --block` takes a raylet or GCS that ended on SIGTERM for a planned stop and goes on blocking.
+        """
+        needed = {"raylet", "gcs_server"} if self.role == "head" else {"raylet"}
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=WATCH_S)
+            if self._is_up and not needed <= {process.name for process in family(session)}:
+                return None
+
+    def _read(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        verbose = self.environ.get("NIBBLE_DEBUG", "0") not in ("", "0")
+        for raw in child.stdout:
+            line = _ANSI.sub("", raw.decode(errors="replace")).rstrip()
+            self._lines.append(line)
+            if verbose:
+                self._display.pass_through(2, raw)
+            if not self._is_up and _STARTED in line:
+                self._is_up = True
+                for text in self.up:
+                    self._display.say(text)
+
+
+def _last_words(lines: Iterable[str]) -> str:
+    """What `ray start --block` says about its dead processes (ray 2.60 scripts.py)."""
+    found = [line.strip() for line in lines if re.search(r"\[exit code=", line)]
+    words = [re.sub(r"^.*ERR scripts\.py:\d+ -- ", "", line) for line in found]
+    return f": {'; '.join(words)}" if words else ""
