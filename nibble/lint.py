@@ -67,7 +67,7 @@ def lint(
     files = _files(root, ids)
     if not live:
         return [p for file in files for p in lint_file(file, root, load_schema())]
-    argvs = _command_lines(files, root, load_schema())
+    argvs = _command_lines(files, root)
     schema, refusals = live_schema(python, [argv for _, _, argv in argvs])
     problems = [
         Problem("nibble/vllm_schema.json", "", difference) for difference in drift(load_schema(), schema)
@@ -280,7 +280,7 @@ def _files(root: Path, names: Iterable[str]) -> list[Path]:
     return [folder / f"{name}.toml" for name in ids] or sorted(folder.glob("**/*.toml"))
 
 
-def _command_lines(files: Iterable[Path], root: Path, schema: Schema) -> list[tuple[str, str, list[str]]]:
+def _command_lines(files: Iterable[Path], root: Path) -> list[tuple[str, str, list[str]]]:
     """(file, key path, argv of `vllm serve`) of every resolution of the recipes whose shape is right."""
     lines = []
     for path in files:
