@@ -60,17 +60,6 @@ class PullResult:
 OnProgress = Callable[[Progress], None]
 
 
-def ensure(
-    model: str,
-    revision: str | None,
-    environ: Mapping[str, str],
-    on_progress: OnProgress | None = None,
-    load_format: str = "auto",
-) -> Path:
-    """The folder that holds all of `model`, downloaded first where needed. Raises what `pull` raises."""
-    return pull(model, revision, environ, on_progress, load_format).path
-
-
 def pull(
     model: str,
     revision: str | None,
@@ -115,14 +104,16 @@ def pull(
 def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgress:
     """Progress as text: the start and end of a stage and one line each `every_seconds` between them."""
     last: dict[str, float] = {}
+    ended: set[str] = set()
 
     def report(step: Progress) -> None:
-        now = time.monotonic()
-        ended = step.done_bytes >= step.total_bytes
-        if step.stage not in last or ended or now - last[step.stage] >= every_seconds:
+        now, ends = time.monotonic(), step.done_bytes >= step.total_bytes
+        is_due = step.stage not in last or now - last[step.stage] >= every_seconds
+        if step.stage not in ended and (ends or is_due):
             last[step.stage] = now
-            done, total = step.done_bytes / (1 << 30), step.total_bytes / (1 << 30)
-            say(f"{step.stage}: {done:.1f} of {total:.1f} GiB")
+            if ends:
+                ended.add(step.stage)
+            say(f"{step.stage}: {gib(step.done_bytes)} of {gib(step.total_bytes)}")
 
     return report
 

@@ -10,7 +10,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware
 from nibble.recipes import ResolvedRecipe
-from nibble.settings import Settings
+from nibble.settings import Settings, token_count
 from nibble.targets import Target
 
 # vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR #38479 (GSM8K, 200
@@ -70,9 +70,9 @@ def _check_scheme(checkpoint: Checkpoint, target: Target) -> None:
         raise NibbleError(ExitCode.CONFIG, what, "a BF16 checkpoint on the CPU", "serve it on a GPU or choose the BF16 model")
 
 
-def _check_context(checkpoint: Checkpoint, tokens: Any) -> None:
-    limit = checkpoint.max_model_len
-    if limit is not None and isinstance(tokens, int) and tokens > limit:
+def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
+    limit, tokens = checkpoint.max_model_len, token_count(asked)
+    if limit is not None and tokens is not None and tokens > limit:
         what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
         raise NibbleError(ExitCode.CONFIG, what, f"at most {limit}", "lower MAX_MODEL_LEN or --max-model-len")
 

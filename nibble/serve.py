@@ -13,6 +13,7 @@ from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
 from nibble.errors import ExitCode, NibbleError
 from nibble.launch import serve as launch
+from nibble.localize import localize
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
 from nibble.prepare import Asked, local_model, plan_for, read_wishes
@@ -24,7 +25,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until told to stop; the exit code of the whole."""
     asked = read_wishes(words, environ)
     accepted = dict(asked.accepted.environ)
-    plan = plan_for(asked, _pulled(asked, accepted))
+    plan = _pulled_plan(asked, accepted)
     for notice in plan.notices:
         say(notice)
     for warning in run_checks(plan, accepted):
@@ -38,6 +39,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
 
 def pull(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
     """Fetch a model; (what was done, whether JSON was asked for)."""
+    from nibble.pull import as_lines
     from nibble.pull import pull as fetch
 
     asked = read_wishes(words, environ, ("--json",))
@@ -45,22 +47,36 @@ def pull(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any],
     if settings.model is None:
         raise NibbleError(ExitCode.USAGE, "no model is given", "MODEL or an argument", "write `nibble pull ORG/NAME`")
     as_json = "--json" in asked.command.rest
-    result = fetch(settings.model, _revision(settings), _with_token(settings, asked.accepted.environ), say)
+    environ = _with_token(settings, asked.accepted.environ)
+    result = fetch(settings.model, _revision(settings), environ, as_lines(say))
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}, as_json
 
 
-def _pulled(asked: Asked, environ: Mapping[str, str]) -> Any:
-    """A finder of checkpoints that downloads first, so that a plan for serving never has an unknown."""
+def _pulled_plan(asked: Asked, environ: Mapping[str, str]) -> Plan:
+    """The plan with everything it needs on this disk; the Hub is asked before vLLM is started, not by it."""
+    from nibble.pull import as_lines, pull
+
+    credentials = _with_token(asked.settings, environ)
+    folder: Path | None = None
+
+    def fetch(model: str, revision: str | None, load_format: str = "auto") -> Path:
+        result = pull(model, revision, credentials, as_lines(say), load_format)
+        for notice in result.notices:
+            say(notice)
+        return result.path
 
     def find(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-        from nibble.pull import ensure
+        nonlocal folder
+        # Head files and this machine first: what cannot be served must not cost a download.
+        planned = plan_for(asked)
+        run_checks(planned, environ)
+        load_format = planned.args.get("--load-format")
+        folder = fetch(model, revision, str(load_format.value) if load_format else "auto")
+        return read_checkpoint(model, revision, path=folder), ""
 
-        # Head files first: what cannot be served must not cost a download.
-        plan_for(asked)
-        path = ensure(model, revision, _with_token(asked.settings, environ), say)
-        return read_checkpoint(model, revision, path=path), ""
-
-    return find if asked.settings.model and local_model(asked.settings.model) is None else None
+    is_on_hub = asked.settings.model is not None and local_model(asked.settings.model) is None
+    plan = plan_for(asked, find if is_on_hub else None)
+    return localize(plan, folder, fetch)
 
 
 def _revision(settings: Settings) -> str | None:

@@ -114,9 +114,10 @@ class Settings(BaseSettings):
         "CUTE_WO_SPLIT", expected="1, 2, 4 or 8", ge=1, le=8)
     vllm_extra_args: str = _option("", "Engine", "More flags for `vllm serve`, split as a shell splits.", "VLLM_EXTRA_ARGS")
 
-    head_ip: str | None = _option(None, "Cluster", "Address of the Ray head node.", "HEAD_IP", expected="an IP address", min_length=1)
+    head_ip: str | None = _option(None, "Cluster", "Address of the Ray head node.", "HEAD_IP",
+        expected="an IP address or host name", min_length=1)
     worker_ip: str | None = _option(None, "Cluster", "Address this node is reached at (wins over HEAD_IP for itself).", "WORKER_IP",
-        expected="an IP address", min_length=1)
+        expected="an IP address or host name", min_length=1)
     num_gpus: int | None = _option(None, "Cluster", "GPUs this node offers to Ray; also the GPU count `plan` assumes.", "NUM_GPUS",
         flag="--num-gpus", expected="a whole number from 0 to 1024", ge=0, le=1024)
     ray_auth_token: SecretStr | None = _option(None, "Cluster", "Ray cluster token, the same on every node.", "RAY_AUTH_TOKEN",
@@ -151,6 +152,13 @@ class Settings(BaseSettings):
     def _power_of_two(cls, value: int) -> int:
         if value not in (1, 2, 4, 8):
             raise ValueError("not 1, 2, 4 or 8")
+        return value
+
+    @field_validator("head_ip", "worker_ip")
+    @classmethod
+    def _host(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.:-]+", value, re.ASCII):
+            raise ValueError("not an address")
         return value
 
     @field_validator("api_key")

