@@ -82,7 +82,7 @@ def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as
     from nibble.lint import lint
     from nibble.paths import root
 
-    problems = lint(root(), paths or None)
+    problems = lint(root(), paths or ())
     if as_json:
         _print_json([vars(problem) for problem in problems])
     else:
