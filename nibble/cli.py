@@ -49,7 +49,7 @@ def plan(words: Words = None) -> None:
 @app.command(context_settings=FREE_WORDS)
 def pull(words: Words = None) -> None:
     """Download a model completely and verify it."""
-    from nibble.serve import pull as run
+    from nibble.serve import pull_model as run
 
     result, as_json = run(_wanted(words, "pull"), dict(os.environ))
     if as_json:

@@ -16,13 +16,16 @@ from nibble.environment import Accepted
 from nibble.hardware import Hardware
 from nibble.recipes import ResolvedRecipe
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
-from nibble.settings import Loaded, Origin, Settings, options, token_count
+from nibble.settings import Loaded, Settings, options, token_count
 from nibble.targets import Target
 from nibble.vllm_args import merge, write_flag
 
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT_BYTES = 4 * GIB
 DEFAULT_UTILIZATION = 0.92  # vllm 0.32 config/cache.py:102
+
+# model_hosting_container_standards, a dependency of vLLM, puts code these name outside the gate.
+WRAPPING_PREFIXES = ("CUSTOM_FASTAPI_", "CUSTOM_PRE_PROCESS", "CUSTOM_POST_PROCESS", "CUSTOM_SCRIPT_FILENAME")
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,19 @@ class Plan:
     budget: Budget
     bound: DecodeBound
 
+    @property
+    def revision(self) -> str | None:
+        """The commit, branch or tag to fetch."""
+        found = self.args.get("--revision")
+        return str(found.value) if found else None
+
     def argv(self) -> list[str]:
         """Words after `vllm`, without any secret."""
         words = ["serve", self.model]
+        on_disk = self.checkpoint is not None and self.checkpoint.path is not None
         for name, choice in self.args.items():
-            words += write_flag(name, choice.value)
+            if not (on_disk and name in ("--revision", "--code-revision")):  # a folder has no revisions
+                words += write_flag(name, choice.value)
         return words
 
     def vllm_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -91,7 +102,7 @@ class Plan:
         for option in options().values():
             if option.secret:
                 withheld |= set(option.env) | {f"{name}_FILE" for name in option.env}
-        kept = {name: value for name, value in environ.items() if name not in withheld}
+        kept = {name: value for name, value in environ.items() if name not in withheld and not name.startswith(WRAPPING_PREFIXES)}
         return kept | {name: str(choice.value) for name, choice in self.env.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -140,10 +151,12 @@ def make_plan(parts: Ingredients) -> Plan:
     args = _join_layers(parts)
     args |= _tensor_parallel(parts, args)
     values = {name: choice.value for name, choice in args.items()}
-    check_model(parts.checkpoint, parts.target, values, settings)
+    check_model(parts.checkpoint, parts.target, values)
     tensor, pipeline = int(values.get("--tensor-parallel-size", 1)), int(values.get("--pipeline-parallel-size", 1))
     check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, pipeline)
     args |= _cpu_kv_cache(parts, args)
+    if "--revision" in args and values.get("--trust-remote-code") is True:
+        args["--code-revision"] = Choice(args["--revision"].value, args["--revision"].source, "code from the same commit as the weights")
     served = _served_names(parts)
     args = _server_flags(parts, served) | args
     return Plan(
@@ -166,7 +179,7 @@ def make_plan(parts: Ingredients) -> Plan:
 
 def _model_argument(parts: Ingredients) -> str:
     checkpoint = parts.checkpoint
-    return str(checkpoint.path) if checkpoint and checkpoint.is_local and checkpoint.path else str(parts.loaded.settings.model)
+    return str(checkpoint.path) if checkpoint and checkpoint.path else str(parts.loaded.settings.model)
 
 
 def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
@@ -176,7 +189,7 @@ def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
     here = len(parts.hardware.gpus)
     reported = parts.recipe.gpus if parts.recipe else None
     if reported and 1 < reported <= here:
-        return {"--tensor-parallel-size": Choice(reported, f"recipe {parts.recipe.id}", f"the evidence is for {reported} GPUs")}  # type: ignore[union-attr]
+        return {"--tensor-parallel-size": Choice(reported, "recipe", f"the evidence is for {reported} GPUs")}  # type: ignore[union-attr]
     total, _ = memory_bytes(parts.target, parts.hardware)
     heads = parts.checkpoint.num_attention_heads if parts.checkpoint else None
     for gpus in (1, 2, 4, 8, 16):
@@ -203,7 +216,7 @@ def _join_layers(parts: Ingredients) -> Choices:
     """Lowest layer first; later layers replace values and join JSON objects key by key."""
     args: Choices = {}
     layers = [_nibble_defaults(parts), _target_layer(parts), _recipe_layer(parts)]
-    layers += [_file_layer(parts), _legacy_layer(parts), _settings_layer(parts, "file", "default")]
+    layers += [_plain_layer(file_flags(parts.loaded), str(parts.loaded.settings.config)), _legacy_layer(parts), _settings_layer(parts, "file", "default")]
     layers += [_settings_layer(parts, "environment"), _switches(parts, "file", "environment")]
     layers += [_plain_layer(parts.extra_flags, "VLLM_EXTRA_ARGS")]
     layers += [_switches(parts, "command line"), _settings_layer(parts, "command line")]
@@ -243,13 +256,14 @@ def _recipe_layer(parts: Ingredients) -> Choices:
     if parts.recipe is None:
         return {}
     recipe = parts.recipe
-    reasons = {name: f"{recipe.origins.get(name, '')} {recipe.status}: {recipe.evidence}".strip(": ") for name in recipe.args}
-    return {name: Choice(value, f"recipe {recipe.id}", reasons[name]) for name, value in recipe.args.items()}
+    args = {name: Choice(value, "recipe", f"{recipe.origins.get(name, '[args]')}, {recipe.status}") for name, value in recipe.args.items()}
+    pinned = {"--revision": Choice(recipe.revision, "recipe", "pinned")} if recipe.revision else {}
+    return pinned | args
 
 
-def _file_layer(parts: Ingredients) -> Choices:
-    source = str(parts.loaded.settings.config)
-    return {"--" + name.replace("_", "-"): Choice(value, source) for name, value in parts.loaded.file_args.items()}
+def file_flags(loaded: Loaded) -> dict[str, Any]:
+    """The [args] table of the user's TOML file, by canonical name."""
+    return {"--" + name.replace("_", "-"): value for name, value in loaded.file_args.items()}
 
 
 def _legacy_layer(parts: Ingredients) -> Choices:
@@ -328,12 +342,14 @@ def _environment(parts: Ingredients) -> Choices:
     """Variables for vLLM: a user's own value wins over target and recipe."""
     quiet = "no usage statistics leave this machine"
     env: Choices = {name: Choice("1", "nibble's default", quiet) for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")}
+    if parts.checkpoint is not None and not parts.checkpoint.is_local and parts.checkpoint.path is not None:
+        env["HF_HUB_OFFLINE"] = Choice("1", "nibble's default", "the model is on disk: nothing is looked up while serving")
     if parts.loaded.settings.debug:
         env["VLLM_LOGGING_LEVEL"] = Choice("DEBUG", str(parts.loaded.origins["debug"]), "verbose logs")
     for name, default in parts.target.env.items():
         env[name] = Choice(default.value, f"target {parts.target.name}", f"{default.reason} ({default.evidence})")
     if parts.recipe is not None:
-        env |= {name: Choice(value, f"recipe {parts.recipe.id}", parts.recipe.evidence) for name, value in parts.recipe.env.items()}
+        env |= {name: Choice(value, "recipe", parts.recipe.origins.get(name, "")) for name, value in parts.recipe.env.items()}
     env |= {name: Choice(value, str(parts.loaded.settings.config)) for name, value in parts.loaded.file_env.items()}
     for name in env:
         if name in parts.accepted.environ:
@@ -345,18 +361,14 @@ def _choices(parts: Ingredients) -> Choices:
     """What is nibble's own to decide, beside the vLLM flags."""
     settings, origins = parts.loaded.settings, parts.loaded.origins
     reasons: dict[str, str] = {"host": "the image listens on all addresses" if settings.host == "0.0.0.0" else ""}
-    shown = ("model", "revision", "host", "port", "control_port", "drain_seconds", "allow_anonymous")
-    found = {name: Choice(getattr(settings, name), _source(origins[name]), reasons.get(name, "")) for name in shown}
+    shown = ("model", "host", "port", "control_port", "drain_seconds", "allow_anonymous")
+    found = {name: Choice(getattr(settings, name), str(origins[name]), reasons.get(name, "")) for name in shown}
     recipe = Choice(None, "nibble's default", "no recipe is known for this model: vLLM decides what the target does not")
     if settings.recipe == "off":
         recipe = Choice("off", str(origins["recipe"]), "recipes are switched off")
     elif parts.recipe is not None:
         recipe = Choice(parts.recipe.id, "recipes/", f"{parts.recipe.status} on {parts.target.name}: {parts.recipe.evidence}".rstrip(": "))
     return {"target": parts.target_choice, **found, "recipe": recipe}
-
-
-def _source(origin: Origin) -> str:
-    return str(origin)
 
 
 def _notices(parts: Ingredients, values: Mapping[str, Any]) -> tuple[str, ...]:

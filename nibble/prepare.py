@@ -12,14 +12,16 @@ from nibble.environment import Accepted, accept
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware, assume, detect
 from nibble.paths import demo_model, root
-from nibble.plan import Choice, Ingredients, Plan, make_plan
+from nibble.plan import Choice, Ingredients, Plan, file_flags, make_plan
 from nibble.recipes import ResolvedRecipe, load_recipe, resolve
 from nibble.settings import Loaded, Settings, load_settings
 from nibble.targets import TARGET_NAMES, Target, load_target, target_for_capability
-from nibble.vllm_args import read_flags, split_words
+from nibble.vllm_args import check_flags, read_flags, split_words
 from nibble.vllm_schema import load_schema
 
 UNKNOWN_UNTIL_PULL = "unknown until pull"
+FindCheckpoint = Callable[[str, str | None], tuple[Checkpoint | None, str]]
+"""(model, revision) -> (the checkpoint, or why there is none)."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,8 @@ def local_model(model: str) -> Path | None:
     return path if looks_like_path else None
 
 
-def plan_for(
-    asked: Asked, find_checkpoint: Callable[[str, str | None], tuple[Checkpoint | None, str]] | None = None
-) -> Plan:
-    """The plan for what was asked. `find_checkpoint` (model, revision) -> (checkpoint, why there is none)."""
+def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Plan:
+    """The plan for what was asked; without a `find_checkpoint` of the caller's, from what can be read of the model."""
     settings = asked.settings
     if settings.model is None:
         what = "no model is given"
@@ -69,8 +69,10 @@ def plan_for(
     if folder is not None:
         checkpoint, note = read_checkpoint(str(folder)), ""
     else:
-        checkpoint, note = (find_checkpoint or checkpoint_if_here)(settings.model, revision)
+        checkpoint, note = (find_checkpoint or _checkpoint_if_here(asked))(settings.model, revision)
     schema = load_schema()
+    check_flags(asked.accepted.flags, "the environment", schema)
+    check_flags(file_flags(asked.loaded), str(settings.config), schema)
     extra = read_flags(split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema)
     parts = Ingredients(
         loaded=asked.loaded,
@@ -88,14 +90,25 @@ def plan_for(
     return make_plan(parts)
 
 
-def checkpoint_if_here(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-    """The checkpoint from the local Hugging Face cache, or from the Hub's headers; otherwise why it is unknown."""
-    try:
-        return read_checkpoint(model, revision), ""
-    except NibbleError as error:
-        if error.unreachable:
-            return None, f"{UNKNOWN_UNTIL_PULL} ({error.what})"
-        raise
+def hub_environ(asked: Asked) -> dict[str, str]:
+    """The environment for the Hub, with HF_TOKEN from wherever it was given."""
+    token = asked.settings.hf_token
+    kept = {name: value for name, value in asked.accepted.environ.items() if name != "HF_TOKEN_FILE"}
+    return kept | ({"HF_TOKEN": token.get_secret_value()} if token else {})
+
+
+def _checkpoint_if_here(asked: Asked) -> FindCheckpoint:
+    """Finds a checkpoint in the local Hugging Face cache, or its head on the Hub; otherwise says why it is unknown."""
+
+    def find(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        try:
+            return read_checkpoint(model, revision, environ=hub_environ(asked)), ""
+        except NibbleError as error:
+            if error.unreachable:
+                return None, f"{UNKNOWN_UNTIL_PULL} ({error.what})"
+            raise
+
+    return find
 
 
 def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Target, Choice]:

@@ -43,14 +43,14 @@ def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
         raise NibbleError(ExitCode.CONFIG, f"{recipe.id} is not supported on {target.name}: {reason}", "", "see `nibble recipes show`")
 
 
-def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any], settings: Settings) -> None:
+def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
     """What checkpoint and target rule out together."""
     if checkpoint is not None:
         _check_architecture(checkpoint)
         _check_scheme(checkpoint, target)
         _check_context(checkpoint, args.get("--max-model-len"))
     _check_turboquant(checkpoint, target, str(args.get("--kv-cache-dtype", "")))
-    _check_remote_code(checkpoint, args, settings)
+    _check_remote_code(checkpoint, args)
 
 
 def _check_architecture(checkpoint: Checkpoint) -> None:
@@ -90,11 +90,10 @@ def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dt
         raise NibbleError(ExitCode.CONFIG, what, "a GPU and ordinary attention", "drop --tq or --kv-cache-dtype")
 
 
-def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any], settings: Settings) -> None:
+def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> None:
     if args.get("--trust-remote-code") is not True or (checkpoint is not None and checkpoint.is_local):
         return
-    revision = str(settings.revision or args.get("--revision") or "")
-    if not re.fullmatch(r"[0-9a-f]{40}", revision):
+    if not re.fullmatch(r"[0-9a-f]{40}", str(args.get("--revision", ""))):
         what = "--trust-remote-code runs code from the model's repository, and its revision is not pinned"
         raise NibbleError(ExitCode.CONFIG, what, "a revision of 40 hex digits", "set NIBBLE_REVISION to the commit you have read")
 

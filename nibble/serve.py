@@ -1,22 +1,27 @@
-"""`nibble serve` and `nibble pull`: wishes -> model on disk -> plan -> checks -> vLLM."""
+"""`nibble serve` and `nibble pull`: wishes -> plan -> model on disk -> checks -> vLLM."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nibble.api_key import resolve_api_key
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
+from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.launch import serve as launch
-from nibble.localize import localize
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
-from nibble.prepare import Asked, local_model, plan_for, read_wishes
+from nibble.prepare import Asked, hub_environ, local_model, plan_for, read_wishes
+from nibble.processes import stop_signals
+from nibble.pull import OnProgress, Progress, as_lines, pull
 from nibble.recipes import load_recipe
 from nibble.settings import Settings
 
@@ -25,7 +30,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until told to stop; the exit code of the whole."""
     asked = read_wishes(words, environ)
     accepted = dict(asked.accepted.environ)
-    plan = _pulled_plan(asked, accepted)
+    plan = _on_disk(plan_for(asked), asked)
     for notice in plan.notices:
         say(notice)
     for warning in run_checks(plan, accepted):
@@ -37,57 +42,73 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     return launch(plan, accepted, key)
 
 
-def pull(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
+def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
     """Fetch a model; (what was done, whether JSON was asked for)."""
-    from nibble.pull import as_lines
-    from nibble.pull import pull as fetch
-
     asked = read_wishes(words, environ, ("--json",))
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(ExitCode.USAGE, "no model is given", "MODEL or an argument", "write `nibble pull ORG/NAME`")
-    as_json = "--json" in asked.command.rest
-    environ = _with_token(settings, asked.accepted.environ)
-    result = fetch(settings.model, _revision(settings), environ, as_lines(say))
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}, as_json
+    recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
+    revision = settings.revision or (recipe.revision if recipe else "") or None
+    result = pull(settings.model, revision, hub_environ(asked), as_lines(say))
+    data = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
+    return data, "--json" in asked.command.rest
 
 
-def _pulled_plan(asked: Asked, environ: Mapping[str, str]) -> Plan:
-    """The plan with everything it needs on this disk; the Hub is asked before vLLM is started, not by it."""
-    from nibble.pull import as_lines, pull
-
-    credentials = _with_token(asked.settings, environ)
-    folder: Path | None = None
-
-    def fetch(model: str, revision: str | None, load_format: str = "auto") -> Path:
-        result = pull(model, revision, credentials, as_lines(say), load_format)
+def _on_disk(plan: Plan, asked: Asked) -> Plan:
+    """The plan once model and draft are complete on disk. What the first plan refuses costs no download."""
+    if plan.checkpoint is not None and plan.checkpoint.is_local:
+        return plan
+    environ = hub_environ(asked)
+    load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
+    with _download_phase(plan.settings) as on_progress:
+        result = pull(str(plan.settings.model), plan.revision, environ, on_progress, load_format)
         for notice in result.notices:
             say(notice)
-        return result.path
+        if draft := _draft_model(plan):
+            pull(draft, None, environ, on_progress)
 
-    def find(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-        nonlocal folder
-        # Head files and this machine first: what cannot be served must not cost a download.
-        planned = plan_for(asked)
-        run_checks(planned, environ)
-        load_format = planned.args.get("--load-format")
-        folder = fetch(model, revision, str(load_format.value) if load_format else "auto")
-        return read_checkpoint(model, revision, path=folder), ""
+    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        return read_checkpoint(model, revision, path=result.path, environ=environ), ""
 
-    is_on_hub = asked.settings.model is not None and local_model(asked.settings.model) is None
-    plan = plan_for(asked, find if is_on_hub else None)
-    return localize(plan, folder, fetch)
+    return plan_for(asked, found)
 
 
-def _revision(settings: Settings) -> str | None:
-    recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" and settings.model else None
-    return settings.revision or (recipe.revision if recipe else "") or None
+def _draft_model(plan: Plan) -> str | None:
+    """The draft of speculative decoding, where it is an id: vLLM runs offline, so it has to be on disk too."""
+    speculative = plan.args.get("--speculative-config")
+    draft = speculative.value.get("model") if speculative and isinstance(speculative.value, Mapping) else None
+    return draft if isinstance(draft, str) and local_model(draft) is None else None
 
 
-def _with_token(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with HF_TOKEN resolved from HF_TOKEN_FILE."""
-    token = {"HF_TOKEN": settings.hf_token.get_secret_value()} if settings.hf_token else {}
-    return {name: value for name, value in environ.items() if name != "HF_TOKEN_FILE"} | token
+@contextmanager
+def _download_phase(settings: Settings) -> Iterator[OnProgress]:
+    """/status and signals while the model comes down; the supervisor takes both over after that."""
+    since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress("download", 0, 0)
+    lines = as_lines(say)
+
+    def report(now: Progress) -> None:
+        nonlocal step
+        step = now
+        lines(now)
+
+    def status() -> dict[str, Any]:
+        share = step.done_bytes / step.total_bytes if step.total_bytes else None
+        return {"state": "starting", "phase": step.stage, "progress": share, "detail": asdict(step), "since": since, "pid": os.getpid()}
+
+    control = ControlServer(settings.control_port, status, lambda: False)
+    control.start()
+    try:
+        with stop_signals(_stop_download):
+            yield report
+    finally:
+        control.close()
+
+
+def _stop_download(signum: int) -> None:
+    """Nothing is served yet, so a stop is a stop; threads of the download would hold up an ordinary exit."""
+    say("stopped while downloading; the next start goes on from here")
+    os._exit(ExitCode.OK)
 
 
 def _announce(plan: Plan) -> None:

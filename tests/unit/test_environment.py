@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 
 from nibble.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
 from nibble.errors import ExitCode, NibbleError
+from nibble.paths import root
 from nibble.settings import options
 from nibble.vllm_schema import load_schema
 
@@ -135,3 +139,16 @@ def test_every_option_name_is_known() -> None:
     for option in options().values():
         assert set(option.env) <= nibble_names()
     assert set(OTHER_NIBBLE_NAMES) <= nibble_names()
+
+
+def test_every_name_with_our_prefix_that_the_repository_uses_is_known() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=root(), capture_output=True, text=True, check=True).stdout.split()
+    used: dict[str, str] = {}
+    for name in files:
+        path = root() / name
+        if name.startswith(("tests/", "benchmarks/")) or name in ("CHANGELOG.md", "docs/bad-input.md") or path.suffix in (".json", ".safetensors", ".lock"):
+            continue
+        for found in re.findall(r"\bNIBBLE_[A-Z][A-Z_]*[A-Z]\b", path.read_text(errors="ignore")):
+            used[found] = name
+    links = {"NIBBLE_PORT", "NIBBLE_SERVICE_HOST", "NIBBLE_PORT_8000_TCP", "NIBBLE_SCRIPT_MODEL"}
+    assert {name: file for name, file in used.items() if name not in nibble_names() | links} == {}

@@ -1,0 +1,67 @@
+"""The command as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nibble.paths import root
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("NIBBLE_", "VLLM_", "MODEL", "HF_"))}
+
+
+def nibble(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nibble", *words], cwd=root(), env=CLEAN | environ, capture_output=True, text=True, timeout=60
+    )
+
+
+def best_of_three(*words: str) -> float:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert nibble(*words).returncode == 0
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_help_takes_less_than_0_3_seconds() -> None:
+    assert best_of_three("--help") < 0.3
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["plan", "nibble-demo"], ["recipes", "list"], ["version"]])
+def test_no_verb_that_only_looks_imports_torch_or_vllm(words: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "nibble", *words], cwd=root(), env=CLEAN, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr[-500:]
+    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in run.stderr.splitlines() if line.startswith("import time")}
+    assert not imported & {"torch", "vllm", "transformers"}
+
+
+@pytest.mark.parametrize("verb", ["serve", "plan", "pull"])
+def test_help_of_a_verb_lists_every_option(verb: str) -> None:
+    from nibble.settings import options
+
+    text = nibble(verb, "--help", COLUMNS="200").stdout
+    for option in options().values():
+        assert option.env[0] in text
+
+
+def test_an_unknown_verb_is_one_line_and_exit_2() -> None:
+    run = nibble("sevre")
+    assert run.returncode == 2 and run.stderr.startswith("nibble: error: ") and run.stderr.count("\n") == 1
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    run = nibble("recipes", "show", "nvidia/Qwen3.6-35B-A3B-NVFP")
+    assert run.returncode == 2 and "nvidia/Qwen3.6-35B-A3B-NVFP4" in run.stderr
+
+
+def test_chat_without_a_server_says_how_to_start_one() -> None:
+    run = nibble("chat", "hello", PORT="9")
+    assert run.returncode == 10 and "make serve" in run.stderr and run.stderr.count("\n") == 1
