@@ -1,0 +1,118 @@
+"""entrypoint.sh picks the mode; a recording stand-in takes nibble's place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint.sh"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkout of its own, so that no .venv of this one is found, with a `nibble` on PATH that tells its words."""
+    shutil.copy(SCRIPT, tmp_path / "entrypoint.sh")
+    (tmp_path / "bin").mkdir()
+    _script(tmp_path / "bin" / "nibble", 'printf "%s\\n" nibble "$@"')
+    return tmp_path
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    return subprocess.run(
+        [folder / "entrypoint.sh", *words],
+        env={"PATH": path, "HOME": str(folder), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["serve"]),
+        (["serve"], ["serve"]),
+        (["serve", "org/model", "--flag", "a b"], ["serve", "org/model", "--flag", "a b"]),
+        (["--port", "9000"], ["serve", "--port", "9000"]),
+        (["ray-head"], ["ray-head"]),
+        (["ray-worker", "--num-gpus", "2"], ["ray-worker", "--num-gpus", "2"]),
+    ],
+)
+def test_modes_of_nibble_reach_nibble_with_their_words(
+    folder: Path, words: list[str], expected: list[str]
+) -> None:
+    assert run(folder, *words).stdout.splitlines() == ["nibble", *expected]
+
+
+def test_anything_else_is_executed_as_given(folder: Path) -> None:
+    done = run(folder, "sh", "-c", 'echo "$1"; exit 7', "sh", "a  b")
+    assert (done.stdout, done.returncode) == ("a  b\n", 7)
+
+
+def test_bash_has_the_environment_of_the_project(folder: Path) -> None:
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    _script(folder / ".venv" / "bin" / "nibble", "echo of the project")
+    assert run(folder, "bash", "-c", "nibble; echo $VIRTUAL_ENV").stdout.splitlines() == [
+        "of the project",
+        f"{folder}/.venv",
+    ]
+
+
+def test_the_exit_code_of_nibble_is_the_entry_points(folder: Path) -> None:
+    _script(folder / "bin" / "nibble", "exit 143")
+    assert run(folder, "serve").returncode == 143
+
+
+def test_a_signal_reaches_nibble_because_the_script_is_gone(folder: Path) -> None:
+    _script(folder / "bin" / "nibble", "echo $$; exec sleep 60")
+    process = subprocess.Popen(
+        [folder / "entrypoint.sh"],
+        env={"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) == process.pid
+    process.terminate()
+    assert process.wait(5) == -15
+
+
+def test_without_an_installation_one_line_says_what_to_do(folder: Path) -> None:
+    (folder / "bin" / "nibble").unlink()
+    done = subprocess.run(
+        [folder / "entrypoint.sh"],
+        env={"PATH": "/usr/bin:/bin", "HOME": "/"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "make setup" in done.stderr
+
+
+@pytest.mark.parametrize("home", ["", "/nonexistent"])
+def test_a_home_that_is_missing_is_replaced_by_one_that_can_be_written(folder: Path, home: str) -> None:
+    done = run(folder, "sh", "-c", "echo $HOME", HOME=home, NIBBLE_CACHE_DIR=str(folder / "bin"))
+    assert done.stdout.strip() == str(folder / "bin")
+
+
+def test_a_link_to_the_script_finds_the_project(folder: Path) -> None:
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    _script(folder / ".venv" / "bin" / "nibble", "echo of the project")
+    link = folder / "link"
+    link.symlink_to(folder / "entrypoint.sh")
+    done = subprocess.run(
+        [link], env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "of the project\n"

@@ -1,0 +1,286 @@
+"""Exit codes and stops of the supervisor, with a stand-in for vLLM that misbehaves on demand.
+
+What a real vLLM does is in tests/e2e/test_serve.py; here is what no real one does when asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nibble import engine, launch
+from nibble.api_key import KeyDecision
+from nibble.errors import ExitCode, NibbleError
+from nibble.processes import processes
+
+NO_KEY = KeyDecision(None, "loopback", None, "loopback")
+
+# Talks like vLLM 0.32 as far as the supervisor listens. `behave` is inserted after it serves.
+STAND_IN = """
+import http.server, json, os, signal, subprocess, sys, threading, time
+port = int(sys.argv[1])
+running = [0]
+class Api(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.reply()
+    def do_POST(self): self.reply()
+    def reply(self):
+        answers = {{
+            "/v1/models": json.dumps({{"data": [{{"id": "m"}}, {{"id": "default"}}]}}),
+            "/metrics": f"vllm:num_requests_running{{{{}}}} {{running[0]}}.0\\n",
+        }}
+        text = answers.get(self.path, "{{}}")
+        self.send_response({answer} if self.path == "/v1/completions" else 200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def log_message(self, *args): pass
+def note(line): print(line, flush=True)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+note("(Worker pid=1) INFO 11-21 06:00:00 [x.py:1] Starting to load model m...")
+{before}
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Api)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+note("(APIServer pid=1) INFO 11-21 06:00:00 [entry.py:136] Supported tasks: ['generate']")
+note("INFO:     Application startup complete.")
+{behave}
+time.sleep(60)
+"""
+
+
+class Run:
+    """Runs `launch.serve` on a stand-in; `told` are nibble's lines, `code` how it ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capfd = capfd
+        self.pid_seen: list[int] = []
+
+    def __call__(
+        self,
+        before: str = "",
+        behave: str = "",
+        answer: int = 200,
+        drain_s: int = 5,
+        stall_s: int = 60,
+        signals: tuple[tuple[float, int], ...] = (),
+        when_ready: bool = True,
+    ) -> tuple[int, str]:
+        program = STAND_IN.format(before=before, behave=textwrap.dedent(behave), answer=answer)
+        ports = [_free_port(), _free_port()]
+        command = [sys.executable, "-c", program, str(ports[0])]
+        self._monkeypatch.setattr(engine, "child_command", lambda argv: command)
+        settings = SimpleNamespace(
+            host="127.0.0.1",
+            port=ports[0],
+            control_port=ports[1],
+            drain_seconds=drain_s,
+            stall_seconds=stall_s,
+        )
+        plan: Any = SimpleNamespace(
+            settings=settings,
+            args={},
+            served_names=("m", "default"),
+            argv=lambda: ["serve", "m"],
+            vllm_environ=dict,
+            to_json=dict,
+        )
+        sender = threading.Thread(target=self._send, args=(ports[1], signals, when_ready), daemon=True)
+        sender.start()
+        code = launch.serve(plan, dict(os.environ), NO_KEY)
+        sender.join(5)
+        return code, self._capfd.readouterr().err
+
+    def _send(self, port: int, signals: tuple[tuple[float, int], ...], when_ready: bool) -> None:
+        import http.client
+
+        deadline = time.monotonic() + 20
+        while signals and time.monotonic() < deadline:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+                connection.request("GET", "/ready" if when_ready else "/status")
+                if connection.getresponse().status == 200:
+                    break
+            except OSError:
+                pass
+            time.sleep(0.02)
+        for delay_s, signum in signals:
+            time.sleep(delay_s)
+            os.kill(os.getpid(), signum)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return Run(monkeypatch, capfd)
+
+
+TERM = ((0.0, signal.SIGTERM),)
+
+
+def test_told_to_stop_with_nothing_running_is_0(run: Run) -> None:
+    code, told = run(signals=TERM)
+    assert code == 0
+    assert "drained and stopped" in told
+
+
+@pytest.mark.parametrize("code", [0, 1, 7])
+def test_an_engine_that_ends_by_itself_is_10_whatever_its_own_code(run: Run, code: int) -> None:
+    ended, told = run(behave=f"time.sleep(0.5); os._exit({code})")
+    assert ended == ExitCode.ENGINE_DIED
+    assert f"vLLM ended by itself in phase ready (exit code {code})" in told
+
+
+def test_an_engine_that_ends_during_load_is_10_with_the_cause(run: Run) -> None:
+    code, told = run(
+        before="note('(EngineCore pid=9) ERROR 11-21 06:00:00 [core.py:1] ValueError: no room'); os._exit(1)"
+    )
+    assert code == 10
+    assert "in phase load (exit code 1): ValueError: no room" in told
+
+
+def test_a_kill_by_the_kernel_hints_at_memory(run: Run) -> None:
+    code, told = run(behave="os.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 10
+    assert "killed by SIGKILL" in told
+    assert "dmesg" in told
+
+
+def test_requests_that_still_run_when_time_is_over_are_143(run: Run) -> None:
+    began = time.monotonic()
+    code, told = run(behave="running[0] = 3", drain_s=1, signals=TERM)
+    assert code == 143
+    assert "3 request(s) still ran after 1 s" in told
+    assert time.monotonic() - began < 5
+
+
+def test_the_signal_to_vllm_waits_until_no_request_runs(run: Run) -> None:
+    behave = """
+        running[0] = 1
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0 if running[0] == 0 else note(f"BROKEN {running}")))
+        time.sleep(1.5); running[0] = 0
+    """
+    code, told = run(behave=behave, signals=TERM)
+    assert code == 0
+    assert "BROKEN" not in told
+
+
+def test_a_drain_that_vllm_itself_cut_is_143_though_it_exits_0(run: Run) -> None:
+    line = "(EngineCore pid=9) INFO 11-21 06:00:00 [core.py:1644] [shutdown] EngineCore: aborting in-flight requests count=2"
+    behave = f"signal.signal(signal.SIGTERM, lambda *_: (note({line!r}), time.sleep(0.3), os._exit(0)))"
+    code, told = run(behave=behave, signals=TERM)
+    assert code == 143
+    assert "2 request(s) unfinished" in told
+
+
+def test_an_engine_that_does_not_stop_is_killed_when_vllm_gave_up(run: Run) -> None:
+    lines = (
+        "(EngineCore pid=9) INFO 11-21 06:00:00 [core.py:1655] [shutdown] EngineCore: draining in-flight requests count=1 t",
+        "(APIServer pid=8) WARNING 11-21 06:00:03 [utils.py:648] [shutdown] Process manager: force killing remaining p",
+    )
+    behave = f"signal.signal(signal.SIGTERM, lambda *_: [note(line) for line in {lines!r}])"
+    began = time.monotonic()
+    assert run(behave=behave, signals=TERM)[0] == 143
+    assert time.monotonic() - began < 8
+
+
+def test_a_second_signal_ends_at_once_with_143(run: Run) -> None:
+    began = time.monotonic()
+    code, told = run(behave="running[0] = 1", drain_s=60, signals=((0, signal.SIGINT), (0.5, signal.SIGTERM)))
+    assert code == 143
+    assert "SIGTERM again" in told
+    assert time.monotonic() - began < 8
+
+
+def test_a_signal_during_load_is_0_also_where_vllm_ignores_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LOADING_STOP_S", 0.5)
+    before = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    code, told = run(before=before, signals=((0.5, signal.SIGTERM),), when_ready=False)
+    assert code == 0
+    assert "nothing was being served" in told
+
+
+def test_a_refused_first_request_is_a_failed_canary_and_leaves_no_process(run: Run) -> None:
+    with pytest.raises(NibbleError, match="answered 500") as caught:
+        run(answer=500)
+    assert caught.value.code == ExitCode.CANARY
+    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+
+
+def test_our_own_fault_ends_the_child_and_is_not_swallowed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(line: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(launch.Supervisor, "_read", lambda self, line: break_down(line))
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+
+
+def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    behave = f"""
+        child = subprocess.Popen(["setsid", "sh", "-c", "echo $$ > {file}; exec sleep 300"])
+        while not os.path.exists({str(file)!r}) or not open({str(file)!r}).read(): time.sleep(0.05)
+        time.sleep(0.5); os._exit(1)
+    """
+    assert run(behave=behave)[0] == 10
+    pid = int(file.read_text())
+    assert pid not in {one.pid for one in processes() if one.state != "Z"}
+
+
+def test_a_silent_engine_is_reported_once_a_period_and_not_killed(run: Run) -> None:
+    code, told = run(before="time.sleep(3.5)", stall_s=1, signals=TERM)
+    assert code == 0
+    reports = [line for line in told.splitlines() if "no sign of life" in line]
+    assert 2 <= len(reports) <= 3
+    assert re.search(
+        r"load: no sign of life for [12] s; meanwhile the engine used \d+ s of CPU time", reports[0]
+    )
+
+
+def test_a_control_port_in_use_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(sys.modules[__name__], "_free_port", lambda: taken.getsockname()[1])
+        with pytest.raises(NibbleError, match="NIBBLE_CONTROL_PORT") as caught:
+            run()
+    assert caught.value.code == ExitCode.CONFIG
+    assert started == []
+
+
+def test_the_signal_handlers_of_the_caller_come_back(run: Run) -> None:
+    before: list[Callable[..., Any] | int | None] = [
+        signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)
+    ]
+    run(signals=TERM)
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_the_key_reaches_the_gate_through_the_environment_only() -> None:
+    environ = engine.child_environ({"PATH": "/bin"}, Path("/tmp/gate"), "token", "nbl-secret")
+    assert environ["NIBBLE_API_KEY"] == "nbl-secret"
+    assert environ["NIBBLE_GATE_STATE"] == "/tmp/gate"
+    assert not [word for word in engine.child_command(["serve", "m"]) if "secret" in word]
+    assert "NIBBLE_API_KEY" not in engine.child_environ({}, Path("/tmp/gate"), "token", None)

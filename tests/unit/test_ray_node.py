@@ -1,0 +1,134 @@
+"""Flags, environment, tokens and error lines of a Ray node; the texts below are from real runs of ray 2.60.0."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from nibble import ray_node
+from nibble.errors import ExitCode, NibbleError
+from nibble.settings import Settings, load_settings
+
+HEAD = "192.0.2.2:6379"
+# `ray start --address=… --block` with another token, shortened.
+WRONG_TOKEN = """\
+2026-11-21 05:53:20,100 INFO scripts.py:1231 -- Local node IP: 127.0.0.3
+Traceback (most recent call last):
+  File "ray/_private/node.py", line 300, in __init__
+ray.exceptions.AuthenticationError: InvalidAuthToken: Authentication token mismatch. The provided token does not match.
+""".splitlines()
+# A second `ray start --head` on the same machine, shortened.
+TWO_HEADS = """\
+Traceback (most recent call last):
+  File "ray/scripts/scripts.py", line 1060, in start
+ConnectionError: Ray is trying to start at 192.0.2.2:6379, but is already running at 192.0.2.2:6379.
+""".splitlines()
+
+
+def settings(**environ: str) -> Settings:
+    return load_settings({}, environ).settings
+
+
+def test_every_port_is_named_and_none_twice() -> None:
+    flags = ray_node.head_flags("192.0.2.2", 1)
+    ports = [int(flag.split("=")[1]) for flag in flags if "port=" in flag]
+    ports += ray_node.PORT_VARIABLES.values()
+    assert len(ports) == len(set(ports)) == 12
+    assert not 20000 <= min(ports) <= 20999
+
+
+def test_a_head_has_no_dashboard_sends_no_statistics_and_stays_in_the_foreground() -> None:
+    flags = ray_node.head_flags("192.0.2.2", None)
+    assert {"--head", "--include-dashboard=false", "--disable-usage-stats", "--block"} <= set(flags)
+    assert not [flag for flag in flags if flag.startswith("--num-gpus")]
+
+
+def test_a_worker_joins_the_head_with_its_own_address_and_gpus() -> None:
+    flags = ray_node.worker_flags(HEAD, "192.0.2.3", 2)
+    assert {f"--address={HEAD}", "--node-ip-address=192.0.2.3", "--num-gpus=2", "--block"} <= set(flags)
+
+
+def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> None:
+    given = {
+        "NIBBLE_API_KEY": "k",
+        "VLLM_API_KEY": "k",
+        "RAY_AUTH_TOKEN_FILE": "/f",
+        "PATH": "/bin",
+        "HF_HOME": "/h",
+    }
+    environ = ray_node.node_environ(given, "token", "192.0.2.3")
+    assert (environ["RAY_AUTH_MODE"], environ["RAY_AUTH_TOKEN"]) == ("token", "token")
+    assert environ["VLLM_HOST_IP"] == "192.0.2.3"
+    assert environ["HF_HOME"] == "/h"
+    assert not {"NIBBLE_API_KEY", "VLLM_API_KEY", "RAY_AUTH_TOKEN_FILE"} & set(environ)
+
+
+def test_no_secret_is_in_the_command_line() -> None:
+    words = ray_node.ray_command(ray_node.worker_flags(HEAD, "192.0.2.3", 2))
+    assert not [word for word in words if "token" in word.lower()]
+
+
+def test_a_token_is_made_once_readable_by_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "ray_auth_token"
+    token = ray_node.head_token(path)
+    assert len(token) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert ray_node.head_token(path) == token
+
+
+def test_a_worker_takes_the_given_token_or_the_copied_file(tmp_path: Path) -> None:
+    path = tmp_path / "ray_auth_token"
+    assert ray_node.worker_token(settings(RAY_AUTH_TOKEN="given"), path) == "given"
+    path.write_text("copied\n")
+    assert ray_node.worker_token(settings(), path) == "copied"
+
+
+def test_a_worker_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(NibbleError, match="token") as caught:
+        ray_node.ray_worker(settings(HEAD_IP="127.0.0.1"), {"NIBBLE_CACHE_DIR": str(tmp_path)})
+    assert caught.value.code == ExitCode.USAGE
+
+
+def test_a_worker_without_a_head_is_a_usage_error() -> None:
+    with pytest.raises(NibbleError, match="HEAD_IP") as caught:
+        ray_node.ray_worker(settings(RAY_AUTH_TOKEN="given"), {})
+    assert caught.value.code == ExitCode.USAGE
+
+
+def test_a_worker_whose_head_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(ray_node, "GCS_PORT", probe.getsockname()[1])
+    with pytest.raises(NibbleError, match=r"no Ray head answers at 127\.0\.0\.1") as caught:
+        ray_node.ray_worker(settings(HEAD_IP="127.0.0.1", RAY_AUTH_TOKEN="given"), {})
+    assert caught.value.code == ExitCode.CLUSTER
+
+
+def test_the_address_is_what_was_given_else_the_route_to_the_head() -> None:
+    assert ray_node.node_address(settings(WORKER_IP="192.0.2.9", HEAD_IP="192.0.2.2"), None) == "192.0.2.9"
+    assert ray_node.node_address(settings(HEAD_IP="192.0.2.2"), None) == "192.0.2.2"
+    assert ray_node.node_address(settings(HEAD_IP="127.0.0.1"), "127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "role", "words"),
+    [
+        (WRONG_TOKEN, "worker", "refused this node's token"),
+        (TWO_HEADS, "head", "something uses one already"),
+        (
+            ["RuntimeError: Failed to connect to GCS. Timed out."],
+            "worker",
+            "no Ray head answers at 192.0.2.2:6379",
+        ),
+        (["noise", "ValueError: --num-gpus must not be negative", "more"], "head", "ValueError: --num-gpus"),
+        ([], "head", "Ray did not start: no message"),
+    ],
+)
+def test_rays_tracebacks_become_one_line_with_exit_9(lines: list[str], role: str, words: str) -> None:
+    error = ray_node.explain_failure(lines, role, HEAD)
+    assert error.code == ExitCode.CLUSTER
+    assert words in error.line()
+    assert "Traceback" not in error.line()
