@@ -119,20 +119,19 @@ def plain_command(model: str, flags: Sequence[str], environ: dict[str, str]) -> 
 def time_to_answer(command: Sequence[str], environ: dict[str, str]) -> float:
     """Seconds from exec to the first 200; the server is stopped afterwards."""
     port = int(environ["PORT"])
-    log = tempfile.TemporaryFile()
-    began = time.monotonic()
-    process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
-    try:
-        while not answers(port):
-            if process.poll() is not None or time.monotonic() - began > LIMIT_S:
-                log.seek(0)
-                sys.exit(f"{command[0]} did not answer:\n{log.read().decode(errors='replace')[-3000:]}")
-            time.sleep(POLL_S)
-        return time.monotonic() - began
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        log.close()
+    with tempfile.TemporaryFile() as log:
+        began = time.monotonic()
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while not answers(port):
+                if process.poll() is not None or time.monotonic() - began > LIMIT_S:
+                    log.seek(0)
+                    sys.exit(f"{command[0]} did not answer:\n{log.read().decode(errors='replace')[-3000:]}")
+                time.sleep(POLL_S)
+            return time.monotonic() - began
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
 def answers(port: int) -> bool:
