@@ -45,7 +45,7 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
     check_port("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port, control)
     child = plan.vllm_environ(environ)
     warnings += check_folders(settings.cache_dir or cache_dir(environ), vllm_cache(child))
-    if Path(plan.model).is_dir():
+    if plan.checkpoint is not None and plan.checkpoint.is_local:  # one from the Hub was verified by the pull
         check_model_folder(Path(plan.model))
     workers = _workers(plan)
     problems = (shm_problem(shm_bytes(), workers), open_files_problem(open_files_limit()))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nibble.hub import is_model_id
 from nibble.plan import Choice, Plan
 
-Fetch = Callable[[str, str | None], Path]
+
+class Fetch(Protocol):
+    """Brings a model to this disk: (id, revision, vLLM's load format) -> its folder."""
+
+    def __call__(self, model: str, revision: str | None, load_format: str = "auto") -> Path: ...
+
+
 OFFLINE = Choice("1", "nibble's default", "everything this plan needs was fetched and verified")
 # These may name further repositories that only vLLM knows how to read.
 MAY_NEED_THE_HUB = ("--lora-modules", "--hf-config-path", "--tokenizer-revision", "--code-revision")
@@ -24,13 +30,17 @@ def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
     args = dict(plan.args)
     fetched = folder is not None
     if (draft := args.get("--speculative-config")) and _is_on_hub(name := _draft_model(draft.value)):
-        path = folder if folder and name == plan.model else fetch(name, draft.value.get("revision"))
+        path = folder if folder and name == plan.settings.model else fetch(name, draft.value.get("revision"))
         args["--speculative-config"] = replace(draft, value={**draft.value, "model": str(path)})
         fetched = True
     if (tokenizer := args.get("--tokenizer")) and _is_on_hub(str(tokenizer.value)):
         args["--tokenizer"] = replace(tokenizer, value=str(fetch(str(tokenizer.value), None)))
         fetched = True
-    env = dict(plan.env)
+    env = {
+        name: choice
+        for name, choice in plan.env.items()
+        if name != "HF_HUB_OFFLINE" or choice.source != OFFLINE.source
+    }
     if fetched and not any(flag in args for flag in MAY_NEED_THE_HUB):
         env["HF_HUB_OFFLINE"] = OFFLINE
     return replace(plan, model=str(folder) if folder else plan.model, args=args, env=env)

@@ -104,16 +104,16 @@ def pull(
 def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgress:
     """Progress as text: the start and end of a stage and one line each `every_seconds` between them."""
     last: dict[str, float] = {}
-    ended: set[str] = set()
+    said = ""
 
     def report(step: Progress) -> None:
+        nonlocal said
         now, ends = time.monotonic(), step.done_bytes >= step.total_bytes
+        line = f"{step.stage}: {gib(step.done_bytes)} of {gib(step.total_bytes)}"
         is_due = step.stage not in last or now - last[step.stage] >= every_seconds
-        if step.stage not in ended and (ends or is_due):
-            last[step.stage] = now
-            if ends:
-                ended.add(step.stage)
-            say(f"{step.stage}: {gib(step.done_bytes)} of {gib(step.total_bytes)}")
+        if (ends or is_due) and line != said:
+            last[step.stage], said = now, line
+            say(line)
 
     return report
 

@@ -17,9 +17,10 @@ from nibble.checks import run_checks
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.launch import serve as launch
+from nibble.localize import Fetch, localize
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
-from nibble.prepare import Asked, hub_environ, local_model, plan_for, read_wishes
+from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
 from nibble.processes import stop_signals
 from nibble.pull import OnProgress, Progress, as_lines, pull
 from nibble.recipes import load_recipe
@@ -56,29 +57,30 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
 
 
 def _on_disk(plan: Plan, asked: Asked) -> Plan:
-    """The plan once model and draft are complete on disk. What the first plan refuses costs no download."""
-    if plan.checkpoint is not None and plan.checkpoint.is_local:
-        return plan
+    """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses costs no download."""
     environ = hub_environ(asked)
     load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
+    if plan.checkpoint is not None and plan.checkpoint.is_local:
+        return localize(plan, None, _fetch(environ, as_lines(say)))
+    run_checks(plan, asked.accepted.environ)  # a port in use or a GPU that is not here costs no download either
     with _download_phase(plan.settings) as on_progress:
-        result = pull(str(plan.settings.model), plan.revision, environ, on_progress, load_format)
+        fetch = _fetch(environ, on_progress)
+        folder = fetch(str(plan.settings.model), plan.revision, load_format)
+
+        def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+            return read_checkpoint(model, revision, path=folder, environ=environ), ""
+
+        return localize(plan_for(asked, found), folder, fetch)
+
+
+def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
+    def fetch(model: str, revision: str | None, load_format: str = "auto") -> Path:
+        result = pull(model, revision, environ, on_progress, load_format)
         for notice in result.notices:
             say(notice)
-        if draft := _draft_model(plan):
-            pull(draft, None, environ, on_progress)
+        return result.path
 
-    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-        return read_checkpoint(model, revision, path=result.path, environ=environ), ""
-
-    return plan_for(asked, found)
-
-
-def _draft_model(plan: Plan) -> str | None:
-    """The draft of speculative decoding, where it is an id: vLLM runs offline, so it has to be on disk too."""
-    speculative = plan.args.get("--speculative-config")
-    draft = speculative.value.get("model") if speculative and isinstance(speculative.value, Mapping) else None
-    return draft if isinstance(draft, str) and local_model(draft) is None else None
+    return fetch
 
 
 @contextmanager

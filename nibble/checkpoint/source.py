@@ -133,10 +133,10 @@ def open_source(
     cannot be reached. Raises MODEL (4); `unreachable` is set on the error where a network would mend it.
     """
     if path is not None:
-        return _folder(model, path)
+        return _folder(model, path, "cache")  # an id whose snapshot the caller has fetched
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return _folder(model, folder)
+        return _folder(model, folder, "local")
     if model.startswith((".", "/", "~")):
         raise NibbleError(
             ExitCode.MODEL, f"{model} is not a folder", "a folder with config.json", "correct MODEL"
@@ -152,12 +152,12 @@ def open_source(
     return _from_hub(model, revision, hub, cached)
 
 
-def _folder(model: str, path: Path) -> FolderSource:
+def _folder(model: str, path: Path, kind: Literal["local", "cache"]) -> FolderSource:
     if blocked := unreadable_file(path):
         raise not_readable(blocked)
     # A snapshot of the cache says its commit in its name.
     commit = path.name if COMMIT.fullmatch(path.name) else None
-    return FolderSource(model, "local", path, commit)
+    return FolderSource(model, kind, path, commit)
 
 
 def _partial_snapshot(model: str, revision: str | None, hub: Access) -> FolderSource:

@@ -46,7 +46,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         server.add("acme/tiny", folder)
         server.add("acme/gated", folder, gated=True)
         server.add("acme/corrupt", folder, faults={"model.safetensors": "corrupt"})
-        server.add("acme/huge", folder, huge={"extra.safetensors": 10**16})
+        server.add("acme/huge", folder, huge={"merges.txt": 10**16})
         yield server
 
 
@@ -99,6 +99,7 @@ def cases() -> list[object]:
         pytest.param(row, case, id=f"{row.id}-{number}" if len(row.cases) > 1 else row.id)
         for row in all_rows()
         for number, case in enumerate(row.cases, 1)
+        if not case.as_another_user
     ]
 
 
@@ -142,6 +143,43 @@ def test_bad_input_as_a_real_process(row: Row, place: Place, used_port: int) -> 
         text=True,
         timeout=60,
         check=False,
+    )
+    assert_refused(row, result.returncode, result.stderr)
+    assert result.stdout == ""
+
+
+# The interpreter may lie in a folder closed to other users, so root's run of a refused command loads every module.
+AS_ANOTHER_USER = """
+import contextlib, io, os, sys
+from nibble import cli
+words, sys.argv[1:] = sys.argv[1:], ["serve", *os.environ.pop("WARM_UP").split()]
+with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+    cli.main()
+os.setgroups([]); os.setgid(0); os.setuid(2000)
+sys.argv[1:] = words
+cli.main()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+@pytest.mark.parametrize(
+    "row", [row for row in all_rows() if row.cases[0].as_another_user], ids=lambda row: row.id
+)
+def test_bad_input_of_a_user_who_is_not_root(row: Row, place: Place, used_port: int) -> None:
+    case = row.cases[0]
+    for folder in (place.tmp, *list(place.tmp.parents)[:2]):  # pytest makes them 0700
+        folder.chmod(0o755)
+    assert case.prepare is not None
+    case.prepare(place)
+    home = place.tmp / "home"
+    home.mkdir()
+    home.chmod(0o777)
+    words = [filled(word, place, used_port) for word in case.words]
+    env = environment(case.env, place, used_port) | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env["WARM_UP"] = f"{place.model} --port {used_port}"
+    command = [sys.executable, "-c", AS_ANOTHER_USER, *words]
+    result = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert_refused(row, result.returncode, result.stderr)
     assert result.stdout == ""

@@ -13,25 +13,34 @@ FOLDER = Path("/cache/snapshots/abc")
 
 
 @dataclass(frozen=True)
-class PlanParts:
-    """The three fields of a Plan that `localize` reads and replaces."""
+class Asked:
+    """Settings.model."""
 
-    model: str = "acme/big"
+    model: str
+
+
+@dataclass(frozen=True)
+class PlanParts:
+    """The fields of a Plan that `localize` reads and replaces."""
+
+    settings: Asked
+    model: str
     args: dict[str, Choice] = field(default_factory=dict)
     env: dict[str, Choice] = field(default_factory=dict)
 
 
 def run(
-    folder: Path | None, model: str = "acme/big", **args: Any
+    folder: Path | None, model: str = "acme/big", env: Any = None, **args: Any
 ) -> tuple[Plan, list[tuple[str, str | None]]]:
     fetched: list[tuple[str, str | None]] = []
 
-    def fetch(name: str, revision: str | None) -> Path:
-        fetched.append((name, revision))
-        return Path("/cache") / name.replace("/", "--")
+    def fetch(model: str, revision: str | None, load_format: str = "auto") -> Path:
+        fetched.append((model, revision))
+        return Path("/cache") / model.replace("/", "--")
 
     flags = {"--" + name.replace("_", "-"): Choice(value, "test") for name, value in args.items()}
-    return localize(cast(Plan, PlanParts(model, flags)), folder, fetch), fetched
+    plan = PlanParts(Asked(model), model, flags, dict(env or {}))
+    return localize(cast(Plan, plan), folder, fetch), fetched
 
 
 def test_the_model_becomes_its_folder_and_vllm_stays_offline() -> None:
@@ -81,5 +90,12 @@ def test_a_tokenizer_of_another_repository_is_fetched() -> None:
 
 
 def test_vllm_may_ask_the_hub_for_adapters_only_it_can_read() -> None:
-    plan, _ = run(FOLDER, lora_modules=["sql=acme/lora"])
+    offline = Choice("1", "nibble's default")
+    plan, _ = run(FOLDER, env={"HF_HUB_OFFLINE": offline}, lora_modules=["sql=acme/lora"])
     assert "HF_HUB_OFFLINE" not in plan.env
+
+
+def test_a_user_who_wants_vllm_offline_gets_it() -> None:
+    wanted = Choice("1", "/home/me/nibble.toml")
+    plan, _ = run(None, "/models/mine", env={"HF_HUB_OFFLINE": wanted}, lora_modules=["sql=acme/lora"])
+    assert plan.env["HF_HUB_OFFLINE"] == wanted

@@ -1,0 +1,102 @@
+"""`nibble serve ORG/NAME` up to the start of vLLM: what is fetched first, and what vLLM is then given."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub import GOOD_TOKEN, Hub
+from tiny_model import write_model
+
+from nibble import serve as serve_module
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan import Plan
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = write_model(tmp_path / "repo")
+    with Hub() as server:
+        server.add("acme/tiny", folder)
+        server.add("acme/draft", folder)
+        server.add("acme/gated", folder, gated=True)
+        yield server
+
+
+@pytest.fixture
+def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "NIBBLE_TARGET": "cpu", "NIBBLE_CONTROL_PORT": str(free_port()),
+            "PORT": str(free_port())}  # fmt: skip
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]]:
+    """The plans that would have been launched and vLLM's environment; starting vLLM is tests/e2e's subject."""
+    plans: list[tuple[Plan, dict[str, str]]] = []
+
+    def launch(plan: Plan, environ: dict[str, str], key: object) -> int:
+        plans.append((plan, plan.vllm_environ(environ)))
+        return 0
+
+    monkeypatch.setattr(serve_module, "launch", launch)
+    return plans
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def weights_fetched(hub: Hub) -> int:
+    """Whole downloads of weights; reading headers by range asks for part of the file only."""
+    return sum(path.endswith("model.safetensors") for path in hub.downloads())
+
+
+def test_vllm_gets_the_complete_folder_and_stays_offline(hub: Hub, environ, started) -> None:
+    assert serve_module.serve(["acme/tiny"], environ) == 0
+    plan, child = started[0]
+    assert (
+        Path(plan.argv()[1])
+        == Path(environ["HOME"])
+        / ".cache/huggingface/hub/models--acme--tiny/snapshots"
+        / hub.repos["acme/tiny"].sha
+    )
+    assert (Path(plan.model) / "model.safetensors").is_file()
+    assert child["HF_HUB_OFFLINE"] == "1"
+    assert plan.served_names == ("acme/tiny", "default")
+
+
+def test_a_gated_models_token_is_used_for_the_download_and_withheld_from_vllm(environ, started) -> None:
+    assert serve_module.serve(["acme/gated"], environ | {"HF_TOKEN": GOOD_TOKEN}) == 0
+    plan, child = started[0]
+    assert GOOD_TOKEN not in " ".join([*plan.argv(), *child.values()])
+
+
+def test_a_draft_model_is_on_disk_before_vllm_starts(hub: Hub, environ, started) -> None:
+    config = '{"method": "draft_model", "model": "acme/draft", "num_speculative_tokens": 2}'
+    assert serve_module.serve(["acme/tiny", "--speculative-config", config], environ) == 0
+    draft = Path(started[0][0].args["--speculative-config"].value["model"])
+    assert draft.name == hub.repos["acme/draft"].sha
+    assert (draft / "model.safetensors").is_file()
+
+
+def test_what_this_machine_cannot_serve_costs_no_download(hub: Hub, environ, started, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        environ["PORT"] = str(listener.getsockname()[1])
+        with pytest.raises(NibbleError) as caught:
+            serve_module.serve(["acme/tiny"], environ)
+    assert caught.value.code is ExitCode.CONFIG
+    assert started == []
+    assert not (tmp_path / ".cache/huggingface").exists()
+
+
+def test_second_start_fetches_nothing_and_works_without_the_hub(hub: Hub, environ, started) -> None:
+    serve_module.serve(["acme/tiny"], environ)
+    first = weights_fetched(hub)
+    serve_module.serve(["acme/tiny"], environ)
+    hub.outage = True
+    serve_module.serve(["acme/tiny"], environ)
+    assert weights_fetched(hub) == first
+    assert len({plan.model for plan, _ in started}) == 1
