@@ -1,0 +1,245 @@
+"""The plan: layers in their order, every value with source and reason, and what cannot work."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import DEEPSEEK_MLA, write_model
+
+from nibble import prepare
+from nibble.errors import ExitCode, NibbleError
+from nibble.hardware import Gpu, Hardware
+from nibble.paths import root
+from nibble.plan import Plan
+from nibble.prepare import plan_for, read_wishes
+from nibble.recipes import list_recipes
+from nibble.targets import TARGET_NAMES
+from nibble.vllm_schema import load_schema
+
+GIB = 1 << 30
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
+
+
+def plan(*words: str, **environ: str) -> Plan:
+    return plan_for(read_wishes(list(words), OFFLINE | environ))
+
+
+def failure(*words: str, **environ: str) -> NibbleError:
+    with pytest.raises(NibbleError) as caught:
+        plan(*words, **environ)
+    return caught.value
+
+
+def machine(name: str, capability: tuple[int, int], count: int = 1, memory: int | None = 96 * GIB, **more: Any) -> Hardware:
+    gpus = tuple(Gpu(i, name, capability, memory, memory, f"GPU-{i}") for i in range(count))
+    found = Hardware(gpus, "580.105.08", "13.0", "x86_64", 8, frozenset({"avx512f"}), 128 * GIB, 100 * GIB)
+    return replace(found, **more)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(hardware: Hardware) -> None:
+        monkeypatch.setattr(prepare, "detect", lambda environ: hardware)
+
+    return use
+
+
+def test_precedence_is_command_line_extra_args_environment_file_recipe_target(tmp_path: Path) -> None:
+    file = tmp_path / "nibble.toml"
+    file.write_text("max_num_seqs = 3\n[args]\nmax-num-batched-tokens = 33\nblock-size = 16\n")
+    words = ["nvidia/Qwen3.6-35B-A3B-NVFP4", "--target", "gb10"]
+    steps: list[tuple[dict[str, str], list[str], str, str]] = [
+        ({"NIBBLE_RECIPE": "off"}, [], "target gb10", "8"),
+        ({}, [], "recipe", "8"),
+        ({"NIBBLE_CONFIG": str(file)}, [], f"file {file}", "3"),
+        ({"NIBBLE_CONFIG": str(file), "MAX_NUM_SEQS": "4"}, [], "environment MAX_NUM_SEQS", "4"),
+        ({"MAX_NUM_SEQS": "4", "VLLM_EXTRA_ARGS": "--max-num-seqs 5"}, [], "VLLM_EXTRA_ARGS", "5"),
+        ({"VLLM_EXTRA_ARGS": "--max-num-seqs 5"}, ["--max-num-seqs", "6"], "command line --max-num-seqs", "6"),
+    ]
+    for environ, more, source, value in steps:
+        choice = plan(*words, *more, **environ).args["--max-num-seqs"]
+        assert (choice.source, str(choice.value)) == (source, value)
+
+
+def test_json_valued_flags_are_joined_key_by_key_across_layers() -> None:
+    words = ["nvidia/Qwen3.6-35B-A3B-NVFP4", "--target", "gb10"]
+    recipe = plan(*words).args["--speculative-config"].value
+    changed = plan(*words, VLLM_EXTRA_ARGS="--speculative-config.num_speculative_tokens 1").args["--speculative-config"]
+    assert changed.value == recipe | {"num_speculative_tokens": 1}
+    assert changed.source == "recipe + VLLM_EXTRA_ARGS"
+
+
+def test_every_value_has_a_source() -> None:
+    found = plan("nvidia/Qwen3.6-35B-A3B-NVFP4", "--target", "gb10")
+    for name, choice in {**found.choices, **found.args, **found.env}.items():
+        assert choice.source, name
+
+
+@pytest.mark.parametrize("target", TARGET_NAMES[:4])
+@pytest.mark.parametrize("model", list_recipes(root()))
+def test_every_recipe_has_a_plan_for_every_target_in_half_a_second(model: str, target: str) -> None:
+    start = time.perf_counter()
+    try:
+        found = plan(model, "--target", target)
+    except NibbleError as error:
+        assert error.code == ExitCode.CONFIG and "not supported" in error.line()
+    else:
+        json.dumps(found.to_json())
+        schema = load_schema()
+        for name, choice in found.args.items():
+            value = choice.value
+            problems = schema.check_json(name, value) if isinstance(value, dict) else [schema.check_value(name, value)]
+            assert not [problem for problem in problems if problem]
+        assert found.budget.weights_bytes is None and found.bound.tokens_per_s is None
+        assert "default" in found.served_names
+    assert time.perf_counter() - start < 0.5
+
+
+def test_an_unknown_checkpoint_is_never_guessed_at() -> None:
+    found = plan("acme/unheard-of", "--target", "gb10")
+    assert found.checkpoint is None and found.checkpoint_note.startswith("unknown until pull")
+    assert found.budget.weights_bytes is found.budget.sequence_bytes is found.bound.bytes_per_step is None
+
+
+def test_every_model_is_also_served_as_default(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "some-model")
+    assert plan(str(folder)).served_names == ("some-model", "default")
+    named = plan(str(folder), NIBBLE_SERVED_MODEL_NAME="mine")
+    assert named.served_names == ("mine", "some-model", "default")
+    position = named.argv().index("--served-model-name")
+    assert named.argv()[position + 1 : position + 4] == ["mine", "some-model", "default"]
+
+
+def test_no_secret_reaches_the_command_the_plan_or_vllms_environment(tmp_path: Path) -> None:
+    secret = {"NIBBLE_API_KEY": "nbl-very-secret", "HF_TOKEN": "hf_very-secret", "RAY_AUTH_TOKEN": "ray-very-secret"}
+    found = plan(str(write_model(tmp_path / "m")), **secret)
+    child = found.vllm_environ(OFFLINE | secret | {"VLLM_EXTRA_ARGS": "--seed 1", "CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE": "a:b"})
+    assert "very-secret" not in json.dumps(found.to_json()) + " ".join(found.argv()) + json.dumps(child) + repr(found)
+    assert not {"VLLM_EXTRA_ARGS", "CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE"} & set(child)
+
+
+def test_debug_means_eager_and_verbose(tmp_path: Path) -> None:
+    found = plan(str(write_model(tmp_path / "m")), "--debug")
+    assert found.args["--enforce-eager"].value is True and found.env["VLLM_LOGGING_LEVEL"].value == "DEBUG"
+
+
+def test_tq_sets_the_kv_cache_and_prints_what_it_costs() -> None:
+    found = plan("ig1/Qwen3.5-27B-NVFP4", "--target", "gb10", "--tq")
+    assert found.args["--kv-cache-dtype"].value == "turboquant_k8v4"
+    assert any("perplexity +1.17 %" in notice for notice in found.notices)
+    other = plan("ig1/Qwen3.5-27B-NVFP4", "--target", "gb10", "--tq", "turboquant_3bit_nc")
+    assert other.args["--kv-cache-dtype"].value == "turboquant_3bit_nc"
+
+
+def test_tq_is_refused_on_the_cpu_and_with_latent_attention(tmp_path: Path) -> None:
+    assert failure(str(write_model(tmp_path / "m")), "--tq", "--target", "cpu").code == ExitCode.CONFIG
+    latent = write_model(tmp_path / "mla", DEEPSEEK_MLA)
+    assert "latent attention" in failure(str(latent), "--tq", "--target", "gb10").line()
+
+
+def test_a_users_variable_wins_over_that_of_the_target() -> None:
+    found = plan("acme/x", "--target", "gb10", VLLM_ENGINE_READY_TIMEOUT_S="5")
+    assert found.env["VLLM_ENGINE_READY_TIMEOUT_S"].value == "5"
+
+
+def test_code_of_a_repository_needs_a_pinned_revision() -> None:
+    words = ["acme/x", "--target", "gb10", "--trust-remote-code"]
+    assert failure(*words).code == ExitCode.CONFIG
+    assert failure(*words, "--revision", "main").code == ExitCode.CONFIG
+    assert plan(*words, "--revision", "a" * 40).args["--code-revision"].value == "a" * 40
+
+
+def test_a_cpu_gets_its_kv_cache_in_bytes(tmp_path: Path) -> None:
+    found = plan(str(write_model(tmp_path / "m")), "--target", "cpu")
+    choice = found.args["--kv-cache-memory-bytes"]
+    assert choice.value >= (found.budget.sequence_bytes or 0) > 0 and "sequences of 1024 tokens" in choice.reason
+    assert plan(str(tmp_path / "m"), NIBBLE_KV_CACHE_BYTES="2097152").args["--kv-cache-memory-bytes"].value == 2097152
+
+
+def test_the_bound_is_bandwidth_over_the_bytes_a_step_reads(tmp_path: Path) -> None:
+    found = plan(str(write_model(tmp_path / "m")), "--target", "gb10")
+    assert found.bound.bytes_per_step and found.bound.tokens_per_s == 273e9 / found.bound.bytes_per_step
+    two = plan(str(tmp_path / "m"), "--target", "b200", "--tensor-parallel-size", "2")
+    assert two.bound.bandwidth_bytes_per_s == 2 * 8e12
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "target"),
+    [("NVIDIA GB10", (12, 1), "gb10"), ("NVIDIA GeForce RTX 5090", (12, 0), "sm120"), ("NVIDIA B200", (10, 0), "b200"),
+     ("NVIDIA B300", (10, 3), "b200"), ("NVIDIA H200", (9, 0), "hopper")],
+)  # fmt: skip
+def test_the_target_is_that_of_the_gpu_found(on: Any, name: str, capability: tuple[int, int], target: str) -> None:
+    on(machine(name, capability))
+    found = plan("acme/x")
+    assert found.target.name == target and name in found.choices["target"].reason
+
+
+def test_an_unsupported_gpu_is_refused_and_the_cpu_offered(on: Any) -> None:
+    on(machine("NVIDIA A100", (8, 0)))
+    error = failure("acme/x")
+    assert error.code == ExitCode.NO_HARDWARE and "NIBBLE_TARGET=cpu" in error.line()
+
+
+def test_gpus_of_two_kinds_are_refused(on: Any) -> None:
+    both = machine("NVIDIA B200", (10, 0)).gpus + machine("NVIDIA H200", (9, 0)).gpus
+    on(machine("", (9, 0), gpus=both))
+    assert failure("acme/x").code == ExitCode.NO_HARDWARE
+
+
+def test_an_image_without_its_gpu_or_on_another_gpu_is_refused(on: Any) -> None:
+    on(machine("", (9, 0), gpus=(), nvml_error="Driver Not Loaded"))
+    assert "Driver Not Loaded" in failure("acme/x", NIBBLE_IMAGE="hopper").line()
+    on(machine("NVIDIA B200", (10, 0)))
+    assert failure("acme/x", NIBBLE_IMAGE="hopper").code == ExitCode.NO_HARDWARE
+    on(machine("NVIDIA GB10", (12, 1)))  # the same family binary
+    assert plan("acme/x", NIBBLE_IMAGE="sm120").target.name == "gb10"
+
+
+def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(on: Any, tmp_path: Path) -> None:
+    on(machine("NVIDIA H200", (9, 0), 2))
+    assert "4 GPUs are asked for and 2 are here" in failure("acme/x", TENSOR_PARALLEL_SIZE="4").line()
+    folder = write_model(tmp_path / "m")
+    assert "does not divide the 4 attention heads" in failure(str(folder), TENSOR_PARALLEL_SIZE="3").line()
+
+
+def test_the_fewest_gpus_that_hold_the_weights_are_taken(on: Any, tmp_path: Path) -> None:
+    on(machine("NVIDIA H200", (9, 0), 4, memory=100_000))
+    folder = write_model(tmp_path / "m")
+    weights = plan(str(folder)).checkpoint.weights.total_bytes  # type: ignore[union-attr]
+    for share, gpus in ((2.0, 1), (0.7, 2), (0.35, 4)):
+        on(machine("NVIDIA H200", (9, 0), 4, memory=int(weights * share)))
+        found = plan(str(folder)).args.get("--tensor-parallel-size")
+        assert (found.value if found else 1) == gpus
+
+
+def test_a_recipe_for_more_gpus_than_are_here_does_not_apply(on: Any) -> None:
+    on(machine("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 1))
+    found = plan("Salyut1/GLM-4.7-NVFP4")
+    assert found.recipe is not None and found.recipe.status == "unknown" and "--tensor-parallel-size" not in found.args
+    on(machine("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (12, 0), 4))
+    four = plan("Salyut1/GLM-4.7-NVFP4")
+    assert four.args["--tensor-parallel-size"].value == 4 and four.args["--attention-backend"].value == "TRITON_ATTN"
+    assert four.args["--gpu-memory-utilization"].value == 0.80
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("ig1/Qwen3.5-27B-NVFP4", 65536), ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", 131072), ("RedHatAI/gemma-4-31B-it-NVFP4", 32768)],
+)
+def test_the_seeds_own_contexts_are_kept(model: str, tokens: int) -> None:
+    assert plan(model, "--target", "gb10").args["--max-model-len"].value == tokens
+
+
+def test_qwen3_next_is_served_with_multi_token_prediction() -> None:
+    found = plan("nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4", "--target", "gb10").args["--speculative-config"].value
+    assert "mtp" in found["method"] and found["num_speculative_tokens"] == 2
+
+
+def test_the_demo_is_planned_eager_on_the_cpu() -> None:
+    found = plan("nibble-demo")
+    assert found.served_names == ("nibble-demo", "default") and found.args["--enforce-eager"].value is True
