@@ -253,16 +253,19 @@ class Supervisor:
         the engine. 0 also where /metrics does not answer; vLLM's drain is then all there is.
         """
         zeros = unknown = count = 0
+        pause_s = _DRAIN_POLL_S
         while zeros < 2 and unknown < 3:
             if (now := time.monotonic()) >= deadline:
                 return count
-            event = self._next(min(_DRAIN_POLL_S, deadline - now))
+            event = self._next(min(pause_s, deadline - now))
             if isinstance(event, Ended | Stop):
                 return event
             found = requests_in_flight(self._api)
             unknown = unknown + 1 if found is None else 0
             zeros = zeros + 1 if found == 0 else 0
             count = found or 0
+            # Longer pauses while requests run: each look is a line in vLLM's access log.
+            pause_s = _DRAIN_POLL_S if zeros else min(pause_s * 1.5, _IDLE_POLL_S)
         return 0
 
     def _wait_for_end(self, deadline: float) -> Ended | Stop | None:
