@@ -66,7 +66,9 @@ def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int) -> int | Non
     return -(-checkpoint.weights.total_bytes // gpus)
 
 
-def sequence_bytes(checkpoint: Checkpoint | None, tokens: int | None, kv_cache_dtype: str, tensor_parallel: int) -> int | None:
+def sequence_bytes(
+    checkpoint: Checkpoint | None, tokens: int | None, kv_cache_dtype: str, tensor_parallel: int
+) -> int | None:
     """Bytes of KV cache and state one sequence of `tokens` takes, or None where the architecture is not known."""
     if checkpoint is None or tokens is None:
         return None
@@ -97,7 +99,9 @@ def make_budget(
     return Budget(total, available, allowed, reserve_bytes, weights, sequence, tokens, room, fit)
 
 
-def make_bound(target: Target, hardware: Hardware, checkpoint: Checkpoint | None, gpus_per_model: int) -> DecodeBound:
+def make_bound(
+    target: Target, hardware: Hardware, checkpoint: Checkpoint | None, gpus_per_model: int
+) -> DecodeBound:
     """The decode bound on the GPUs found, or why there is none."""
     step = checkpoint.weights.decode_bytes_per_step if checkpoint and checkpoint.weights else None
     model = target.gpu_model(hardware.gpus[0].name) if hardware.gpus else None

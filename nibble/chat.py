@@ -19,7 +19,13 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
     """Print the answer to `question`. Raises NibbleError where no server answers or it refuses."""
     settings = read_wishes([], environ).settings
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
     connection = http.client.HTTPConnection(host, settings.port, timeout=TIMEOUT_SECONDS)
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), _headers(settings, environ))
@@ -31,7 +37,9 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         print()
     except OSError as error:
         what = f"no server answers at {host}:{settings.port} ({error.strerror or error})"
-        raise NibbleError(ExitCode.ENGINE_DIED, what, "a running server", "start one with `make serve` and wait for `ready`") from None
+        raise NibbleError(
+            ExitCode.ENGINE_DIED, what, "a running server", "start one with `make serve` and wait for `ready`"
+        ) from None
     finally:
         connection.close()
 
@@ -61,6 +69,11 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
             continue
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
-            raise NibbleError(ExitCode.ENGINE_DIED, f"the answer broke off: {event['error'].get('message', event['error'])}", "", "ask again")
+            raise NibbleError(
+                ExitCode.ENGINE_DIED,
+                f"the answer broke off: {event['error'].get('message', event['error'])}",
+                "",
+                "ask again",
+            )
         for choice in event.get("choices", []):
             yield choice.get("delta", {}).get("content") or ""

@@ -18,7 +18,12 @@ FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve NVFP4 models on vLLM.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve NVFP4 models on vLLM.",
+)
 recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
 app.add_typer(recipes_app, name="recipes")
 
@@ -201,7 +206,10 @@ def _failed(error: Exception) -> int:
     if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
         raise error
     detail = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(f"nibble: error: internal fault: {detail}; please report it, with NIBBLE_DEBUG=1 it shows the traceback", file=sys.stderr)
+    print(
+        f"nibble: error: internal fault: {detail}; please report it, with NIBBLE_DEBUG=1 it shows the traceback",
+        file=sys.stderr,
+    )
     return int(ExitCode.INTERNAL)
 
 
@@ -213,7 +221,10 @@ def _version_option(value: bool) -> None:
 
 @app.callback()
 def _root(
-    show_version: Annotated[bool, typer.Option("--version", callback=_version_option, is_eager=True, help="Show nibble's version.")] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version_option, is_eager=True, help="Show nibble's version."),
+    ] = False,
 ) -> None:
     pass
 

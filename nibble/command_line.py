@@ -63,16 +63,27 @@ def _canonical(name: str, schema: Schema, by_flag: Mapping[str, Any]) -> str:
     return spec.name if spec is not None and spec.name in by_flag else dashed
 
 
-def _own_value(option: Option, field: str, inline: str | None, words: Sequence[str], position: int) -> tuple[Any, int]:
+def _own_value(
+    option: Option, field: str, inline: str | None, words: Sequence[str], position: int
+) -> tuple[Any, int]:
     if inline is not None:
         return inline, position
     if Settings.model_fields[field].annotation is bool:
         return "1", position
     if option.bare is not None:
         follows = words[position] if position < len(words) else ""
-        return (follows, position + 1) if follows.startswith(option.bare.split("_")[0]) else (option.bare, position)
+        return (
+            (follows, position + 1)
+            if follows.startswith(option.bare.split("_")[0])
+            else (option.bare, position)
+        )
     if position >= len(words):
-        raise NibbleError(ExitCode.USAGE, f"{option.flag} is given without a value", option.expected, f"write {option.flag} VALUE")
+        raise NibbleError(
+            ExitCode.USAGE,
+            f"{option.flag} is given without a value",
+            option.expected,
+            f"write {option.flag} VALUE",
+        )
     return words[position], position + 1
 
 

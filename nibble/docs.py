@@ -20,8 +20,14 @@ def options_table() -> str:
     rows = ["| environment | flag | default | meaning |", "|---|---|---|---|"]
     for name, option in options().items():
         default = Settings.model_fields[name].default
-        shown = "" if default is None or default == "" else f"`{int(default) if isinstance(default, bool) else default}`"
-        names = ", ".join(f"`{variable}`" + (f", `{variable}_FILE`" if option.secret else "") for variable in option.env)
+        shown = (
+            ""
+            if default is None or default == ""
+            else f"`{int(default) if isinstance(default, bool) else default}`"
+        )
+        names = ", ".join(
+            f"`{variable}`" + (f", `{variable}_FILE`" if option.secret else "") for variable in option.env
+        )
         rows.append(f"| {names} | {f'`{option.flag}`' if option.flag else ''} | {shown} | {option.help} |")
     return "\n".join(rows)
 
@@ -44,7 +50,11 @@ def dead_table() -> str:
     for name, successor in DEAD_VARIABLES.items():
         flags = successor.flags("1")
         shown = " ".join(f"{flag} {value}" for flag, value in flags.items()) if flags else ""
-        effect = f"refused: {successor.note}" if flags is None else (f"`{shown}`" if shown else f"ignored: {successor.note}")
+        effect = (
+            f"refused: {successor.note}"
+            if flags is None
+            else (f"`{shown}`" if shown else f"ignored: {successor.note}")
+        )
         rows.append(f"| `{name}` | {effect.replace(' 1`', ' VALUE`')} |")
     return "\n".join(rows)
 
@@ -65,7 +75,9 @@ def targets_table() -> str:
     for name in TARGET_NAMES:
         target = load_target(name)
         platforms = ", ".join(target.platforms)
-        rows.append(f"| `{name}` | {target.title} | {target.torch_cuda_arch_list or 'x86-64, Arm'} | {platforms} |")
+        rows.append(
+            f"| `{name}` | {target.title} | {target.torch_cuda_arch_list or 'x86-64, Arm'} | {platforms} |"
+        )
     return "\n".join(rows)
 
 
@@ -75,7 +87,9 @@ def recipes_table() -> str:
     for model_id in list_recipes(root()):
         recipe = load_recipe(model_id, root())
         assert recipe is not None
-        statuses = [recipe.targets[name].status if name in recipe.targets else "unknown" for name in TARGET_NAMES[:4]]
+        statuses = [
+            recipe.targets[name].status if name in recipe.targets else "unknown" for name in TARGET_NAMES[:4]
+        ]
         rows.append(f"| `{model_id}` | " + " | ".join(statuses) + " |")
     return "\n".join(rows)
 

@@ -79,9 +79,11 @@ def diagnose(environ: Mapping[str, str]) -> Report:
 
 
 def installed() -> dict[str, str]:
-    """Distribution name -> version, from metadata; nothing is imported."""
-    found = importlib.metadata.distributions()
-    return {(dist.metadata["Name"] or "").lower(): dist.version for dist in found}
+    """Distribution name -> version, from metadata; nothing is imported. The first on the path is what import finds."""
+    versions: dict[str, str] = {}
+    for dist in importlib.metadata.distributions():
+        versions.setdefault((dist.metadata["Name"] or "").lower(), dist.version)
+    return versions
 
 
 def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:

@@ -32,7 +32,9 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
 }
 
 # A Service called "nibble" makes Kubernetes set these in every pod of the namespace (enableServiceLinks).
-_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_SERVICE_LINK = re.compile(
+    r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
 _SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
 
 
@@ -59,12 +61,24 @@ def _gone(note: str) -> Successor:
 # None of these names occurs in vllm 0.32's envs.py (peers.md 0.2; a test compares with the schema of the installed
 # package). In the order they are applied: a name that says a backend outright wins over a switch for one.
 DEAD_VARIABLES: Mapping[str, Successor] = {
-    "VLLM_USE_FLASHINFER_MOE_FP4": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
-    "VLLM_USE_FLASHINFER_MOE_FP8": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
-    "VLLM_USE_FLASHINFER_MOE_FP16": _when_on({"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"),
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on({"--moe-backend": "flashinfer_trtllm"}, "0 is today's automatic choice"),
+    "VLLM_USE_FLASHINFER_MOE_FP4": _when_on(
+        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+    ),
+    "VLLM_USE_FLASHINFER_MOE_FP8": _when_on(
+        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+    ),
+    "VLLM_USE_FLASHINFER_MOE_FP16": _when_on(
+        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+    ),
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on(
+        {"--moe-backend": "flashinfer_trtllm"}, "0 is today's automatic choice"
+    ),
     "VLLM_FLASHINFER_MOE_BACKEND": Successor(
-        lambda value: {"--moe-backend": {"throughput": "flashinfer_cutlass", "latency": "flashinfer_trtllm"}.get(value, value)}
+        lambda value: {
+            "--moe-backend": {"throughput": "flashinfer_cutlass", "latency": "flashinfer_trtllm"}.get(
+                value, value
+            )
+        }
     ),
     # Seed 002: it forces the MoE backend; the dense GEMM had the variable below.
     "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin"}, "0 forced nothing"),
@@ -74,7 +88,9 @@ DEAD_VARIABLES: Mapping[str, Successor] = {
     "VLLM_USE_TRTLLM_ATTENTION": Successor(
         lambda value: {"--attention-config": {"use_trtllm_attention": value.strip().lower() in ("1", "true")}}
     ),
-    "VLLM_USE_V1": Successor(lambda value: {} if value.strip() == "1" else None, "the V1 engine is the only one"),
+    "VLLM_USE_V1": Successor(
+        lambda value: {} if value.strip() == "1" else None, "the V1 engine is the only one"
+    ),
     "VLLM_NVFP4_SPARSE_V7": _gone("the 2:4 sparse kernel of that guide is not part of vLLM"),
     "VLLM_RPC_TIMEOUT": _gone("the multiprocessing front end it belonged to is gone"),
     "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),
@@ -102,7 +118,9 @@ def accept(environ: Mapping[str, str], known_vllm_names: Collection[str], in_ima
             continue
         if is_service_link(name, environ[name]):
             del kept[name]
-            notices.append(f"{name} is a Kubernetes service link and is ignored (enableServiceLinks: false avoids it)")
+            notices.append(
+                f"{name} is a Kubernetes service link and is ignored (enableServiceLinks: false avoids it)"
+            )
         elif name not in DEAD_VARIABLES and not _is_known(name, known_vllm_names):
             raise _unknown_name(name, known_vllm_names)
     for name in DEAD_VARIABLES:
@@ -142,9 +160,13 @@ def _is_known(name: str, known_vllm_names: Collection[str]) -> bool:
 def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
     if name.startswith("NIBBLE_"):
         hint = closest(name, sorted(nibble_names()))
-        return NibbleError(ExitCode.USAGE, f"unknown variable {name}", "a name from `nibble serve --help`", hint)
+        return NibbleError(
+            ExitCode.USAGE, f"unknown variable {name}", "a name from `nibble serve --help`", hint
+        )
     hint = closest(name, sorted(known_vllm_names))
-    return NibbleError(ExitCode.CONFIG, f"vLLM 0.32 has no variable {name}", "one of vLLM's own", f"unset it; {hint}")
+    return NibbleError(
+        ExitCode.CONFIG, f"vLLM 0.32 has no variable {name}", "one of vLLM's own", f"unset it; {hint}"
+    )
 
 
 def _translate(name: str, value: str) -> dict[str, object]:

@@ -30,7 +30,9 @@ class NibbleError(Exception):
     would only repeat the action. `unreachable` marks what a network would mend: `nibble plan` goes on without it.
     """
 
-    def __init__(self, code: ExitCode, what: str, expected: str = "", action: str = "", *, unreachable: bool = False) -> None:
+    def __init__(
+        self, code: ExitCode, what: str, expected: str = "", action: str = "", *, unreachable: bool = False
+    ) -> None:
         self.code = code
         self.unreachable = unreachable
         self.what = what

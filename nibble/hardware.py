@@ -53,7 +53,15 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
     gpus, driver, cuda_driver, error = _nvml(environ)
     total, available = host_memory()
     return Hardware(
-        gpus, driver, cuda_driver, platform.machine(), _cpu_cores(), _cpu_flags(), total, available, nvml_error=error
+        gpus,
+        driver,
+        cuda_driver,
+        platform.machine(),
+        _cpu_cores(),
+        _cpu_flags(),
+        total,
+        available,
+        nvml_error=error,
     )
 
 
@@ -63,14 +71,18 @@ def assume(target: Target, gpu_count: int, here: Hardware) -> Hardware:
         return Hardware((), None, None, here.cpu_arch, here.cpu_cores, here.cpu_flags, here.memory_total_bytes,
                         here.memory_available_bytes)  # fmt: skip
     model = target.gpu_models[0]
-    gpu = [Gpu(i, model.match, target.capabilities[0], model.memory_bytes, None, "") for i in range(gpu_count)]
+    gpu = [
+        Gpu(i, model.match, target.capabilities[0], model.memory_bytes, None, "") for i in range(gpu_count)
+    ]
     arch = "aarch64" if target.platforms == ("linux/arm64",) else "x86_64"
     memory = model.memory_bytes if target.memory_kind == "unified" else here.memory_total_bytes
     return Hardware(tuple(gpu), None, None, arch, here.cpu_cores, frozenset(), memory, memory, assumed=True)
 
 
 def _nvml(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
-    if not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or Path("/proc/driver/nvidia").exists()):
+    if not (
+        Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or Path("/proc/driver/nvidia").exists()
+    ):
         return (), None, None, None  # loading NVML where no driver is costs 20 ms and only says so
     import pynvml
 

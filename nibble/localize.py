@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nibble.hub import is_model_id
-from nibble.plan import Choice, Plan
+from nibble.plan import Plan
+from nibble.precedence import Choice
 
 
 class Fetch(Protocol):

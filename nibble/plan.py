@@ -10,15 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nibble.budget import Budget, DecodeBound, make_bound, make_budget, memory_bytes, sequence_bytes, weights_bytes_per_gpu
+from nibble.budget import (
+    Budget,
+    DecodeBound,
+    make_bound,
+    make_budget,
+    memory_bytes,
+    sequence_bytes,
+    weights_bytes_per_gpu,
+)
 from nibble.checkpoint import Checkpoint
-from nibble.environment import Accepted
 from nibble.hardware import Hardware
+from nibble.precedence import Choice, Choices, Ingredients, join_layers
 from nibble.recipes import ResolvedRecipe
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
-from nibble.settings import Loaded, Settings, options, token_count
+from nibble.settings import Settings, options, token_count
 from nibble.targets import Target
-from nibble.vllm_args import merge, write_flag
+from nibble.vllm_args import write_flag
 
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT_BYTES = 4 * GIB
@@ -26,40 +34,6 @@ DEFAULT_UTILIZATION = 0.92  # vllm 0.32 config/cache.py:102
 
 # model_hosting_container_standards, a dependency of vLLM, puts code these name outside the gate.
 WRAPPING_PREFIXES = ("CUSTOM_FASTAPI_", "CUSTOM_PRE_PROCESS", "CUSTOM_POST_PROCESS", "CUSTOM_SCRIPT_FILENAME")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A value, where it came from (`environment PORT`, `recipe …`, `target gb10`) and why it is so."""
-
-    value: Any
-    source: str
-    reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        value = str(self.value) if isinstance(self.value, Path) else self.value
-        return {"value": value, "source": self.source, "reason": self.reason}
-
-
-Choices = dict[str, Choice]
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """All a plan is made of. `cli_flags` and `extra_flags` are vLLM flags in the form of `vllm_args`."""
-
-    loaded: Loaded
-    accepted: Accepted
-    cli_flags: Mapping[str, Any]
-    extra_flags: Mapping[str, Any]
-    hardware: Hardware
-    target: Target
-    target_choice: Choice
-    checkpoint: Checkpoint | None
-    checkpoint_note: str
-    recipe: ResolvedRecipe | None
-    is_demo: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +76,11 @@ class Plan:
         for option in options().values():
             if option.secret:
                 withheld |= set(option.env) | {f"{name}_FILE" for name in option.env}
-        kept = {name: value for name, value in environ.items() if name not in withheld and not name.startswith(WRAPPING_PREFIXES)}
+        kept = {
+            name: value
+            for name, value in environ.items()
+            if name not in withheld and not name.startswith(WRAPPING_PREFIXES)
+        }
         return kept | {name: str(choice.value) for name, choice in self.env.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +89,7 @@ class Plan:
             "model": self.model,
             "served_names": list(self.served_names),
             "target": self.target.name,
-            "recipe": None if self.recipe is None else {"id": self.recipe.id, "status": self.recipe.status, "evidence": self.recipe.evidence},
+            "recipe": _describe_recipe(self.recipe),
             "checkpoint": describe_checkpoint(self.checkpoint, self.checkpoint_note),
             "choices": {name: choice.to_json() for name, choice in self.choices.items()},
             "args": {name: choice.to_json() for name, choice in self.args.items()},
@@ -122,6 +100,10 @@ class Plan:
             "notices": list(self.notices),
             "command": ["vllm", *self.argv()],
         }  # fmt: skip
+
+
+def _describe_recipe(recipe: ResolvedRecipe | None) -> dict[str, Any] | None:
+    return recipe and {"id": recipe.id, "status": recipe.status, "evidence": recipe.evidence}
 
 
 def describe_checkpoint(checkpoint: Checkpoint | None, note: str) -> dict[str, Any]:
@@ -148,15 +130,20 @@ def make_plan(parts: Ingredients) -> Plan:
     settings = parts.loaded.settings
     check_request(settings)
     check_recipe(parts.recipe, parts.target)
-    args = _join_layers(parts)
+    args = join_layers(parts)
     args |= _tensor_parallel(parts, args)
     values = {name: choice.value for name, choice in args.items()}
     check_model(parts.checkpoint, parts.target, values)
-    tensor, pipeline = int(values.get("--tensor-parallel-size", 1)), int(values.get("--pipeline-parallel-size", 1))
+    tensor, pipeline = (
+        int(values.get("--tensor-parallel-size", 1)),
+        int(values.get("--pipeline-parallel-size", 1)),
+    )
     check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, pipeline)
     args |= _cpu_kv_cache(parts, args)
     if "--revision" in args and values.get("--trust-remote-code") is True:
-        args["--code-revision"] = Choice(args["--revision"].value, args["--revision"].source, "code from the same commit as the weights")
+        args["--code-revision"] = Choice(
+            args["--revision"].value, args["--revision"].source, "code from the same commit as the weights"
+        )
     served = _served_names(parts)
     args = _server_flags(parts, served) | args
     return Plan(
@@ -209,102 +196,20 @@ def _served_names(parts: Ingredients) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*([extra] if extra else []), name, "default"]))
 
 
-# --- vLLM flags, layer by layer -------------------------------------------------------------------------------------
-
-
-def _join_layers(parts: Ingredients) -> Choices:
-    """Lowest layer first; later layers replace values and join JSON objects key by key."""
-    args: Choices = {}
-    layers = [_nibble_defaults(parts), _target_layer(parts), _recipe_layer(parts)]
-    layers += [_plain_layer(file_flags(parts.loaded), str(parts.loaded.settings.config)), _legacy_layer(parts), _settings_layer(parts, "file", "default")]
-    layers += [_settings_layer(parts, "environment"), _switches(parts, "file", "environment")]
-    layers += [_plain_layer(parts.extra_flags, "VLLM_EXTRA_ARGS")]
-    layers += [_switches(parts, "command line"), _settings_layer(parts, "command line")]
-    layers += [_plain_layer(parts.cli_flags, "command line")]
-    for layer in layers:
-        for name, choice in layer.items():
-            args[name] = _over(args.get(name), choice)
-    return args
-
-
-def _over(low: Choice | None, high: Choice) -> Choice:
-    if low is None or not isinstance(low.value, Mapping) or not isinstance(high.value, Mapping):
-        return high
-    return Choice(merge(low.value, high.value), f"{low.source} + {high.source}", high.reason or low.reason)
-
-
-def _plain_layer(flags: Mapping[str, Any], source: str) -> Choices:
-    return {name: Choice(value, source) for name, value in flags.items()}
-
-
-def _nibble_defaults(parts: Ingredients) -> Choices:
-    defaults: Choices = {
-        "--fail-on-environ-validation": Choice(True, "nibble's default", "a VLLM_ name that vLLM does not know stops the start")
-    }
-    if parts.is_demo and parts.target.device == "cpu":
-        reason = "first answer sooner than compiled, cold or warm (benchmarks/results/start_overhead.json)"
-        defaults["--enforce-eager"] = Choice(True, "nibble's default", reason)
-    return defaults
-
-
-def _target_layer(parts: Ingredients) -> Choices:
-    source = f"target {parts.target.name}"
-    return {n: Choice(d.value, source, f"{d.reason} ({d.evidence})") for n, d in parts.target.args.items()}
-
-
-def _recipe_layer(parts: Ingredients) -> Choices:
-    if parts.recipe is None:
-        return {}
-    recipe = parts.recipe
-    args = {name: Choice(value, "recipe", f"{recipe.origins.get(name, '[args]')}, {recipe.status}") for name, value in recipe.args.items()}
-    pinned = {"--revision": Choice(recipe.revision, "recipe", "pinned")} if recipe.revision else {}
-    return pinned | args
-
-
-def file_flags(loaded: Loaded) -> dict[str, Any]:
-    """The [args] table of the user's TOML file, by canonical name."""
-    return {"--" + name.replace("_", "-"): value for name, value in loaded.file_args.items()}
-
-
-def _legacy_layer(parts: Ingredients) -> Choices:
-    origins = parts.accepted.flag_origins
-    return {
-        name: Choice(value, f"environment {origins[name]}", "translated: vLLM 0.32 no longer reads that variable")
-        for name, value in parts.accepted.flags.items()
-    }
-
-
-def _settings_layer(parts: Ingredients, *layers: str) -> Choices:
-    """Options that are vLLM flags under another name, for the given layers of origin."""
-    found: Choices = {}
-    for name, option in options().items():
-        origin, value = parts.loaded.origins[name], getattr(parts.loaded.settings, name)
-        if option.vllm and value is not None and origin.layer in layers:
-            found[option.vllm] = Choice(value, str(origin))
-    return found
-
-
-def _switches(parts: Ingredients, *layers: str) -> Choices:
-    """--debug and --tq, which stand for several flags or a value."""
-    found: Choices = {}
-    settings, origins = parts.loaded.settings, parts.loaded.origins
-    if settings.debug and origins["debug"].layer in layers:
-        found["--enforce-eager"] = Choice(True, str(origins["debug"]), "debugging: no compilation, no CUDA graphs")
-    if settings.tq and origins["tq"].layer in layers:
-        found["--kv-cache-dtype"] = Choice(settings.tq, str(origins["tq"]), TURBOQUANT_COST[settings.tq])
-    return found
-
-
 def _server_flags(parts: Ingredients, served: tuple[str, ...]) -> Choices:
     """Flags nibble owns; first in the command so that they are easy to find."""
     settings, origins = parts.loaded.settings, parts.loaded.origins
     gate = "answers nobody without the key, before ready or while draining"
     return {
-        "--served-model-name": Choice(list(served), "nibble's default", "every model answers to its id and to `default`"),
+        "--served-model-name": Choice(
+            list(served), "nibble's default", "every model answers to its id and to `default`"
+        ),
         "--host": Choice(settings.host, str(origins["host"])),
         "--port": Choice(settings.port, str(origins["port"])),
         "--middleware": Choice("nibble.gate.Gate", "nibble's default", gate),
-        "--shutdown-timeout": Choice(settings.drain_seconds, str(origins["drain_seconds"]), "running requests finish after SIGTERM"),
+        "--shutdown-timeout": Choice(
+            settings.drain_seconds, str(origins["drain_seconds"]), "running requests finish after SIGTERM"
+        ),
     }
 
 
@@ -312,13 +217,21 @@ def _cpu_kv_cache(parts: Ingredients, args: Choices) -> Choices:
     """On a CPU vLLM wants 92 % of all memory free unless told how many bytes (vllm 0.32 cpu_worker.py:80)."""
     if parts.target.device != "cpu" or "--kv-cache-memory-bytes" in args:
         return {}
-    tokens, sequences = _context(parts, args), int(args["--max-num-seqs"].value) if "--max-num-seqs" in args else 1
+    tokens, sequences = (
+        _context(parts, args),
+        int(args["--max-num-seqs"].value) if "--max-num-seqs" in args else 1,
+    )
     each = sequence_bytes(parts.checkpoint, tokens, _kv_cache_dtype(args), 1)
     if each is None:
         room = CPU_KV_CACHE_LIMIT_BYTES
-        return {"--kv-cache-memory-bytes": Choice(room, "nibble's default", "the model's memory per sequence is unknown until pull")}
+        return {
+            "--kv-cache-memory-bytes": Choice(
+                room, "nibble's default", "the model's memory per sequence is unknown until pull"
+            )
+        }
     wanted = max(each, min(each * sequences, CPU_KV_CACHE_LIMIT_BYTES))
-    reason = f"{sequences} sequences of {tokens} tokens, {each / GIB:.3f} GiB each, limited to {CPU_KV_CACHE_LIMIT_BYTES // GIB} GiB or one sequence"
+    limit = f"limited to {CPU_KV_CACHE_LIMIT_BYTES // GIB} GiB or one sequence"
+    reason = f"{sequences} sequences of {tokens} tokens, {each / GIB:.3f} GiB each, {limit}"
     return {"--kv-cache-memory-bytes": Choice(_round_up(wanted, 1 << 20), "nibble's default", reason)}
 
 
@@ -335,22 +248,31 @@ def _context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
     return asked or (parts.checkpoint.max_model_len if parts.checkpoint else None)
 
 
-# --- the rest of the plan -------------------------------------------------------------------------------------------
-
-
 def _environment(parts: Ingredients) -> Choices:
     """Variables for vLLM: a user's own value wins over target and recipe."""
     quiet = "no usage statistics leave this machine"
-    env: Choices = {name: Choice("1", "nibble's default", quiet) for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")}
+    env: Choices = {
+        name: Choice("1", "nibble's default", quiet) for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+    }
     if parts.checkpoint is not None and not parts.checkpoint.is_local and parts.checkpoint.path is not None:
-        env["HF_HUB_OFFLINE"] = Choice("1", "nibble's default", "the model is on disk: nothing is looked up while serving")
+        env["HF_HUB_OFFLINE"] = Choice(
+            "1", "nibble's default", "the model is on disk: nothing is looked up while serving"
+        )
     if parts.loaded.settings.debug:
         env["VLLM_LOGGING_LEVEL"] = Choice("DEBUG", str(parts.loaded.origins["debug"]), "verbose logs")
     for name, default in parts.target.env.items():
-        env[name] = Choice(default.value, f"target {parts.target.name}", f"{default.reason} ({default.evidence})")
+        env[name] = Choice(
+            default.value, f"target {parts.target.name}", f"{default.reason} ({default.evidence})"
+        )
     if parts.recipe is not None:
-        env |= {name: Choice(value, "recipe", parts.recipe.origins.get(name, "")) for name, value in parts.recipe.env.items()}
-    env |= {name: Choice(value, str(parts.loaded.settings.config)) for name, value in parts.loaded.file_env.items()}
+        env |= {
+            name: Choice(value, "recipe", parts.recipe.origins.get(name, ""))
+            for name, value in parts.recipe.env.items()
+        }
+    env |= {
+        name: Choice(value, str(parts.loaded.settings.config))
+        for name, value in parts.loaded.file_env.items()
+    }
     for name in env:
         if name in parts.accepted.environ:
             env[name] = Choice(parts.accepted.environ[name], f"environment {name}")
@@ -360,14 +282,24 @@ def _environment(parts: Ingredients) -> Choices:
 def _choices(parts: Ingredients) -> Choices:
     """What is nibble's own to decide, beside the vLLM flags."""
     settings, origins = parts.loaded.settings, parts.loaded.origins
-    reasons: dict[str, str] = {"host": "the image listens on all addresses" if settings.host == "0.0.0.0" else ""}
+    reasons: dict[str, str] = {
+        "host": "the image listens on all addresses" if settings.host == "0.0.0.0" else ""
+    }
     shown = ("model", "host", "port", "control_port", "drain_seconds", "allow_anonymous")
-    found = {name: Choice(getattr(settings, name), str(origins[name]), reasons.get(name, "")) for name in shown}
-    recipe = Choice(None, "nibble's default", "no recipe is known for this model: vLLM decides what the target does not")
+    found = {
+        name: Choice(getattr(settings, name), str(origins[name]), reasons.get(name, "")) for name in shown
+    }
+    recipe = Choice(
+        None, "nibble's default", "no recipe is known for this model: vLLM decides what the target does not"
+    )
     if settings.recipe == "off":
         recipe = Choice("off", str(origins["recipe"]), "recipes are switched off")
     elif parts.recipe is not None:
-        recipe = Choice(parts.recipe.id, "recipes/", f"{parts.recipe.status} on {parts.target.name}: {parts.recipe.evidence}".rstrip(": "))
+        recipe = Choice(
+            parts.recipe.id,
+            "recipes/",
+            f"{parts.recipe.status} on {parts.target.name}: {parts.recipe.evidence}".rstrip(": "),
+        )
     return {"target": parts.target_choice, **found, "recipe": recipe}
 
 
@@ -375,7 +307,9 @@ def _notices(parts: Ingredients, values: Mapping[str, Any]) -> tuple[str, ...]:
     notices = [*parts.accepted.notices, *parts.loaded.notices]
     dtype = str(values.get("--kv-cache-dtype", ""))
     if dtype in TURBOQUANT_COST:
-        notices.append(f"KV cache {dtype} costs quality: {TURBOQUANT_COST[dtype]} (vLLM's own figures for Qwen3-4B)")
+        notices.append(
+            f"KV cache {dtype} costs quality: {TURBOQUANT_COST[dtype]} (vLLM's own figures for Qwen3-4B)"
+        )
     if parts.recipe is not None:
         notices += parts.recipe.notes
     if parts.checkpoint is not None:
@@ -390,7 +324,9 @@ def _budget(parts: Ingredients, args: Mapping[str, Choice]) -> Budget:
     tensor = int(args["--tensor-parallel-size"].value) if "--tensor-parallel-size" in args else 1
     pipeline = int(args["--pipeline-parallel-size"].value) if "--pipeline-parallel-size" in args else 1
     given = args.get("--gpu-memory-utilization")
-    utilization = None if parts.target.device == "cpu" else float(given.value if given else DEFAULT_UTILIZATION)
+    utilization = (
+        None if parts.target.device == "cpu" else float(given.value if given else DEFAULT_UTILIZATION)
+    )
     reserve = settings.memory_reserve_gib
     return make_budget(
         parts.target,

@@ -12,7 +12,8 @@ from nibble.environment import Accepted, accept
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware, assume, detect
 from nibble.paths import demo_model, root
-from nibble.plan import Choice, Ingredients, Plan, file_flags, make_plan
+from nibble.plan import Plan, make_plan
+from nibble.precedence import Choice, Ingredients, file_flags
 from nibble.recipes import ResolvedRecipe, load_recipe, resolve
 from nibble.settings import Loaded, Settings, load_settings
 from nibble.targets import TARGET_NAMES, Target, load_target, target_for_capability
@@ -60,7 +61,9 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
     settings = asked.settings
     if settings.model is None:
         what = "no model is given"
-        raise NibbleError(ExitCode.USAGE, what, "MODEL or an argument", "try `nibble serve nibble-demo`, the embedded demo")
+        raise NibbleError(
+            ExitCode.USAGE, what, "MODEL or an argument", "try `nibble serve nibble-demo`, the embedded demo"
+        )
     here = detect(asked.accepted.environ)
     target, choice = choose_target(settings, asked, here)
     folder = local_model(settings.model)
@@ -114,13 +117,22 @@ def _checkpoint_if_here(asked: Asked) -> FindCheckpoint:
 def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Target, Choice]:
     """NIBBLE_TARGET, else the image's own, else what NVML finds, else the CPU."""
     if settings.target != "auto":
-        return load_target(settings.target), Choice(settings.target, str(asked.loaded.origins["target"]), "asked for")
+        return load_target(settings.target), Choice(
+            settings.target, str(asked.loaded.origins["target"]), "asked for"
+        )
     image = asked.accepted.environ.get("NIBBLE_IMAGE")
     if not here.gpus:
-        reason = f"the GPU driver does not answer: {here.nvml_error}" if here.nvml_error else "no GPU was found"
+        reason = (
+            f"the GPU driver does not answer: {here.nvml_error}" if here.nvml_error else "no GPU was found"
+        )
         if image and image != "cpu":
             what = f"this image is for {image} and {reason}"
-            raise NibbleError(ExitCode.NO_HARDWARE, what, "a GPU in the container", "run with --gpus all and the NVIDIA Container Toolkit")
+            raise NibbleError(
+                ExitCode.NO_HARDWARE,
+                what,
+                "a GPU in the container",
+                "run with --gpus all and the NVIDIA Container Toolkit",
+            )
         return load_target("cpu"), Choice("cpu", "this machine", reason)
     return _target_of_gpus(here, image)
 
@@ -132,12 +144,19 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
         return load_target("cpu"), Choice("cpu", "image", f"the cpu image does not use the {first.name}")
     if mixed := [gpu for gpu in here.gpus if gpu.capability != first.capability]:
         what = f"{first.name} and {mixed[0].name} differ in compute capability"
-        raise NibbleError(ExitCode.NO_HARDWARE, what, "GPUs of one kind", "choose some with CUDA_VISIBLE_DEVICES")
+        raise NibbleError(
+            ExitCode.NO_HARDWARE, what, "GPUs of one kind", "choose some with CUDA_VISIBLE_DEVICES"
+        )
     target = target_for_capability(first.capability)
     if target is None:
         known = ", ".join(name for name in TARGET_NAMES if name != "cpu")
         what = f"{first.name} has compute capability {major}.{minor}, which nibble does not support"
-        raise NibbleError(ExitCode.NO_HARDWARE, what, f"one of the targets {known}", "set NIBBLE_TARGET=cpu to serve on the CPU")
+        raise NibbleError(
+            ExitCode.NO_HARDWARE,
+            what,
+            f"one of the targets {known}",
+            "set NIBBLE_TARGET=cpu to serve on the CPU",
+        )
     # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
     if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
         what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"

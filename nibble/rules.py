@@ -27,10 +27,14 @@ def check_request(settings: Settings) -> None:
     """What the settings alone rule out."""
     if settings.cute_wo_split != 1:
         what = f"CUTE_WO_SPLIT={settings.cute_wo_split} needs the CuTe attention kernel with a split output projection"
-        raise NibbleError(ExitCode.CONFIG, what, "CUTE_WO_SPLIT=1 until nibble ships that kernel", "unset CUTE_WO_SPLIT")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "CUTE_WO_SPLIT=1 until nibble ships that kernel", "unset CUTE_WO_SPLIT"
+        )
     if settings.tq is not None and settings.tq not in TURBOQUANT_COST:
         what = f"there is no TurboQuant preset {settings.tq!r}"
-        raise NibbleError(ExitCode.CONFIG, what, "one of " + ", ".join(TURBOQUANT_COST), "correct --tq or NIBBLE_TQ")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one of " + ", ".join(TURBOQUANT_COST), "correct --tq or NIBBLE_TQ"
+        )
     if settings.port == settings.control_port:
         what = f"PORT and NIBBLE_CONTROL_PORT are both {settings.port}"
         raise NibbleError(ExitCode.CONFIG, what, "two different ports", "change one of them")
@@ -40,7 +44,12 @@ def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
     """A model that is known not to run on this target."""
     if recipe is not None and recipe.status == "unsupported":
         reason = ("; ".join(recipe.notes) or recipe.evidence).strip().rstrip(".")
-        raise NibbleError(ExitCode.CONFIG, f"{recipe.id} is not supported on {target.name}: {reason}", "", "see `nibble recipes show`")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{recipe.id} is not supported on {target.name}: {reason}",
+            "",
+            "see `nibble recipes show`",
+        )
 
 
 def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
@@ -56,7 +65,9 @@ def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str
 def _check_architecture(checkpoint: Checkpoint) -> None:
     if checkpoint.model_type == "cloverlm":
         what = f"{checkpoint.id} is a CloverLM checkpoint, which needs nibble's quartet2 plugin"
-        raise NibbleError(ExitCode.CONFIG, what, "a model vLLM 0.32 knows", "wait for the release that ships the plugin")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a model vLLM 0.32 knows", "wait for the release that ships the plugin"
+        )
 
 
 def _check_scheme(checkpoint: Checkpoint, target: Target) -> None:
@@ -67,7 +78,12 @@ def _check_scheme(checkpoint: Checkpoint, target: Target) -> None:
     if target.device == "cpu" and scheme.is_nvfp4:
         # vllm 0.32 model_executor/kernels/linear/__init__.py:574 has no CPU entry for NVFP4.
         what = f"{checkpoint.id} is {scheme.name}, and vLLM 0.32 has no NVFP4 kernel for the CPU"
-        raise NibbleError(ExitCode.CONFIG, what, "a BF16 checkpoint on the CPU", "serve it on a GPU or choose the BF16 model")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "a BF16 checkpoint on the CPU",
+            "serve it on a GPU or choose the BF16 model",
+        )
 
 
 def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
@@ -87,7 +103,9 @@ def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dt
         where = f"with multi-head latent attention ({checkpoint.id})"
     if where:
         what = f"the KV cache dtype {kv_cache_dtype} does not work {where}"
-        raise NibbleError(ExitCode.CONFIG, what, "a GPU and ordinary attention", "drop --tq or --kv-cache-dtype")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a GPU and ordinary attention", "drop --tq or --kv-cache-dtype"
+        )
 
 
 def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> None:
@@ -95,15 +113,29 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
         return
     if not re.fullmatch(r"[0-9a-f]{40}", str(args.get("--revision", ""))):
         what = "--trust-remote-code runs code from the model's repository, and its revision is not pinned"
-        raise NibbleError(ExitCode.CONFIG, what, "a revision of 40 hex digits", "set NIBBLE_REVISION to the commit you have read")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "a revision of 40 hex digits",
+            "set NIBBLE_REVISION to the commit you have read",
+        )
 
 
-def check_parallel(checkpoint: Checkpoint | None, hardware: Hardware, target: Target, tensor_parallel: int, pipeline: int) -> None:
+def check_parallel(
+    checkpoint: Checkpoint | None, hardware: Hardware, target: Target, tensor_parallel: int, pipeline: int
+) -> None:
     """Tensor parallel size against the heads of the model and the GPUs of the machine."""
     heads = checkpoint.num_attention_heads if checkpoint else None
     if heads and heads % tensor_parallel:
         what = f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of {checkpoint.id}"  # type: ignore[union-attr]
-        raise NibbleError(ExitCode.CONFIG, what, "a divisor of the heads, such as 1, 2 or 4", "change TENSOR_PARALLEL_SIZE")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a divisor of the heads, such as 1, 2 or 4", "change TENSOR_PARALLEL_SIZE"
+        )
     if target.device == "cuda" and tensor_parallel * pipeline > len(hardware.gpus):
         what = f"{tensor_parallel * pipeline} GPUs are asked for and {len(hardware.gpus)} are here"
-        raise NibbleError(ExitCode.CONFIG, what, "at most the GPUs of this machine", "lower TENSOR_PARALLEL_SIZE or use ray-head and ray-worker")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "at most the GPUs of this machine",
+            "lower TENSOR_PARALLEL_SIZE or use ray-head and ray-worker",
+        )

@@ -27,10 +27,14 @@ def read_secret(name: str, environ: Mapping[str, str]) -> str | None:
         text = data.decode()
     except OSError as error:
         what = f"the secret file {path} of {name}_FILE cannot be read ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "a readable file", "correct the path or its permissions") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a readable file", "correct the path or its permissions"
+        ) from None
     except UnicodeDecodeError:
         text, data = "", b""
     if len(data) > MAX_SECRET_BYTES or not text.strip():
         what = f"the secret file {path} of {name}_FILE is empty, too large or not text"
-        raise NibbleError(ExitCode.CONFIG, what, "the secret on one line", "check which file is mounted there")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "the secret on one line", "check which file is mounted there"
+        )
     return text.strip("\r\n")

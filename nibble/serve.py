@@ -38,7 +38,9 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
         say(f"warning: {warning}")
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
-    key = resolve_api_key(settings.host, given, settings.allow_anonymous, settings.cache_dir or cache_dir(accepted))
+    key = resolve_api_key(
+        settings.host, given, settings.allow_anonymous, settings.cache_dir or cache_dir(accepted)
+    )
     _announce(plan)
     return launch(plan, accepted, key)
 
@@ -48,7 +50,9 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     asked = read_wishes(words, environ, ("--json",))
     settings = asked.settings
     if settings.model is None:
-        raise NibbleError(ExitCode.USAGE, "no model is given", "MODEL or an argument", "write `nibble pull ORG/NAME`")
+        raise NibbleError(
+            ExitCode.USAGE, "no model is given", "MODEL or an argument", "write `nibble pull ORG/NAME`"
+        )
     recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
     revision = settings.revision or (recipe.revision if recipe else "") or None
     result = pull(settings.model, revision, hub_environ(asked), as_lines(say))
@@ -62,7 +66,9 @@ def _on_disk(plan: Plan, asked: Asked) -> Plan:
     load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
     if plan.checkpoint is not None and plan.checkpoint.is_local:
         return localize(plan, None, _fetch(environ, as_lines(say)))
-    run_checks(plan, asked.accepted.environ)  # a port in use or a GPU that is not here costs no download either
+    run_checks(
+        plan, asked.accepted.environ
+    )  # a port in use or a GPU that is not here costs no download either
     with _download_phase(plan.settings) as on_progress:
         fetch = _fetch(environ, on_progress)
         folder = fetch(str(plan.settings.model), plan.revision, load_format)
@@ -96,7 +102,8 @@ def _download_phase(settings: Settings) -> Iterator[OnProgress]:
 
     def status() -> dict[str, Any]:
         share = step.done_bytes / step.total_bytes if step.total_bytes else None
-        return {"state": "starting", "phase": step.stage, "progress": share, "detail": asdict(step), "since": since, "pid": os.getpid()}
+        found = {"state": "starting", "phase": step.stage, "progress": share, "detail": asdict(step)}
+        return found | {"since": since, "pid": os.getpid()}
 
     control = ControlServer(settings.control_port, status, lambda: False)
     control.start()
@@ -116,7 +123,9 @@ def _stop_download(signum: int) -> None:
 def _announce(plan: Plan) -> None:
     chosen = plan.choices["target"]
     recipe = f"recipe {plan.recipe.id} ({plan.recipe.status})" if plan.recipe else "no recipe"
-    say(f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble plan` shows every setting")
+    say(
+        f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble plan` shows every setting"
+    )
 
 
 def say(text: str) -> None:

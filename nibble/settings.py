@@ -15,7 +15,12 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.secrets import read_secret
@@ -67,9 +72,9 @@ class Settings(BaseSettings):
     # fmt: off
     model: str | None = _option(None, "Model", "Hugging Face id or local folder of the model to serve.",
         ("MODEL", "HF_MODEL"), expected="a Hugging Face id such as nvidia/Qwen3-8B-NVFP4 or a folder", min_length=1)
-    revision: str | None = _option(None, "Model", "Revision of the model; 40 hex digits pin it (needed for custom code).",
+    revision: str | None = _option(None, "Model", "Revision of the model; 40 hex digits pin it.",
         "NIBBLE_REVISION", flag="--revision", vllm="--revision", expected="a commit, branch or tag", min_length=1)
-    served_model_name: str | None = _option(None, "Model", "One more name the model answers to, beside its id and `default`.",
+    served_model_name: str | None = _option(None, "Model", "One more name of the model, beside its id and `default`.",
         "NIBBLE_SERVED_MODEL_NAME", flag="--served-model-name", expected="a name", min_length=1)
     recipe: Literal["auto", "off"] = _option("auto", "Model", "Use the recipe known for this model and target, or `off`.",
         "NIBBLE_RECIPE", flag="--recipe", expected="auto or off")
@@ -89,7 +94,7 @@ class Settings(BaseSettings):
         "NIBBLE_ALLOW_ANONYMOUS", flag="--allow-anonymous", expected="1 or 0")
     drain_seconds: int = _option(30, "Server", "How long running requests may finish after SIGTERM.",
         "NIBBLE_DRAIN_SECONDS", flag="--drain-seconds", expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
-    stall_seconds: int = _option(300, "Server", "Silence of the engine during start that is reported as a stall (never killed).",
+    stall_seconds: int = _option(300, "Server", "Silence of the engine that is reported as a stall, never killed.",
         "NIBBLE_STALL_SECONDS", flag="--stall-seconds", expected="a whole number of seconds from 1 to 86400", ge=1, le=86400)
 
     max_model_len: int | None = _option(None, "Engine", "Context length in tokens; 32K means 32768.", "MAX_MODEL_LEN",
@@ -99,7 +104,8 @@ class Settings(BaseSettings):
         flag="--max-num-seqs", vllm="--max-num-seqs", expected="a whole number from 1 to 65536", ge=1, le=65536)
     tensor_parallel_size: int | None = _option(None, "Engine", "GPUs one model is split over.", "TENSOR_PARALLEL_SIZE",
         flag="--tensor-parallel-size", vllm="--tensor-parallel-size", expected="a whole number from 1 to 1024", ge=1, le=1024)
-    gpu_memory_util: float | None = _option(None, "Engine", "Cap on the fraction of GPU memory vLLM may take.", "GPU_MEMORY_UTIL",
+    gpu_memory_util: float | None = _option(None, "Engine", "Cap on the fraction of GPU memory vLLM may take.",
+        "GPU_MEMORY_UTIL",
         flag="--gpu-memory-utilization", vllm="--gpu-memory-utilization", expected="a number above 0 and at most 1", gt=0, le=1)
     kv_cache_bytes: int | None = _option(None, "Engine", "Bytes of KV cache; overrides what vLLM would measure.",
         "NIBBLE_KV_CACHE_BYTES", flag="--kv-cache-bytes", vllm="--kv-cache-memory-bytes",
@@ -116,14 +122,17 @@ class Settings(BaseSettings):
 
     head_ip: str | None = _option(None, "Cluster", "Address of the Ray head node.", "HEAD_IP",
         expected="an IP address or host name", min_length=1)
-    worker_ip: str | None = _option(None, "Cluster", "Address this node is reached at (wins over HEAD_IP for itself).", "WORKER_IP",
+    worker_ip: str | None = _option(None, "Cluster",
+        "Address this node is reached at (wins over HEAD_IP for itself).", "WORKER_IP",
         expected="an IP address or host name", min_length=1)
-    num_gpus: int | None = _option(None, "Cluster", "GPUs this node offers to Ray; also the GPU count `plan` assumes.", "NUM_GPUS",
+    num_gpus: int | None = _option(None, "Cluster",
+        "GPUs this node offers to Ray; also the GPU count `plan` assumes.", "NUM_GPUS",
         flag="--num-gpus", expected="a whole number from 0 to 1024", ge=0, le=1024)
     ray_auth_token: SecretStr | None = _option(None, "Cluster", "Ray cluster token, the same on every node.", "RAY_AUTH_TOKEN",
         secret=True, expected="a token")
 
-    hf_token: SecretStr | None = _option(None, "Files", "Hugging Face token for gated or private models.", "HF_TOKEN", secret=True,
+    hf_token: SecretStr | None = _option(None, "Files",
+        "Hugging Face token for gated or private models.", "HF_TOKEN", secret=True,
         expected="a token")
     cache_dir: Path | None = _option(None, "Files", "Where nibble keeps its own state (/var/cache/nibble in the image).",
         "NIBBLE_CACHE_DIR", expected="a folder")
@@ -233,7 +242,9 @@ class _Layer(PydanticBaseSettingsSource):
         return self.values
 
 
-def load_settings(cli: Mapping[str, Any], environ: Mapping[str, str], notices: tuple[str, ...] = ()) -> Loaded:
+def load_settings(
+    cli: Mapping[str, Any], environ: Mapping[str, str], notices: tuple[str, ...] = ()
+) -> Loaded:
     """Resolve all layers.
 
     `cli` maps field names to values given on the command line (absent when not given). `environ` has already been
@@ -243,7 +254,7 @@ def load_settings(cli: Mapping[str, Any], environ: Mapping[str, str], notices: t
     from_env, env_names = _environment_layer(environ)
     path = cli.get("config") or from_env.get("config")
     from_file, file_args, file_env = _file_layer(Path(path)) if path else ({}, {}, {})
-    origins = {name: DEFAULT for name in Settings.model_fields}
+    origins = dict.fromkeys(Settings.model_fields, DEFAULT)
     origins |= {name: Origin("file", str(path)) for name in from_file}
     origins |= {name: Origin("environment", env_names[name]) for name in from_env}
     origins |= {name: Origin("command line", _cli_name(name)) for name in cli}
@@ -277,7 +288,9 @@ def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict
                 found[name] = value
         if len(set(found.values())) > 1:
             shown = " and ".join(found if option.secret else [f"{n}={v!r}" for n, v in found.items()])
-            raise NibbleError(ExitCode.CONFIG, f"{shown} differ", "one of them, or the same value", "unset one of them")
+            raise NibbleError(
+                ExitCode.CONFIG, f"{shown} differ", "one of them, or the same value", "unset one of them"
+            )
         if found:
             names[field], values[field] = next(iter(found.items()))
     return values, names
@@ -290,19 +303,27 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
     try:
         table = TomlConfigSettingsSource(Settings, toml_file=path).toml_data if path.is_file() else None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise NibbleError(ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line") from None
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line"
+        ) from None
     except PermissionError:
         table = None
     if table is None:
-        raise NibbleError(ExitCode.CONFIG, f"the settings file {path} cannot be read", "a TOML file", "check NIBBLE_CONFIG")
+        raise NibbleError(
+            ExitCode.CONFIG, f"the settings file {path} cannot be read", "a TOML file", "check NIBBLE_CONFIG"
+        )
     args, env = table.pop("args", {}), table.pop("env", {})
     for key in table:
         if key not in Settings.model_fields:
             hint = closest(key, [*Settings.model_fields, "args", "env"])
-            raise NibbleError(ExitCode.CONFIG, f"{path} has the unknown key {key!r}", "an option of nibble", hint)
+            raise NibbleError(
+                ExitCode.CONFIG, f"{path} has the unknown key {key!r}", "an option of nibble", hint
+            )
         if options()[key].secret:
             action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
-            raise NibbleError(ExitCode.CONFIG, f"{path} holds the secret {key!r}", "no secret in a settings file", action)
+            raise NibbleError(
+                ExitCode.CONFIG, f"{path} holds the secret {key!r}", "no secret in a settings file", action
+            )
     return table, dict(args), {name: str(value) for name, value in env.items()}
 
 
@@ -326,4 +347,9 @@ def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> Nibbl
     field = str(first["loc"][0])
     option = options()[field]
     shown = "not usable" if option.secret else repr(str(first["input"]))
-    return NibbleError(ExitCode.USAGE, f"{origins[field].name} is {shown}", option.expected, f"correct or unset {origins[field].name}")
+    return NibbleError(
+        ExitCode.USAGE,
+        f"{origins[field].name} is {shown}",
+        option.expected,
+        f"correct or unset {origins[field].name}",
+    )

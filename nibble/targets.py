@@ -89,7 +89,9 @@ def load_target(name: str) -> Target:
     """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES."""
     if name not in TARGET_NAMES:
         what = f"there is no target {name!r}"
-        raise NibbleError(ExitCode.CONFIG, what, "one of " + ", ".join(TARGET_NAMES), "correct NIBBLE_TARGET or --target")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one of " + ", ".join(TARGET_NAMES), "correct NIBBLE_TARGET or --target"
+        )
     return parse_target(root() / "targets" / f"{name}.toml")
 
 

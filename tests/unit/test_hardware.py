@@ -15,7 +15,15 @@ GPUS = tuple(Gpu(i, "NVIDIA H200", (9, 0), 1 << 37, 1 << 36, f"GPU-{i}abc") for 
 
 @pytest.mark.parametrize(
     ("selection", "indices"),
-    [(None, [0, 1, 2, 3]), ("", []), ("2,0", [2, 0]), ("GPU-1", [1]), ("0,9,1", [0]), ("-1", []), ("NoDevFiles", [])],
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-1", [1]),
+        ("0,9,1", [0]),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
 )
 def test_cuda_visible_devices_selects_as_cuda_does(selection: str | None, indices: list[int]) -> None:
     assert [gpu.index for gpu in visible(GPUS, selection)] == indices

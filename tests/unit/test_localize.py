@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from nibble.localize import localize
-from nibble.plan import Choice, Plan
+from nibble.plan import Plan
+from nibble.precedence import Choice
 
 FOLDER = Path("/cache/snapshots/abc")
 

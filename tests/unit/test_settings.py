@@ -97,21 +97,30 @@ def test_a_folder_as_a_secret_file_is_refused(tmp_path: Path) -> None:
     assert failure({}, {"HF_TOKEN_FILE": str(tmp_path)}).code == ExitCode.CONFIG
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("32768", 32768), ("32K", 32768), ("32k", 32000), ("1M", 1 << 20)])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("32768", 32768), ("32K", 32768), ("32k", 32000), ("1M", 1 << 20)]
+)
 def test_tokens_take_the_suffixes_of_vllm(text: str, tokens: int) -> None:
     assert load_settings({}, {"MAX_MODEL_LEN": text}).settings.max_model_len == tokens == token_count(text)
 
 
 @pytest.mark.parametrize(
     ("value", "preset"),
-    [("1", "turboquant_k8v4"), ("0", None), ("4bit_nc", "turboquant_4bit_nc"), ("turboquant_3bit_nc", "turboquant_3bit_nc")],
+    [
+        ("1", "turboquant_k8v4"),
+        ("0", None),
+        ("4bit_nc", "turboquant_4bit_nc"),
+        ("turboquant_3bit_nc", "turboquant_3bit_nc"),
+    ],
 )
 def test_tq_alone_means_k8v4_and_presets_go_by_name(value: str, preset: str | None) -> None:
     assert load_settings({}, {"NIBBLE_TQ": value}).settings.tq == preset
 
 
 @pytest.mark.parametrize(
-    "text", ["prot = 8000", "port = [", "api_key = 'nbl-123456789'"], ids=["unknown key", "not TOML", "secret"]
+    "text",
+    ["prot = 8000", "port = [", "api_key = 'nbl-123456789'"],
+    ids=["unknown key", "not TOML", "secret"],
 )
 def test_a_bad_settings_file_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "nibble.toml"
@@ -127,10 +136,17 @@ def test_a_settings_file_may_hold_flags_and_variables_for_vllm(tmp_path: Path) -
     file = tmp_path / "nibble.toml"
     file.write_text('[args]\nkv-cache-dtype = "fp8"\n[env]\nVLLM_LOGGING_LEVEL = "WARNING"\n')
     loaded = load_settings({}, {"NIBBLE_CONFIG": str(file)})
-    assert loaded.file_args == {"kv-cache-dtype": "fp8"} and loaded.file_env == {"VLLM_LOGGING_LEVEL": "WARNING"}
+    assert loaded.file_args == {"kv-cache-dtype": "fp8"} and loaded.file_env == {
+        "VLLM_LOGGING_LEVEL": "WARNING"
+    }
 
 
 def test_defaults_are_those_the_documents_name() -> None:
     settings = load_settings({}, {}).settings
-    assert (settings.host, settings.port, settings.control_port, settings.drain_seconds) == ("127.0.0.1", 8000, 8001, 30)
+    assert (settings.host, settings.port, settings.control_port, settings.drain_seconds) == (
+        "127.0.0.1",
+        8000,
+        8001,
+        30,
+    )
     assert set(Settings.model_fields) == set(options())

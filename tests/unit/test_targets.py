@@ -30,7 +30,14 @@ def test_every_default_of_a_target_has_a_reason_and_evidence_and_exists_in_vllm(
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((12, 1), "gb10"), ((12, 0), "sm120"), ((10, 0), "b200"), ((10, 3), "b200"), ((9, 0), "hopper"), ((8, 9), None)],
+    [
+        ((12, 1), "gb10"),
+        ((12, 0), "sm120"),
+        ((10, 0), "b200"),
+        ((10, 3), "b200"),
+        ((9, 0), "hopper"),
+        ((8, 9), None),
+    ],
 )
 def test_a_compute_capability_has_one_target(capability: tuple[int, int], name: str | None) -> None:
     target = target_for_capability(capability)

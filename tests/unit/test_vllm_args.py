@@ -35,7 +35,10 @@ def failure(text: str) -> NibbleError:
             """--speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""",
             {"--speculative-config": {"method": "mtp", "num_speculative_tokens": 2}},
         ),
-        ("--speculative-config.num_speculative_tokens 2", {"--speculative-config": {"num_speculative_tokens": 2}}),
+        (
+            "--speculative-config.num_speculative_tokens 2",
+            {"--speculative-config": {"num_speculative_tokens": 2}},
+        ),
         ("--compilation-config.cudagraph_mode=NONE", {"--compilation-config": {"cudagraph_mode": "NONE"}}),
         ("-O3", {"--optimization-level": "3"}),
     ],
@@ -54,7 +57,7 @@ def test_dotted_flags_join_the_json_of_the_same_flag() -> None:
     assert flags == {"--speculative-config": {"method": "mtp", "num_speculative_tokens": 3}}
 
 
-@pytest.mark.parametrize("text", ["--a 'b", '--a "b', "--speculative-config '{\"method\": \"mtp\"'"])
+@pytest.mark.parametrize("text", ["--a 'b", '--a "b', '--speculative-config \'{"method": "mtp"\''])
 def test_unbalanced_quotes_and_broken_json_are_refused(text: str) -> None:
     failure(text)
 
@@ -84,7 +87,10 @@ def test_what_vllm_does_not_know_is_refused_before_it_starts(text: str, named: s
 
 def test_objects_merge_key_by_key_at_every_depth() -> None:
     low = {"a": {"b": 1, "c": {"d": 1}}, "e": 1}
-    assert merge(low, {"a": {"c": {"f": 2}}, "e": {"g": 3}}) == {"a": {"b": 1, "c": {"d": 1, "f": 2}}, "e": {"g": 3}}
+    assert merge(low, {"a": {"c": {"f": 2}}, "e": {"g": 3}}) == {
+        "a": {"b": 1, "c": {"d": 1, "f": 2}},
+        "e": {"g": 3},
+    }
 
 
 @pytest.mark.parametrize(
