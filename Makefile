@@ -46,18 +46,22 @@ plan: setup ## show every setting `make serve` would use, and why
 doctor: setup ## check this machine
 	@nibble doctor
 
-.PHONY: lint fmt types
-lint: setup-dev ## ruff, shellcheck, shfmt, hadolint, types, generated docs, recipes
-	ruff check .
-	ruff format --check .
+.PHONY: lint fmt ruff types shell dockerfiles generated
+lint: setup-dev ## ruff, pyright, shellcheck, shfmt, hadolint, generated docs, recipes: all of them, then the verdict
+	@$(MAKE) -k ruff shell dockerfiles generated types
+ruff:
+	ruff check --quiet .
+	ruff format --check --quiet .
+types:
+	pyright
+shell:
 	shellcheck -x $(SCRIPTS)
 	shfmt -d -i 2 -ci $(SCRIPTS)
+dockerfiles:
 	$(if $(DOCKERFILES),hadolint $(DOCKERFILES))
-	@$(MAKE) types
+generated:
 	nibble docs --check
 	nibble recipes lint
-types: setup-dev ## pyright
-	pyright
 fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff check --fix-only --quiet .
 	ruff format .
