@@ -56,7 +56,7 @@ def test_no_official_wheel_is_named_by_an_unset_or_empty_variable():
 def test_the_official_wheel_of_a_url_becomes_a_requirement_with_its_hash():
     url = "https://example.org/vllm-0.32.0%2Bcpu-cp38-abi3-linux_x86_64.whl"
     wheel = decide.parse_official_wheel(f"{url}#sha256={SHA.upper()}")
-    assert wheel == OfficialWheel(url, SHA)
+    assert wheel is not None and wheel == OfficialWheel(url, SHA)
     assert wheel.requirement() == f"vllm @ {url} --hash=sha256:{SHA}\n"
 
 
