@@ -1,0 +1,87 @@
+"""scripts/serve*.sh are a few lines over `nibble serve`, and nothing they are given is ignored silently."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from nibble.paths import root
+from nibble.recipes import list_recipes
+
+SCRIPTS = root() / "scripts"
+MODELS = {
+    "serve.sh": "ig1/Qwen3.5-27B-NVFP4",
+    "serve-nemotron.sh": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+    "serve-gemma4.sh": "RedHatAI/gemma-4-31B-it-NVFP4",
+    "serve-devstral.sh": "BrainForge/Devstral-2-123B-Instruct-2512-NVFP4",
+    "serve-glm47.sh": "Salyut1/GLM-4.7-NVFP4",
+    "serve-qwen3-next.sh": "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4",
+    "serve-cloverlm.sh": "daslab-testing/CloverLM",
+    "serve-cute.sh": "ig1/Qwen3.5-27B-NVFP4",
+}
+OURS = ("NIBBLE_", "VLLM_", "MODEL", "HF_", "PORT", "HOST", "CUTE_")
+
+
+def run(script: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent", "NIBBLE_TARGET": "cpu"}
+    command = [str(SCRIPTS / script), *words]
+    return subprocess.run(
+        command, env=clean | offline | environ, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_every_script_of_the_seeds_is_here() -> None:
+    assert {path.name for path in SCRIPTS.glob("serve*.sh")} == set(MODELS)
+
+
+@pytest.mark.parametrize("script", MODELS)
+def test_a_script_is_a_few_lines_and_its_model_has_a_recipe(script: str) -> None:
+    lines = (SCRIPTS / script).read_text().splitlines()
+    assert len(lines) <= (36 if script == "serve.sh" else 6)
+    assert MODELS[script] in list_recipes(root())
+
+
+needs_venv = pytest.mark.skipif(
+    not (root() / ".venv/bin/nibble").exists(), reason="nibble is not installed in .venv"
+)
+
+
+@needs_venv
+@pytest.mark.parametrize(
+    "script", [name for name in MODELS if name not in ("serve-cute.sh", "serve-cloverlm.sh")]
+)
+def test_a_script_serves_its_own_model(script: str) -> None:
+    # Without a network the model cannot be had; the refusal names which one was wanted.
+    done = run(script)
+    assert done.returncode == 4 and MODELS[script] in done.stderr and "Traceback" not in done.stderr
+
+
+@needs_venv
+def test_another_model_may_be_named_by_variable_or_argument() -> None:
+    assert "acme/other" in run("serve.sh", HF_MODEL="acme/other").stderr
+    assert "acme/other" in run("serve-nemotron.sh", "acme/other").stderr
+
+
+@needs_venv
+@pytest.mark.parametrize(
+    ("script", "environ", "named"),
+    [
+        ("serve-cute.sh", {}, "CuTe"),
+        ("serve.sh", {"CUTE_WO_SPLIT": "8"}, "CUTE_WO_SPLIT=8"),
+        ("serve-cloverlm.sh", {}, "quartet2"),
+    ],
+)
+def test_what_has_no_kernel_or_model_yet_exits_5_naming_what_is_missing(
+    script: str, environ: dict[str, str], named: str
+) -> None:
+    done = run(script, **environ)
+    assert done.returncode == 5 and named in done.stderr and done.stderr.count("\n") == 1
+
+
+@needs_venv
+def test_tq_and_debug_reach_nibble() -> None:
+    done = run("serve.sh", "--tq", "nonsense", "--debug")
+    assert done.returncode == 5 and "nonsense" in done.stderr
