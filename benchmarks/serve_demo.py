@@ -239,7 +239,7 @@ class Run:
 
     def _drain(self, server: subprocess.Popen[bytes], count: int) -> dict[str, Any]:
         """SIGTERM during `count` streams; how they, a new request, and the server ended."""
-        from openai import APIStatusError
+        from openai import APIConnectionError, APIStatusError
 
         streams = [Stream() for _ in range(count)]
         threads = [threading.Thread(target=stream.read, args=(self._client(),)) for stream in streams]
@@ -254,6 +254,8 @@ class Run:
                 client.completions.create(model="default", prompt="Hello", max_tokens=1)
             except APIStatusError as error:
                 refusal = error.status_code
+            except APIConnectionError:
+                refusal = 0  # nobody listens any more
         refused_after_s = round(time.monotonic() - told, 3)
         chunks = [stream.chunks for stream in streams]
         ready_status, state = self._control("/ready")[0], (self._control("/status")[1] or {}).get("state")
