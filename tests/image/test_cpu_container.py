@@ -14,8 +14,15 @@ pytestmark = pytest.mark.docker
 
 DEMO = "/opt/nibble/models/nibble-demo"
 KEY = "container-test-key-0123456789"
-# Known and harmless in a container without privileges and with few open files (environment.md 0 and 1).
-ALLOWED = re.compile(r"Errno 24|numa_migrate_pages|numa_set_membind|set_mempolicy|get_mempolicy|mbind")
+# What vLLM 0.32 always says on such a machine. Without privileges it may not bind memory to NUMA nodes; the engine's
+# limit of open files may be low; the demo asks for eager mode and for greedy sampling; Triton has no CPU backend.
+ALLOWED = re.compile(
+    r"numa_migrate_pages|numa_set_membind|[gs]et_mempolicy|Errno 24"
+    r"|Enforce eager set|Inductor compilation was disabled"
+    r"|Default vLLM sampling parameters have been overridden by the model's"
+    r"|Triton is not installed|Model Runner V2 requires Triton|Reset SSM cache type"
+    r"|lib(tcmalloc|iomp) is not found in LD_PRELOAD"
+)
 TROUBLE = re.compile(
     r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|^\w*(Error|Exception):|\[nibble\] (error|warning)", re.M
 )
@@ -32,33 +39,27 @@ def chat(container: Container, key: str | None, text: str, max_tokens: int = 32)
     return container.request("/v1/chat/completions", payload, key)
 
 
-class TestServing:
+@pytest.fixture(scope="module")
+def server(cpu_image: str) -> Iterator[Container]:
     """One hardened server with the demo model, as user 2000:0, with the key it generates for itself."""
+    with volume() as cache:
+        options = [*HARDENED, "--publish", "127.0.0.1::8000", "--volume", f"{cache}:/var/cache/nibble"]
+        with running(cpu_image, "serve", DEMO, options=options) as container:
+            assert container.health() == "starting"
+            container.wait_healthy()
+            yield container
 
-    @pytest.fixture(scope="class")
-    def server(self, cpu_image: str) -> Iterator[Container]:
-        with volume() as cache:
-            options = [*HARDENED, "--publish", "127.0.0.1::8000", "--volume", f"{cache}:/var/cache/nibble"]
-            with running(cpu_image, "serve", DEMO, options=options) as container:
-                self.seen_first(container)
-                container.wait_healthy()
-                yield container
 
-    first_health: str = ""
+@pytest.fixture(scope="module")
+def key(server: Container) -> str:
+    found = server.exec("cat", "/var/cache/nibble/api_key")
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
 
-    @classmethod
-    def seen_first(cls, container: Container) -> None:
-        cls.first_health = container.health()
 
-    @pytest.fixture(scope="class")
-    def key(self, server: Container) -> str:
-        found = server.exec("bash", "-c", "cat $(find /var/cache/nibble -name '*key*' -type f)")
-        assert found.returncode == 0, found.stderr
-        return found.stdout.strip()
-
+class TestServing:
     def test_health_goes_from_starting_to_healthy(self, server: Container) -> None:
-        assert self.first_health == "starting"
-        assert server.health() == "healthy"
+        assert server.health() == "healthy"  # `starting` was seen by the fixture
 
     def test_it_runs_as_2000_0_without_any_privilege(self, server: Container) -> None:
         assert server.exec("id", "-u").stdout.strip() == "2000"
@@ -100,61 +101,49 @@ class TestServing:
         assert trouble(server.logs()) == []
 
 
-class TestDrain:
-    """Another user, a read-only Hugging Face cache where the seeds mount it, SIGTERM amid an answer."""
+@pytest.fixture(scope="module")
+def slow_server(cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
+    """Another user, and a read-only Hugging Face cache where the seeds mount it."""
+    with volume() as cache:
+        options = [*HARDENED, "--user", "1234:0", "--publish", "127.0.0.1::8000"]
+        options += ["--env", f"NIBBLE_API_KEY={KEY}"]
+        options += ["--volume", f"{slow_hub_cache}:/root/.cache/huggingface:ro"]
+        options += ["--volume", f"{cache}:/var/cache/nibble", "--env", "VLLM_EXTRA_ARGS=--enforce-eager"]
+        with running(cpu_image, "serve", "test/slow", options=options) as container:
+            container.wait_healthy()
+            yield container
 
+
+class TestDrain:
     TOKENS = 600
 
-    @pytest.fixture(scope="class")
-    def server(self, cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
-        with volume() as cache:
-            options = [
-                *HARDENED,
-                "--user",
-                "1234:0",
-                "--publish",
-                "127.0.0.1::8000",
-                "--env",
-                f"NIBBLE_API_KEY={KEY}",
-            ]
-            options += ["--volume", f"{slow_hub_cache}:/root/.cache/huggingface:ro"]
-            options += ["--volume", f"{cache}:/var/cache/nibble", "--env", "VLLM_EXTRA_ARGS=--enforce-eager"]
-            with running(cpu_image, "serve", "test/slow", options=options) as container:
-                container.wait_healthy()
-                yield container
+    def test_a_complete_read_only_cache_is_usable_by_another_user(self, slow_server: Container) -> None:
+        assert slow_server.exec("id", "-u").stdout.strip() == "1234"
+        assert "/root/.cache/huggingface is read-only" in slow_server.logs()
+        assert chat(slow_server, KEY, "hello", max_tokens=2).status == 200
 
-    def test_a_complete_read_only_cache_is_usable_by_another_user(self, server: Container) -> None:
-        assert server.exec("id", "-u").stdout.strip() == "1234"
-        assert "/root/.cache/huggingface is read-only" in server.logs()
-        assert chat(server, KEY, "hello", max_tokens=2).status == 200
-
-    def test_docker_stop_lets_a_streaming_answer_finish(self, server: Container) -> None:
+    def test_docker_stop_lets_a_streaming_answer_finish(self, slow_server: Container) -> None:
         """Not [DONE], which an aborted stream has too: the finish reason and the number of tokens."""
         payload = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
         payload |= {"max_tokens": self.TOKENS, "stream_options": {"include_usage": True}}
         chunks = []
         stopper: threading.Thread | None = None
         late: list[Answer] = []
-        for chunk in server.stream(payload, KEY):
+        for chunk in slow_server.stream(payload, KEY):
             chunks.append(chunk)
             if stopper is None and len(chunks) == 20:
-                stopper = threading.Thread(target=docker, args=("stop", "--time", "60", server.id))
+                stopper = threading.Thread(target=docker, args=("stop", "--time", "60", slow_server.id))
                 stopper.start()
             if stopper is not None and len(chunks) == 80:
-                late.append(chat(server, KEY, "too late", max_tokens=2))
+                late.append(chat(slow_server, KEY, "too late", max_tokens=2))
         assert stopper is not None, "the answer was over before the signal"
         stopper.join(timeout=90)
-        reasons = [
-            choice["finish_reason"]
-            for chunk in chunks
-            for choice in chunk["choices"]
-            if choice["finish_reason"]
-        ]
-        assert reasons == ["length"]
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+        assert [reason for reason in reasons if reason] == ["length"]
         assert chunks[-1]["usage"]["completion_tokens"] == self.TOKENS
         assert [answer.status for answer in late] == [503]
-        assert server.exit_code() == 0
-        assert trouble(server.logs()) == []
+        assert slow_server.exit_code() == 0
+        assert trouble(slow_server.logs()) == []
 
 
 class TestOtherModes:
