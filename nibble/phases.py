@@ -96,9 +96,13 @@ _FACTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("graphs_gib", re.compile(r"^Graph capturing finished in \d+ secs, took ([\d.]+) GiB")),
     ("engine_init_seconds", re.compile(r"^init engine \([^)]*\) took ([\d.]+) s")),
 )
-# The model runner captures a few graphs to measure their memory, long before the real capture.
-_PROFILING_STARTS = "Profiling CUDA graph memory"
-_PROFILING_ENDS = "Estimated CUDA graph memory"
+# Both model runners first capture graphs only to measure their memory; the V2 runner, which an H200 ran, says nothing
+# of it. What is captured before the KV cache has its size is that. Some models have no KV cache, hence the others.
+_CACHE_IS_SIZED = re.compile(
+    r"KV cache size: [\d,]+ tokens|^JIT kernel warmup starting|^Running FlashInfer autotune"
+)
+# flashinfer/jit/core.py:565, through FlashInfer's own logger; a minute on an H200 with empty caches.
+_JIT_BUILD = re.compile(r"^\d{4}-\d\d-\d\d .* - flashinfer\.jit: (?P<detail>Building JIT module [^;\s]+)")
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # vllm/logger.py _FORMAT, with decorate_logs' "(EngineCore pid=7) " in front where it is on.
@@ -124,16 +128,15 @@ class PhaseReader:
     facts: dict[str, float] = field(default_factory=dict)
     tasks: tuple[str, ...] | None = None
     http_is_up: bool = False
-    _profiling: bool = False
+    _cache_is_sized: bool = False
 
     def feed(self, line: str) -> PhaseUpdate | None:
         """Take one line (or one piece ended by a carriage return); the news in it, or None."""
         text = message(line)
         self._note_facts(text)
-        if text.startswith(_PROFILING_STARTS):
-            self._profiling = True
-        elif text.startswith(_PROFILING_ENDS):
-            self._profiling = False
+        self._cache_is_sized = self._cache_is_sized or bool(_CACHE_IS_SIZED.search(text))
+        if match := _JIT_BUILD.search(text):
+            return self._building(match["detail"])
         for rule in _RULES:
             if match := rule.pattern.search(text):
                 return self._advance(rule, match)
@@ -149,8 +152,14 @@ class PhaseReader:
         if re.match(r"INFO: +Application startup complete", text):
             self.http_is_up = True
 
+    def _building(self, detail: str) -> PhaseUpdate:
+        """Kernels are compiled whenever one is first needed; before the KV cache has its size that is no warm-up."""
+        if self._cache_is_sized and PHASES.index(self.phase) < PHASES.index("autotune"):
+            self.phase = "autotune"
+        return PhaseUpdate(self.phase, None, detail)
+
     def _advance(self, rule: _Rule, match: re.Match[str]) -> PhaseUpdate | None:
-        if rule.phase == "capture" and self._profiling:
+        if rule.phase == "capture" and not self._cache_is_sized:
             return None
         if PHASES.index(rule.phase) < PHASES.index(self.phase):
             return None

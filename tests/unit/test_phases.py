@@ -1,7 +1,7 @@
 """Recognising start-up phases in vLLM's log.
 
-data/vllm-0.32-cpu-*.log come from real runs; data/vllm-0.32-gpu-formats.log holds lines in the formats of the source,
-with numbers made up, for steps that need a GPU.
+data/vllm-0.32-{cpu,h200}-*.log come from real runs; data/vllm-0.32-gpu-formats.log holds lines in the formats of the
+source, with numbers made up, for steps that none of these runs took.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from nibble.phases import PHASES, DrainReader, ErrorReader, PhaseReader, PhaseUpdate, message
 
 DATA = Path(__file__).parent / "data"
+KV_CACHE_SIZE = "INFO 11-21 06:24:50 [kv_cache_utils.py:2327] GPU KV cache size: 67,164,896 tokens, Maximum"
 
 
 def read(name: str) -> tuple[PhaseReader, list[PhaseUpdate]]:
@@ -43,6 +44,30 @@ def test_a_gpu_start_shows_every_phase_once_and_in_order() -> None:
     assert order(updates) == [phase for phase in PHASES if phase not in ("start", "ready")]
 
 
+@pytest.mark.parametrize("name", ["vllm-0.32-h200-compiled.log", "vllm-0.32-h200-nvfp4.log"])
+def test_a_real_first_start_on_an_h200_shows_its_phases_in_order(name: str) -> None:
+    reader, updates = read(name)
+    assert order(updates) == ["load", "compile", "autotune", "capture", "warm-up"]
+    assert reader.http_is_up
+    assert reader.tasks == ("generate",)
+    assert reader.facts["kv_cache_gib"] == pytest.approx(128.1, abs=0.1)
+    assert reader.facts["graphs_gib"] < 0.08  # of the real capture; the one that measures took 0.09 and 0.10
+
+
+def test_the_minute_in_which_flashinfer_compiles_is_told_as_such() -> None:
+    _, updates = read("vllm-0.32-h200-compiled.log")
+    at = [update.detail for update in updates].index("Building JIT module sampling")
+    assert updates[at].phase == "autotune"
+    assert (updates[at + 1].phase, updates[at + 1].progress) == ("capture", 0.0)
+
+
+def test_a_kernel_compiled_before_the_kv_cache_has_its_size_stays_in_the_phase_that_needed_it() -> None:
+    reader = PhaseReader()
+    reader.feed("(EngineCore pid=1) INFO 11-21 06:24:39 [monitor.py:40] [backbone] Starting torch.compile")
+    built = "2026-11-21 06:24:52,286 - INFO - core.py:564 - flashinfer.jit: Building JIT module fp4; this can take"
+    assert reader.feed(built) == PhaseUpdate("compile", None, "Building JIT module fp4")
+
+
 @pytest.mark.parametrize(
     ("line", "phase", "progress"),
     [
@@ -61,18 +86,19 @@ def test_a_gpu_start_shows_every_phase_once_and_in_order() -> None:
     ],
 )
 def test_percentages_of_progress_bars_become_progress(line: str, phase: str, progress: float) -> None:
-    update = PhaseReader().feed(line)
+    reader = PhaseReader()
+    if phase == "capture":
+        reader.feed(KV_CACHE_SIZE)
+    update = reader.feed(line)
     assert update is not None
     assert (update.phase, update.progress) == (phase, progress)
 
 
 def test_graphs_captured_only_to_measure_their_memory_are_not_the_capture_phase() -> None:
     reader = PhaseReader()
-    reader.feed(
-        "INFO 11-21 06:00:41 [gpu_model_runner.py:6369] Profiling CUDA graph memory: FULL=35 (largest=256)"
-    )
     assert reader.feed("Capturing CUDA graphs (FULL):  50%|#####     | 1/2 [") is None
-    reader.feed("INFO 11-21 06:00:44 [gpu_model_runner.py:6474] Estimated CUDA graph memory: 0.80 GiB total")
+    assert reader.feed("Graph capturing finished in 1 secs, took 0.09 GiB") is None
+    reader.feed(KV_CACHE_SIZE)
     update = reader.feed("Capturing CUDA graphs (FULL):  50%|#####     | 1/2 [")
     assert update is not None
     assert update.phase == "capture"
