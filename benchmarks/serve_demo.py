@@ -75,6 +75,9 @@ def main() -> int:
         "commit": options.commit or git_commit(),
         "hardware": describe(here),
         "versions": versions(),
+        "target": starts[0]["target"],
+        "questions": starts[0]["answers"]["asked"],
+        "exact": min(start["answers"]["exact"] for start in starts),
         "starts": starts,
     }
     out = options.out or RESULTS / f"{starts[0]['target']}_demo.json"
