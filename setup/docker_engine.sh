@@ -3,8 +3,8 @@
 # It never touches an engine that answers already. `run` starts one, runs CMD with DOCKER_HOST set, and stops it again.
 set -euo pipefail
 
-state=${ENGINE_DIR:-/var/lib/nibble-engine}
-socket=${ENGINE_SOCKET:-/run/nibble-docker.sock}
+state=${NIBBLE_ENGINE_DIR:-/var/lib/nibble-engine}
+socket=${NIBBLE_ENGINE_SOCKET:-/run/nibble-docker.sock}
 pidfile=$state/dockerd.pid
 log=$state/dockerd.log
 packages=(docker.io debootstrap iptables ca-certificates)
