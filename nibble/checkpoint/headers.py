@@ -10,8 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nibble.errors import ExitCode, NibbleError
 
@@ -26,8 +25,7 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor as its header states it: safetensors dtype, shape in elements, bytes in the file."""
 
     name: str
@@ -78,9 +76,10 @@ def _tensor(file: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end)) and begin <= end
+        numbers = (*shape, begin, end)
+        valid = set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end
     except (TypeError, KeyError, ValueError):
-        valid, dtype, shape, begin, end = False, None, (), 0, 0
+        valid, dtype, shape, begin, end = False, "", (), 0, 0
     if not valid:
         raise corrupt(file, f"its header entry for {name} is malformed", "dtype, shape and data_offsets")
     if dtype not in DTYPE_BITS:

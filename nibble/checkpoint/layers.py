@@ -150,6 +150,29 @@ ALTERNATION = {
 }  # fmt: skip
 
 
+def _step(text: Config) -> list[LayerMemory]:
+    """Step 3.5 and 3.7: sliding layers have KV heads of their own (vllm 0.32 step3p5.py:413)."""
+    types, window = text["layer_types"], text.get("sliding_window")
+    count, other = _count(text), text.get("attention_other_setting") or {}
+    found = []
+    for index, kind in enumerate(types[:count]):
+        chosen = other if other.get("attention_type") == kind else {}
+        heads = int(chosen.get("num_attention_groups") or text["num_attention_groups"])
+        dim = int(chosen.get("head_dim") or head_dim(text))
+        span = int(window) if window and kind == "sliding_attention" else None
+        found.append(LayerMemory(index, "sliding" if span else "full", heads, dim, dim, span))
+    return found
+
+
+def _muse(text: Config) -> list[LayerMemory]:
+    """Muse Glimmer: a window where a layer has rotary positions (1), all tokens where it has none."""
+    heads, dim, window = _kv_heads(text), head_dim(text), int(text["sliding_window"])
+    return [
+        LayerMemory(i, "sliding" if rotary else "full", heads, dim, dim, window if rotary else None)
+        for i, rotary in enumerate(text["no_rope_layers"][: _count(text)])
+    ]
+
+
 def _gemma_shared(text: Config) -> list[LayerMemory]:
     """Gemma 3n and 4: the last layers read the cache of the last unshared layer of their kind; Gemma 4's full layers
     have heads of their own size and number (vllm 0.32 gemma4.py:403, gemma3n.py:355)."""
@@ -358,6 +381,8 @@ FAMILIES: Mapping[str, Callable[[Config], list[LayerMemory]]] = {
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _delta_net
     ),
+    **dict.fromkeys(("step3p5", "step3p7_text"), _step),
+    **dict.fromkeys(("muse_glimmer", "muse_glimmer_text"), _muse),
     "nemotron_h": _nemotron_h,
     "mamba": _mamba1,
     "falcon_mamba": _mamba1,

@@ -6,7 +6,7 @@ Formats and their traps: reference formats.md 3-4; what vLLM 0.32 accepts: its m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -335,7 +335,7 @@ def _other(method: str, declared: Config) -> Scheme:
         name, detail = f"int{bits}-{method}", f"groups of {declared.get('group_size', '?')}"
     if method == "fp8":
         block = declared.get("weight_block_size")
-        detail = f"blocks of {block[0]}x{block[1]}" if isinstance(block, Iterable) and block else ""
+        detail = f"blocks of {block[0]}x{block[1]}" if isinstance(block, list) and len(block) == 2 else ""
         dynamic = declared.get("activation_scheme", "dynamic")
         detail = f"{detail}, {dynamic} activations".lstrip(", ")
     vllm_name = VLLM_NAMES.get(method, method) if is_supported else None

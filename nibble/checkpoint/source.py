@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
 from nibble.disk import not_readable, unreadable_file
@@ -28,22 +28,6 @@ PARALLEL_REQUESTS = 8
 CONFIG_FILES = ("config.json", "params.json")
 
 Tensors = dict[str, TensorInfo]
-
-
-class Source(Protocol):
-    """A place to read a checkpoint from. `files` maps path to bytes, `path` is None on the Hub."""
-
-    id: str
-    kind: Literal["local", "cache", "hub"]
-    path: Path | None
-    revision: str | None
-
-    @property
-    def files(self) -> Mapping[str, int]: ...
-
-    def read(self, file: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of `file`, fewer at its end."""
-        ...
 
 
 @dataclass
@@ -68,6 +52,7 @@ class FolderSource:
         return found
 
     def read(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of `file`, fewer at its end. Raises MODEL."""
         try:
             with (self.path / file).open("rb") as handle:
                 handle.seek(start)
@@ -98,6 +83,7 @@ class HubSource:
         return {file.path: file.size for file in self.listing}
 
     def read(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of `file`, fewer at its end, by a range request. Raises MODEL."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -112,6 +98,9 @@ class HubSource:
                 return _take(response, start if response.status_code == 200 else 0, stop - start)
         except Exception as error:
             raise hub_error(error, self.id, self.revision, self.hub) from error
+
+
+Source = FolderSource | HubSource
 
 
 def _take(response: Any, skip: int, count: int) -> bytes:

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
@@ -95,9 +96,9 @@ def measure(
     count: defaultdict[str, int] = defaultdict(int)
     quantized = 0
     for tensor in tensors.values():
-        kind = kind_of(tensor.name, num_layers)
+        kind, is_scale = _classify(tensor.name, num_layers)
         size[kind] += tensor.nbytes
-        if SCALE.search(tensor.name):
+        if is_scale:
             scales[kind] += tensor.nbytes
             continue
         elements = unpacked_elements(tensor, tensors)
@@ -135,13 +136,30 @@ def _active(amount: Mapping[str, int], expert_share: float | None, tied: bool) -
     return active + head + round(amount.get("moe_experts", 0) * expert_share)
 
 
+LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+INDEX = re.compile(r"\.\d+(?=\.)")
+
+
 def kind_of(name: str, num_layers: int | None = None) -> str:
     """The part of the model that the tensor `name` belongs to."""
-    layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", name)
-    is_tower = PATTERNS[0][1].search(name)
-    if layer and num_layers and int(layer[1]) >= num_layers and not is_tower:
-        return "draft"
-    return next((kind for kind, pattern in PATTERNS if pattern.search(name)), "other")
+    return _classify(name, num_layers)[0]
+
+
+def _classify(name: str, num_layers: int | None) -> tuple[str, bool]:
+    """(kind, whether it holds scales) of the tensor `name`."""
+    kind, is_scale = _classify_skeleton(INDEX.sub(".0", name))
+    if num_layers and kind != "vision":
+        layer = LAYER.search(name)
+        if layer and int(layer[1]) >= num_layers:
+            return "draft", is_scale
+    return kind, is_scale
+
+
+@lru_cache(maxsize=4096)
+def _classify_skeleton(name: str) -> tuple[str, bool]:
+    """`_classify` without layer and expert numbers: 190,000 tensors have some dozens of such names."""
+    kind = next((kind for kind, pattern in PATTERNS if pattern.search(name)), "other")
+    return kind, bool(SCALE.search(name))
 
 
 def unpacked_elements(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
