@@ -1,6 +1,6 @@
 """How long until the first answer: `vllm serve` alone against `./entrypoint.sh serve`, and the demo's modes.
 
-    python benchmarks/start_overhead.py [--model PATH] [--pairs 3] [--modes]
+    .venv/bin/python benchmarks/start_overhead.py [--model PATH] [--pairs 3] [--modes]
 
 Pairs are interleaved (A B, B A, …), so that a machine that slows down does not favour either. Both sides get the same
 vLLM flags, those of `nibble plan`, less the gate; each start is measured from exec to the end of the first answered
@@ -43,10 +43,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--modes", action="store_true", help="eager, compiled cold, compiled warm as well")
     options = parser.parse_args()
+    own = ROOT / ".venv"
+    if (own / "bin" / "nibble").exists() and Path(sys.prefix).resolve() != own.resolve():
+        sys.exit(
+            f"run it with {own}/bin/python: the entry point uses that environment, both sides must use one"
+        )
     with tempfile.TemporaryDirectory() as folder:
         result = {
             "what": "seconds from exec to the first answered chat request of one token",
-            "command": " ".join(["python", "benchmarks/start_overhead.py", *sys.argv[1:]]),
+            "command": " ".join([".venv/bin/python", "benchmarks/start_overhead.py", *sys.argv[1:]]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": options.model,
             "machine": machine(),
