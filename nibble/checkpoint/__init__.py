@@ -139,10 +139,9 @@ def _assemble(
     text = text_config(config)
     experts, chosen = expert_counts(text)
     count = _whole(text, "num_hidden_layers", "n_layers", "n_layer", "num_blocks")
-    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     weights = None
     if tensors is not None:
-        weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen, tied=tied)
+        weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
     found = layers(config)
     return Checkpoint(
         id=source.id,
@@ -175,7 +174,7 @@ def _assemble(
         or None,
         has_mtp=bool(weights and weights.draft_bytes) or any(layer.is_draft for layer in found or ()),
         has_vision=bool(weights and weights.vision_bytes)
-        or any(k in config for k in ("vision_config", "vision_encoder")),
+        or any(config.get(key) for key in ("vision_config", "vision_encoder")),
         custom_code="auto_map" in config,
         download_bytes=download_bytes(source),
         files=source.files,
@@ -189,9 +188,30 @@ def _whole(config: Mapping[str, Any], *keys: str) -> int | None:
     return None if isinstance(value, bool) else value
 
 
+# Kinds of rotary scaling whose max_position_embeddings is already the scaled length (vllm 0.32 config/model.py:2595).
+SCALED_LENGTH = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
 def _max_model_len(text: Mapping[str, Any]) -> int | None:
+    """The longest sequence vLLM takes by default for this model."""
     lengths = [text[key] for key in LENGTH_KEYS if isinstance(text.get(key), int)]
-    return min(lengths) if lengths else None
+    if not lengths:
+        return None
+    factor = 1.0
+    if "gemma3" not in str(text.get("model_type")):
+        for rotary in _rotary(text):
+            kind = rotary.get("rope_type") or rotary.get("type")
+            factor = factor if kind in SCALED_LENGTH else rotary.get("factor") or factor
+    return int(min(lengths) * factor)
+
+
+def _rotary(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rotary parameters: one set, or one for each kind of layer."""
+    found = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(found, Mapping):
+        return []
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    return nested or [found]
 
 
 def _known_head_dim(text: Mapping[str, Any]) -> int | None:

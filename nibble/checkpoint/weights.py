@@ -38,10 +38,10 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "router",
-            r"(\.(gate|router|wg|e_score_correction_bias|expert_bias)(\.|$)(?!.*proj))|shared_expert_gate",
+            r"\.(gate|router|wg|e_score_correction_bias|expert_bias)(\.|$)|shared_expert_gate",
         ),
-        ("shared_experts", r"\.shared_experts?\.|\.shared_mlp\."),
-        ("moe_experts", r"\.experts?\.|\.experts_|\.block_sparse_moe\.(?!gate)|switch_mlp"),
+        ("shared_experts", r"\.shared?_experts?\.|\.shared_mlp\."),
+        ("moe_experts", r"\.experts?\.|\.experts_|\.(block_sparse_)?moe\.|switch_mlp"),
         ("norm", r"norm\w*(\.|$)|\.ln_\w+\."),
         (
             "linear_attention",
@@ -74,7 +74,6 @@ class Weights:
     decode_bytes_per_step: int | None
     draft_bytes: int
     vision_bytes: int
-    quantized_bytes: int
 
     def bytes_per_gpu(self, tensor_parallel_size: int) -> int:
         """Bytes on one of `tensor_parallel_size` GPUs: norms and routers are on each, the rest is divided."""
@@ -88,22 +87,18 @@ def measure(
     num_layers: int | None,
     num_experts: int | None,
     experts_per_token: int | None,
-    tied: bool,
 ) -> Weights:
     """Add up `tensors`. Layers from `num_layers` on are draft (MTP) layers, as DeepSeek and GLM store them."""
     size: defaultdict[str, int] = defaultdict(int)
     scales: defaultdict[str, int] = defaultdict(int)
     count: defaultdict[str, int] = defaultdict(int)
-    quantized = 0
     for tensor in tensors.values():
         kind, is_scale = _classify(tensor.name, num_layers)
         size[kind] += tensor.nbytes
         if is_scale:
             scales[kind] += tensor.nbytes
             continue
-        elements = unpacked_elements(tensor, tensors)
-        count[kind] += elements
-        quantized += tensor.nbytes if tensor.nbytes * 8 < 16 * elements else 0
+        count[kind] += unpacked_elements(tensor, tensors)
     by_kind = {kind: size[kind] - scales[kind] for kind in KINDS if size[kind]}
     by_kind["scales"] = sum(scales.values())
     factor = _active_share(size["moe_experts"], num_experts, experts_per_token)
@@ -112,11 +107,10 @@ def measure(
         bytes_by_kind={kind: by_kind[kind] for kind in KINDS if by_kind.get(kind)},
         scale_bytes=by_kind["scales"],
         parameters=sum(count.values()),
-        active_parameters=_active(count, factor, tied),
-        decode_bytes_per_step=_active(size, factor, tied),
+        active_parameters=_active(count, factor),
+        decode_bytes_per_step=_active(size, factor),
         draft_bytes=size["draft"],
         vision_bytes=size["vision"],
-        quantized_bytes=quantized,
     )
 
 
@@ -126,13 +120,14 @@ def _active_share(expert_bytes: int, num_experts: int | None, experts_per_token:
     return experts_per_token / num_experts if num_experts and experts_per_token else None
 
 
-def _active(amount: Mapping[str, int], expert_share: float | None, tied: bool) -> int | None:
-    """Bytes or parameters one token of the language model uses; the embedding is read only as a tied output head."""
+def _active(amount: Mapping[str, int], expert_share: float | None) -> int | None:
+    """Bytes or parameters one token of the language model uses. Without an output head of its own it reads the
+    embedding as one (tied), else one row of it, which is nothing."""
     if expert_share is None:
         return None
     idle = {"vision", "draft", "embedding", "moe_experts"}
     active = sum(value for kind, value in amount.items() if kind not in idle)
-    head = amount.get("embedding", 0) if tied and not amount.get("lm_head") else 0
+    head = 0 if amount.get("lm_head") else amount.get("embedding", 0)
     return active + head + round(amount.get("moe_experts", 0) * expert_share)
 
 

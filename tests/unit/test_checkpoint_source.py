@@ -79,6 +79,32 @@ def test_folder_is_read_with_its_facts(folder: Path) -> None:
     assert found.download_bytes == sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 4096),
+        ({"type": "dynamic", "factor": 2.0}, 2048),
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            1024,
+        ),  # vllm 0.32: the length in config.json is the scaled one
+        ({"rope_type": "llama3", "factor": 8.0}, 1024),
+        (
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            },
+            8192,
+        ),
+    ],
+)
+def test_context_is_scaled_where_vllm_scales_it(
+    scaling: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", config={"rope_scaling": scaling})
+    assert read_checkpoint(str(folder), environ={}).max_model_len == expected
+
+
 def test_path_keeps_the_id(folder: Path) -> None:
     found = read_checkpoint("acme/demo", path=folder, environ={})
     assert (found.id, found.path) == ("acme/demo", folder)
