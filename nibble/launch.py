@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ TEARDOWN_S = (
     10.0  # after the last answer; vLLM took 4.5 s on two cores, and 60 s are allowed by compose and units
 )
 LOADING_STOP_S = 5.0
+REPEAT_S = 1.0
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 _DRAIN_POLL_S = 0.1
@@ -46,12 +47,26 @@ def serve(plan: Plan, environ: Mapping[str, str], key: KeyDecision) -> int:
     (CONFIG) and for a first request that went wrong (CANARY); nothing of vLLM is left running then either.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with stop_signals(lambda signum: events.put(Stop(signum))):
+    with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
         supervisor = Supervisor(plan, environ, key, events)
         try:
             return int(supervisor.run())
         finally:
             supervisor.close()
+
+
+def once_a_second(tell: Callable[[int], None]) -> Callable[[int], None]:
+    """Signals within a second of one that counted are the same wish: `timeout` sends SIGTERM to us and to our group."""
+    counted = float("-inf")
+
+    def handle(signum: int) -> None:
+        nonlocal counted
+        now = time.monotonic()
+        if now - counted >= REPEAT_S:
+            counted = now
+            tell(signum)
+
+    return handle
 
 
 class Supervisor:

@@ -202,10 +202,18 @@ def test_an_engine_that_does_not_stop_is_killed_when_vllm_gave_up(run: Run) -> N
 
 def test_a_second_signal_ends_at_once_with_143(run: Run) -> None:
     began = time.monotonic()
-    code, told = run(behave="running[0] = 1", drain_s=60, signals=((0, signal.SIGINT), (0.5, signal.SIGTERM)))
+    code, told = run(behave="running[0] = 1", drain_s=60, signals=((0, signal.SIGINT), (1.2, signal.SIGTERM)))
     assert code == 143
     assert "SIGTERM again" in told
     assert time.monotonic() - began < 8
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_wish(run: Run) -> None:
+    # coreutils' timeout signals its child and then its own group, which is the child once more.
+    behave = "running[0] = 1; time.sleep(1); running[0] = 0"
+    code, told = run(behave=behave, drain_s=60, signals=((0, signal.SIGTERM), (0.05, signal.SIGTERM)))
+    assert code == 0
+    assert "drained and stopped" in told
 
 
 def test_a_signal_during_load_is_0_also_where_vllm_ignores_it(
