@@ -66,13 +66,23 @@ def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int) -> int | Non
     return -(-checkpoint.weights.total_bytes // gpus)
 
 
-def sequence_bytes(
-    checkpoint: Checkpoint | None, tokens: int | None, kv_cache_dtype: str, tensor_parallel: int
-) -> int | None:
+@dataclass(frozen=True)
+class CacheShape:
+    """What decides the memory of a sequence beside the model; names and units of `sequence_memory_bytes`."""
+
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    block_size: int = 16
+    speculative_tokens: int = 0
+    prefix_caching: bool = True
+    in_flight_tokens: int = 1
+
+
+def sequence_bytes(checkpoint: Checkpoint | None, tokens: int | None, shape: CacheShape) -> int | None:
     """Bytes of KV cache and state one sequence of `tokens` takes, or None where the architecture is not known."""
     if checkpoint is None or tokens is None:
         return None
-    return sequence_memory_bytes(checkpoint, tokens, kv_cache_dtype, tensor_parallel)
+    return sequence_memory_bytes(checkpoint, tokens, **asdict(shape))
 
 
 def make_budget(
@@ -83,8 +93,7 @@ def make_budget(
     utilization: float | None,
     reserve_bytes: int,
     tokens: int | None,
-    kv_cache_dtype: str,
-    tensor_parallel: int,
+    shape: CacheShape,
     gpus_per_model: int,
 ) -> Budget:
     """Join what is there with what the model needs. `utilization` None means vLLM's own limit does not apply."""
@@ -93,7 +102,7 @@ def make_budget(
     if total is not None and available is not None:
         allowed = available if utilization is None else min(int(total * utilization), available)
     weights = weights_bytes_per_gpu(checkpoint, gpus_per_model)
-    sequence = sequence_bytes(checkpoint, tokens, kv_cache_dtype, tensor_parallel)
+    sequence = sequence_bytes(checkpoint, tokens, shape)
     room = None if allowed is None or weights is None else allowed - weights - reserve_bytes
     fit = room / sequence if room is not None and sequence else None
     return Budget(total, available, allowed, reserve_bytes, weights, sequence, tokens, room, fit)

@@ -12,6 +12,7 @@ from typing import Any
 
 from nibble.budget import (
     Budget,
+    CacheShape,
     DecodeBound,
     make_bound,
     make_budget,
@@ -217,18 +218,11 @@ def _cpu_kv_cache(parts: Ingredients, args: Choices) -> Choices:
     """On a CPU vLLM wants 92 % of all memory free unless told how many bytes (vllm 0.32 cpu_worker.py:80)."""
     if parts.target.device != "cpu" or "--kv-cache-memory-bytes" in args:
         return {}
-    tokens, sequences = (
-        _context(parts, args),
-        int(args["--max-num-seqs"].value) if "--max-num-seqs" in args else 1,
-    )
-    each = sequence_bytes(parts.checkpoint, tokens, _kv_cache_dtype(args), 1)
+    tokens, sequences = _context(parts, args), _number(args, "--max-num-seqs", 1)
+    each = sequence_bytes(parts.checkpoint, tokens, _cache_shape(parts, args))
     if each is None:
-        room = CPU_KV_CACHE_LIMIT_BYTES
-        return {
-            "--kv-cache-memory-bytes": Choice(
-                room, "nibble's default", "the model's memory per sequence is unknown until pull"
-            )
-        }
+        reason = "the model's memory per sequence is unknown until pull"
+        return {"--kv-cache-memory-bytes": Choice(CPU_KV_CACHE_LIMIT_BYTES, "nibble's default", reason)}
     wanted = max(each, min(each * sequences, CPU_KV_CACHE_LIMIT_BYTES))
     limit = f"limited to {CPU_KV_CACHE_LIMIT_BYTES // GIB} GiB or one sequence"
     reason = f"{sequences} sequences of {tokens} tokens, {each / GIB:.3f} GiB each, {limit}"
@@ -239,8 +233,32 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _kv_cache_dtype(args: Mapping[str, Choice]) -> str:
-    return str(args["--kv-cache-dtype"].value) if "--kv-cache-dtype" in args else "auto"
+def _number(args: Mapping[str, Choice], name: str, otherwise: int) -> int:
+    return token_count(args[name].value) or otherwise if name in args else otherwise
+
+
+def _cache_shape(parts: Ingredients, args: Mapping[str, Choice]) -> CacheShape:
+    speculative = args.get("--speculative-config")
+    config = speculative.value if speculative and isinstance(speculative.value, Mapping) else {}
+    latent = parts.checkpoint is not None and any(
+        layer.kind == "mla" for layer in parts.checkpoint.layers or ()
+    )
+    # vllm 0.32 platforms/cpu.py: blocks of 128 tokens, except for latent attention.
+    block = 128 if parts.target.device == "cpu" and not latent else 16
+    return CacheShape(
+        kv_cache_dtype=str(args["--kv-cache-dtype"].value) if "--kv-cache-dtype" in args else "auto",
+        tensor_parallel_size=_number(args, "--tensor-parallel-size", 1),
+        block_size=_number(args, "--block-size", block),
+        # Only drafts in the checkpoint itself (MTP) have layers of their own there.
+        speculative_tokens=int(config.get("num_speculative_tokens", 0))
+        if "mtp" in str(config.get("method"))
+        else 0,
+        prefix_caching=args["--enable-prefix-caching"].value is not False
+        if "--enable-prefix-caching" in args
+        else True,
+        # What vLLM schedules beyond a sliding window; its default differs by hardware, and 8192 is the largest on one.
+        in_flight_tokens=_number(args, "--max-num-batched-tokens", 8192),
+    )
 
 
 def _context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
@@ -321,8 +339,7 @@ def _notices(parts: Ingredients, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _budget(parts: Ingredients, args: Mapping[str, Choice]) -> Budget:
     settings = parts.loaded.settings
-    tensor = int(args["--tensor-parallel-size"].value) if "--tensor-parallel-size" in args else 1
-    pipeline = int(args["--pipeline-parallel-size"].value) if "--pipeline-parallel-size" in args else 1
+    gpus = _number(args, "--tensor-parallel-size", 1) * _number(args, "--pipeline-parallel-size", 1)
     given = args.get("--gpu-memory-utilization")
     utilization = (
         None if parts.target.device == "cpu" else float(given.value if given else DEFAULT_UTILIZATION)
@@ -335,7 +352,6 @@ def _budget(parts: Ingredients, args: Mapping[str, Choice]) -> Budget:
         utilization=utilization,
         reserve_bytes=parts.target.memory_reserve_bytes if reserve is None else int(reserve * GIB),
         tokens=_context(parts, args),
-        kv_cache_dtype=_kv_cache_dtype(args),
-        tensor_parallel=tensor,
-        gpus_per_model=tensor * pipeline,
+        shape=_cache_shape(parts, args),
+        gpus_per_model=gpus,
     )

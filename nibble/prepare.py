@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
@@ -15,7 +16,7 @@ from nibble.paths import demo_model, root
 from nibble.plan import Plan, make_plan
 from nibble.precedence import Choice, Ingredients, file_flags
 from nibble.recipes import ResolvedRecipe, load_recipe, resolve
-from nibble.settings import Loaded, Settings, load_settings
+from nibble.settings import Loaded, Settings, check_option, load_settings, options
 from nibble.targets import TARGET_NAMES, Target, load_target, target_for_capability
 from nibble.vllm_args import check_flags, read_flags, split_words
 from nibble.vllm_schema import load_schema
@@ -77,6 +78,8 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
     check_flags(asked.accepted.flags, "the environment", schema)
     check_flags(file_flags(asked.loaded), str(settings.config), schema)
     extra = read_flags(split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema)
+    for flags, source in ((extra, "VLLM_EXTRA_ARGS"), (file_flags(asked.loaded), str(settings.config))):
+        _check_limits(flags, source)
     parts = Ingredients(
         loaded=asked.loaded,
         accepted=asked.accepted,
@@ -91,6 +94,13 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         is_demo=folder is not None and folder.resolve() == demo_model().resolve(),
     )
     return make_plan(parts)
+
+
+def _check_limits(flags: Mapping[str, Any], source: str) -> None:
+    """Flags of vLLM that are options of ours have the same limits wherever they are written."""
+    for field, option in options().items():
+        if option.vllm and option.vllm in flags:
+            check_option(field, flags[option.vllm], f"{option.vllm} in {source}")
 
 
 def hub_environ(asked: Asked) -> dict[str, str]:

@@ -272,6 +272,14 @@ def load_settings(
     return Loaded(settings, origins, file_args, file_env, notices)
 
 
+def check_option(field: str, value: Any, written: str) -> None:
+    """Hold a value that came as a flag of vLLM to the limits of our option for it. `written` names it in the error."""
+    try:
+        Settings.__pydantic_validator__.validate_assignment(Settings.model_construct(), field, value)
+    except ValidationError as error:
+        raise _usage_error(error, {field: Origin("command line", written)}) from None
+
+
 def _cli_name(field: str) -> str:
     return options()[field].flag or "argument"
 

@@ -284,3 +284,22 @@ def test_qwen3_next_is_served_with_multi_token_prediction() -> None:
 def test_the_demo_is_planned_eager_on_the_cpu() -> None:
     found = plan("nibble-demo")
     assert found.served_names == ("nibble-demo", "default") and found.args["--enforce-eager"].value is True
+
+
+@pytest.mark.parametrize(
+    "flag", ["--tensor-parallel-size 0", "--gpu-memory-utilization 7", "--max-num-seqs -5"]
+)
+def test_limits_hold_for_flags_in_vllm_extra_args_too(flag: str) -> None:
+    error = failure("acme/x", "--target", "gb10", VLLM_EXTRA_ARGS=flag)
+    assert (
+        error.code == ExitCode.USAGE and flag.split()[0] in error.line() and "VLLM_EXTRA_ARGS" in error.line()
+    )
+
+
+def test_the_draft_layers_of_multi_token_prediction_count_in_the_memory_of_a_sequence(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "mtp", DEEPSEEK_MLA | {"num_nextn_predict_layers": 1})
+    plain = plan(str(folder), "--target", "gb10").budget.sequence_bytes
+    drafting = plan(
+        str(folder), "--target", "gb10", "--speculative-config", '{"method":"mtp","num_speculative_tokens":2}'
+    )
+    assert plain and drafting.budget.sequence_bytes and drafting.budget.sequence_bytes > plain
