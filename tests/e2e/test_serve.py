@@ -69,7 +69,8 @@ class TestOneServer:
     def test_phases_come_in_order_and_end_in_ready(self, server: Server) -> None:
         status = server.status()
         assert status is not None
-        assert [entry["phase"] for entry in status["history"]] == ["start", "load", "warm-up", "ready"]
+        phases = [entry["phase"] for entry in status["history"] if entry["phase"] != "autotune"]  # a GPU has that too
+        assert phases == ["start", "load", "warm-up", "ready"]
         times = [entry["at_s"] for entry in status["history"]]
         assert times == sorted(times)
         assert status["facts"]["kv_cache_tokens"] > 0
@@ -92,7 +93,7 @@ class TestOneServer:
         assert '"object":"chat.completion"' in done.stdout
 
     def test_what_vllm_writes_passes_through_to_the_stream_it_wrote_to(self, server: Server) -> None:
-        assert "Starting to load model" in server.out.read_text()
+        assert "Loading weights took" in server.out.read_text()
         assert "Application startup complete" in server.err.read_text()
         assert "[nibble]" not in server.out.read_text()
 
