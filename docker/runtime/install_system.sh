@@ -1,8 +1,8 @@
 #!/bin/bash
 # Stage `runtime`, before the venv comes in: system packages, the user 2000:0, the cache volume and /root's mount points.
 # env: RUNTIME_PACKAGES, more Debian packages
-# shellcheck source-path=SCRIPTDIR source=common.sh
-source "$(dirname "$0")/common.sh"
+# shellcheck source-path=SCRIPTDIR source=../steps/common.sh
+source "$(dirname "$0")/../steps/common.sh"
 
 read -ra packages <<<"${RUNTIME_PACKAGES:-}"
 # g++ and Python's headers are for torch.compile and Triton, which build C++ at the first start; numa and gomp for torch.
