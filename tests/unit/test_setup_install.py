@@ -108,30 +108,6 @@ def test_too_little_disk_is_exit_7_before_anything_is_made(tmp_path: Path, monke
     assert not (tmp_path / "v").exists()
 
 
-def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(tmp_path: Path):
-    # What Debian without python3-venv does: the module is there, ensurepip is not.
-    blocked = tmp_path / "blocked"
-    blocked.mkdir()
-    (blocked / "ensurepip.py").write_text("raise ImportError('split off')\n")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
-        "from setup import venv; venv.make(Path(sys.argv[2]))"
-    )
-    environ = dict(os.environ) | {"PYTHONPATH": str(blocked)}
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT), str(tmp_path / "v")],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    pip = subprocess.run(
-        [str(tmp_path / "v/bin/python"), "-m", "pip", "--version"], capture_output=True, text=True, check=True
-    )
-    assert str(tmp_path) in pip.stdout
-
-
 def test_a_name_server_or_host_that_never_answers_costs_no_more_than_the_limit():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
