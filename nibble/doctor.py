@@ -56,8 +56,11 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
+        """3 without usable hardware, 6 where something else fails, else 0: warnings do not count."""
         failed = {check.name for check in self.checks if check.status == "fail"}
-        return ExitCode.NO_HARDWARE if failed & {"target", "driver"} else ExitCode.OK
+        if failed & {"target", "driver"}:
+            return ExitCode.NO_HARDWARE
+        return ExitCode.VERIFY if failed else ExitCode.OK
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json; holds no secret."""

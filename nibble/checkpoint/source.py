@@ -211,12 +211,12 @@ def weight_files(source: Source) -> tuple[str, ...] | None:
         raise NibbleError(ExitCode.MODEL, what, "a map from tensor to file", "download it again")
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in source.files]
-    if len(missing) == len(shards) or (missing and source.kind == "cache"):
-        return None  # only the index is here, or an unfinished download: unknown until pull
+    if (source.kind == "cache" and missing) or (source.kind == "hub" and len(missing) == len(shards)):
+        return None  # an unfinished download, or a repository of an index alone: unknown until pull
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         what = f"{_name(source, indexes[0])} names {missing[0]}{more}, which is not there"
-        raise NibbleError(ExitCode.MODEL, what, f"{len(shards)} shards", f"run `nibble pull {source.id}`")
+        raise NibbleError(ExitCode.MODEL, what, f"{len(shards)} shards", "copy or download the folder again")
     return tuple(shards)
 
 

@@ -332,6 +332,14 @@ def test_truncated_file_states_both_sizes(folder: Path) -> None:
     assert f"{len(data) - 50} bytes of tensors; expected {len(data)} bytes" in refusal(str(folder)).line()
 
 
+def test_a_folder_with_an_index_and_no_shard_is_refused(folder: Path) -> None:
+    for shard in shards(folder).glob("model-*.safetensors"):
+        shard.unlink()
+    with pytest.raises(NibbleError, match="which is not there") as caught:
+        read_checkpoint(str(folder))
+    assert caught.value.code == ExitCode.MODEL
+
+
 def test_index_that_names_a_missing_shard_names_both(folder: Path) -> None:
     (shards(folder) / "model-2.safetensors").unlink()
     line = refusal(str(folder)).line()

@@ -186,3 +186,8 @@ def test_caches_are_measured(environ: dict[str, str], tmp_path: Path) -> None:
     (folder / "blob").write_bytes(bytes(5 << 20))
     check = by_name(diagnose(environ | {"HF_HOME": str(tmp_path / "hf")}).checks)["hugging face cache"]
     assert "5." in check.what
+
+
+def test_a_broken_installation_ends_in_6() -> None:
+    assert Report((Check("vllm", "fail", "not installed"),)).exit_code is ExitCode.VERIFY
+    assert Report((Check("hub", "warning", "unreachable"),)).exit_code is ExitCode.OK
