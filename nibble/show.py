@@ -38,7 +38,7 @@ VERSIONED = (
 
 def show_plan(plan: Plan) -> None:
     """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact command."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = _wide_console()
     for title, choices in (
         ("nibble", plan.choices),
         ("vLLM flags", plan.args),
@@ -134,12 +134,17 @@ def recipe_rows() -> list[dict[str, Any]]:
 def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
     """The list as a table."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("model", no_wrap=True)
+    table.add_column("model", overflow="fold")
     for name in TARGET_NAMES[:4]:
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(row["id"], *(row["status"][name] for name in TARGET_NAMES[:4]))
-    Console(highlight=False).print(table)
+    _wide_console().print(table)
+
+
+def _wide_console() -> Console:
+    """As wide as the terminal; wide enough for tables where the output goes to a file or a pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def recipe_data(model: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -87,3 +88,9 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 def test_chat_without_a_server_says_how_to_start_one() -> None:
     run = nibble("chat", "hello", PORT="9")
     assert run.returncode == 10 and "make serve" in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_the_list_of_recipes_shows_every_name_and_status_whole() -> None:
+    text = nibble("recipes", "list").stdout
+    assert "…" not in text
+    assert re.search(r"^Salyut1/GLM-4\.7-NVFP4 +unknown +reported +unknown +unknown", text, re.MULTILINE)
