@@ -30,7 +30,7 @@ answers() { DOCKER_HOST=$1 timeout 10 "$(client)" version --format '{{.Server.Ve
 install_packages() {
   local missing=() package
   for package in "${packages[@]}"; do
-    dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'install ok' || missing+=("$package")
+    dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q '^install ok installed' || missing+=("$package")
   done
   ((${#missing[@]})) || return 0
   command -v apt-get >/dev/null || die "no Docker engine and no apt-get" "a Debian-like system" "install Docker by hand"
