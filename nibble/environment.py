@@ -136,6 +136,30 @@ def accept(environ: Mapping[str, str], known_vllm_names: Collection[str], in_ima
     return Accepted(kept, flags, origins, tuple(notices))
 
 
+def check_file_environment(names: Collection[str], file: str, known_vllm_names: Collection[str]) -> None:
+    """The [env] table of the user's TOML file is for vLLM and its ecosystem, and it is shown by `nibble plan`.
+
+    Raises CONFIG for a secret or another option of ours, a dead variable, and a name vLLM does not have.
+    """
+    secrets = {"HUGGING_FACE_HUB_TOKEN", *(name for o in options().values() if o.secret for name in o.env)}
+    for name in sorted(names):
+        if name in secrets:
+            action = "give it in the environment or as a file"
+            raise NibbleError(
+                ExitCode.CONFIG, f"[env] of {file} holds the secret {name}", "no secret there", action
+            )
+        if name in nibble_names() or name.startswith("NIBBLE_"):
+            what = f"[env] of {file} has {name}, which is not for vLLM"
+            raise NibbleError(ExitCode.CONFIG, what, "", "write the option itself at the top of the file")
+        if name in DEAD_VARIABLES:
+            action = "set it in the environment to have it translated, or write today's flag in [args]"
+            raise NibbleError(
+                ExitCode.CONFIG, f"[env] of {file} has {name}, which vLLM no longer reads", "", action
+            )
+        if name.startswith("VLLM_") and not _is_known(name, known_vllm_names):
+            raise _unknown_name(name, known_vllm_names)
+
+
 def is_service_link(name: str, value: str) -> bool:
     """Whether Kubernetes set this variable for a Service, whatever the Service is called."""
     if name in nibble_names() and not _SERVICE_URL.match(value):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nibble.hub import is_model_id
-from nibble.plan import Plan
+from nibble.plan import Plan, may_need_the_hub
 from nibble.precedence import Choice
 
 
@@ -19,8 +19,6 @@ class Fetch(Protocol):
 
 
 OFFLINE = Choice("1", "nibble's default", "everything this plan needs was fetched and verified")
-# These may name further repositories that only vLLM knows how to read.
-MAY_NEED_THE_HUB = ("--lora-modules", "--hf-config-path", "--tokenizer-revision", "--code-revision")
 
 
 def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
@@ -42,7 +40,7 @@ def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
         for name, choice in plan.env.items()
         if name != "HF_HUB_OFFLINE" or choice.source != OFFLINE.source
     }
-    if fetched and not any(flag in args for flag in MAY_NEED_THE_HUB):
+    if fetched and not may_need_the_hub(args):
         env["HF_HUB_OFFLINE"] = OFFLINE
     return replace(plan, model=str(folder) if folder else plan.model, args=args, env=env)
 

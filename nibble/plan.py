@@ -82,6 +82,8 @@ class Plan:
             for name, value in environ.items()
             if name not in withheld and not name.startswith(WRAPPING_PREFIXES)
         }
+        if may_need_the_hub(self.args) and self.settings.hf_token is not None:
+            kept["HF_TOKEN"] = self.settings.hf_token.get_secret_value()
         return kept | {name: str(choice.value) for name, choice in self.env.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +103,14 @@ class Plan:
             "notices": list(self.notices),
             "command": ["vllm", *self.argv()],
         }  # fmt: skip
+
+
+def may_need_the_hub(args: Mapping[str, Choice]) -> bool:
+    """Whether a flag may name a further repository, which only vLLM knows how to read.
+
+    --code-revision is none: the model is a folder when vLLM starts, and `Plan.argv` drops its revisions.
+    """
+    return any(flag in args for flag in ("--lora-modules", "--hf-config-path", "--tokenizer-revision"))
 
 
 def _describe_recipe(recipe: ResolvedRecipe | None) -> dict[str, Any] | None:

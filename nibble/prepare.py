@@ -9,7 +9,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
-from nibble.environment import Accepted, accept
+from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware, assume, detect
 from nibble.paths import demo_model, root
@@ -77,6 +77,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
     schema = load_schema()
     check_flags(asked.accepted.flags, "the environment", schema)
     check_flags(file_flags(asked.loaded), str(settings.config), schema)
+    check_file_environment(asked.loaded.file_env, str(settings.config), schema.envs)
     extra = read_flags(split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema)
     for flags, source in ((extra, "VLLM_EXTRA_ARGS"), (file_flags(asked.loaded), str(settings.config))):
         _check_limits(flags, source)

@@ -100,3 +100,8 @@ def test_a_user_who_wants_vllm_offline_gets_it() -> None:
     wanted = Choice("1", "/home/me/nibble.toml")
     plan, _ = run(None, "/models/mine", env={"HF_HUB_OFFLINE": wanted}, lora_modules=["sql=acme/lora"])
     assert plan.env["HF_HUB_OFFLINE"] == wanted
+
+
+def test_pinned_code_of_the_model_itself_keeps_vllm_offline() -> None:
+    plan, _ = run(FOLDER, trust_remote_code=True, code_revision="a" * 40)
+    assert plan.env["HF_HUB_OFFLINE"].value == "1"

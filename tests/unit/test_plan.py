@@ -303,3 +303,28 @@ def test_the_draft_layers_of_multi_token_prediction_count_in_the_memory_of_a_seq
         str(folder), "--target", "gb10", "--speculative-config", '{"method":"mtp","num_speculative_tokens":2}'
     )
     assert plain and drafting.budget.sequence_bytes and drafting.budget.sequence_bytes > plain
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["HF_TOKEN = 'hf_very-secret'", "VLLM_API_KEY = 'hf_very-secret'", "NIBBLE_PORTS = '1'", "MODEL = 'a/b'",
+     "VLLM_LOGING_LEVEL = 'INFO'", "VLLM_ATTENTION_BACKEND = 'FLASHINFER'"],
+)  # fmt: skip
+def test_the_env_table_of_a_settings_file_takes_only_what_is_for_vllm(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "nibble.toml"
+    file.write_text(f"[env]\n{line}\n")
+    error = failure("acme/x", "--target", "gb10", NIBBLE_CONFIG=str(file))
+    assert (
+        error.code == ExitCode.CONFIG
+        and line.split()[0] in error.line()
+        and "very-secret" not in error.line()
+    )
+
+
+def test_vllm_gets_the_hub_token_only_where_it_may_have_to_ask_the_hub(tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path / "m"))
+    token = {"HF_TOKEN": "hf_very-secret"}
+    assert "HF_TOKEN" not in plan(folder, **token).vllm_environ(OFFLINE | token)
+    found = plan(folder, "--enable-lora", "--lora-modules", "sql=acme/lora", **token)
+    assert found.vllm_environ(OFFLINE | token)["HF_TOKEN"] == "hf_very-secret"
+    assert "very-secret" not in json.dumps(found.to_json())
