@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from nibble.settings import Settings
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until told to stop; the exit code of the whole."""
-    asked = read_wishes(words, environ)
+    asked = read_wishes(words, environ, ("--json",))
     accepted = dict(asked.accepted.environ)
     plan = _on_disk(plan_for(asked), asked)
     for notice in plan.notices:
@@ -42,6 +43,10 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
         settings.host, given, settings.allow_anonymous, settings.cache_dir or cache_dir(accepted)
     )
     _announce(plan)
+    if "--json" in asked.command.rest:
+        # One line, the first on stdout; a program that started us follows `status` from there.
+        start = {"status": f"http://127.0.0.1:{settings.control_port}/status", "plan": plan.to_json()}
+        print(json.dumps(start, default=str), flush=True)
     return launch(plan, accepted, key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -94,3 +95,18 @@ def test_the_list_of_recipes_shows_every_name_and_status_whole() -> None:
     text = nibble("recipes", "list").stdout
     assert "…" not in text
     assert re.search(r"^Salyut1/GLM-4\.7-NVFP4 +unknown +reported +unknown +unknown", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "nibble-demo"],
+        ["recipes", "list"],
+        ["recipes", "show", "Salyut1/GLM-4.7-NVFP4"],
+        ["doctor"],
+        ["pull", "models/nibble-demo"],
+        ["version"],
+    ],
+)
+def test_every_verb_that_answers_a_question_does_so_in_json(words: list[str]) -> None:
+    assert json.loads(nibble(*words, "--json", HF_HUB_OFFLINE="1").stdout)

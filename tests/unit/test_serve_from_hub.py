@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,3 +101,12 @@ def test_second_start_fetches_nothing_and_works_without_the_hub(hub: Hub, enviro
     serve_module.serve(["acme/tiny"], environ)
     assert weights_fetched(hub) == first
     assert len({plan.model for plan, _ in started}) == 1
+
+
+def test_with_json_the_first_line_on_stdout_is_the_plan_and_where_to_follow_it(
+    environ, started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve_module.serve(["acme/tiny", "--json"], environ) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["status"] == f"http://127.0.0.1:{environ['NIBBLE_CONTROL_PORT']}/status"
+    assert first["plan"] == json.loads(json.dumps(started[0][0].to_json(), default=str))
