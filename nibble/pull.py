@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
 from nibble.errors import ExitCode, NibbleError
@@ -186,25 +186,30 @@ def _download(job: _Job, older: Path | None, started: float) -> PullResult:
 
 def _preflight(job: _Job) -> int:
     """Bytes to fetch. Raises NO_FIT when the cache's file system has not that much and a margin free."""
-    from huggingface_hub import snapshot_download
-
     try:
-        with _quiet():
-            plan = snapshot_download(
-                job.model,
-                revision=job.commit,
-                cache_dir=job.hub.cache,
-                endpoint=job.hub.endpoint,
-                token=job.hub.token,
-                allow_patterns=_literal_patterns(job.files),
-                dry_run=True,
-            )
+        plan = _snapshot(job, dry_run=True)
     except Exception as error:
         raise hub_error(error, job.model, job.revision, job.hub) from error
     sizes = {file.path: file.size for file in job.files}
     fetch_bytes = sum(entry.file_size or sizes[entry.filename] for entry in plan if entry.will_download)
     check_disk(job.model, fetch_bytes, free_bytes(job.hub.cache), job.hub.cache)
     return fetch_bytes
+
+
+def _snapshot(job: _Job, dry_run: bool = False) -> Any:
+    """huggingface_hub's download of the job's files; with `dry_run` only its list of them."""
+    from huggingface_hub import snapshot_download
+
+    with _quiet():
+        return snapshot_download(
+            job.model,
+            revision=job.commit,
+            cache_dir=job.hub.cache,
+            endpoint=job.hub.endpoint,
+            token=job.hub.token,
+            allow_patterns=_literal_patterns(job.files),
+            dry_run=dry_run,
+        )
 
 
 def check_disk(model: str, fetch_bytes: int, available_bytes: int, cache: Path) -> None:
@@ -237,18 +242,9 @@ def _note_unverified(job: _Job, paths: set[str]) -> None:
 
 def _fetch(job: _Job, fetch_bytes: int) -> None:
     """Download all files of the job; an error names what is missing. Finished files stay for the next try."""
-    from huggingface_hub import snapshot_download
-
     try:
-        with _quiet(), _watch(job, fetch_bytes):
-            snapshot_download(
-                job.model,
-                revision=job.commit,
-                cache_dir=job.hub.cache,
-                endpoint=job.hub.endpoint,
-                token=job.hub.token,
-                allow_patterns=_literal_patterns(job.files),
-            )
+        with _watch(job, fetch_bytes):
+            _snapshot(job)
     except Exception as error:
         mapped = hub_error(error, job.model, job.revision, job.hub)
         missing = sorted(_absent(job))
