@@ -26,6 +26,16 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
 app.add_typer(recipes_app, name="recipes")
+patches_app = typer.Typer(
+    no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
+)
+app.add_typer(patches_app, name="patches")
+Root = Annotated[
+    str | None,
+    typer.Option(
+        "--root", help="A site-packages folder or vLLM's unpacked source; default: the installed vLLM."
+    ),
+]
 
 
 @app.command(context_settings=FREE_WORDS)
@@ -95,6 +105,61 @@ def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as
             print(problem.line())
         print(f"{len(problems)} problem(s)", file=sys.stderr)
     raise typer.Exit(ExitCode.VERIFY if problems else ExitCode.OK)
+
+
+@patches_app.command("status")
+def patches_status(tree: Root = None, as_json: Json = False) -> None:
+    """Run every probe and print both tables: applied, needed, fixed upstream, not applicable."""
+    from nibble.patching.status import look
+    from nibble.show import show_patches
+
+    there = _tree(tree)
+    lines = look(there)
+    _print_json([vars(line) for line in lines]) if as_json else show_patches(there, lines)
+
+
+@patches_app.command("check")
+def patches_check(tree: Root = None, as_json: Json = False) -> None:
+    """Like status, and exit 6 naming the first probe that does not pass; leaves the table for `nibble doctor`."""
+    from nibble.patching.status import check, keep_report, look
+    from nibble.show import show_patches
+
+    there = _tree(tree)
+    lines = look(there)
+    _print_json([vars(line) for line in lines]) if as_json else show_patches(there, lines)
+    check(there, lines)
+    keep_report(there, lines)
+
+
+@patches_app.command("apply")
+def patches_apply(tree: Root = None) -> None:
+    """Apply the series as one step; a second time it changes nothing."""
+    from nibble.patching.apply import apply_series
+    from nibble.patching.series import load_series
+
+    there = _tree(tree)
+    done = apply_series(there, load_series("vllm"))
+    print(f"{there.root}: " + (f"applied {', '.join(done)}" if done else "all patches are already applied"))
+
+
+@patches_app.command("revert")
+def patches_revert(tree: Root = None) -> None:
+    """Put every patched file back, byte for byte."""
+    from nibble.patching.apply import revert_series
+    from nibble.patching.series import load_series
+
+    there = _tree(tree)
+    done = revert_series(there, load_series("vllm"))
+    print(f"{there.root}: " + (f"took back {', '.join(done)}" if done else "no patch was applied"))
+
+
+def _tree(root: str | None) -> Any:
+    from pathlib import Path
+
+    from nibble.patching.status import installed_tree
+    from nibble.patching.tree import open_tree
+
+    return open_tree(Path(root)) if root else installed_tree()
 
 
 @app.command()

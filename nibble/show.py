@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from nibble import __version__
 from nibble.errors import ExitCode, NibbleError
+from nibble.patching.status import row_order
 from nibble.paths import root
 from nibble.plan import Plan
 from nibble.precedence import Choice
@@ -198,6 +200,27 @@ def show_report(report: Any) -> None:
         console.print(
             f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {escape(check.what + fix)}"
         )
+
+
+def show_patches(tree: Any, lines: Sequence[Any]) -> None:
+    """The two tables of docs/patches.md for one tree."""
+    console = _wide_console()
+    colours = {"applied": "green", "needed": "red", "failed": "red", "unmended": "yellow"}
+    for title, live in (("what the seeds patched", False), ("what is wrong in vLLM 0.32.0", True)):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for heading in ("id", "state", "defect", "nibble's answer", "seen"):
+            table.add_column(heading, overflow="fold", no_wrap=heading in ("id", "state"))
+        for line in lines:
+            if (row_order(line.id)[0] == 1) is live:
+                colour = colours.get(line.word, "default")
+                cells = [escape(text) for text in (line.title, line.fix or "-", line.detail)]
+                table.add_row(line.id, f"[{colour}]{line.word}[/]", *cells)
+        console.print(table)
+    counted = Counter(line.word for line in lines)
+    console.print(
+        f"{tree.root} ({tree.layout}, vllm {tree.version}): "
+        + ", ".join(f"{n} {w}" for w, n in counted.items())
+    )
 
 
 def versions() -> dict[str, str | None]:

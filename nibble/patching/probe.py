@@ -1,8 +1,8 @@
 """What a probe is: a row of docs/patches.md and a small program that shows whether the defect is in a tree.
 
-A probe file lies in patches/probes/, names its row (`ROW`) and has `probe(tree)`; where nibble's answer is something else
-than a patch (a flag, a rule, a plugin, an environment variable, a check at build), it has `remedy(tree)` too, which shows the same
-scenario with nibble's answer in effect. Each runs in a process of its own (nibble.patching.run), so it may change what it likes.
+A probe file lies in patches/probes/, names its row (`ROW`) and has `probe(tree)`. Where nibble's answer is something else than a
+patch (a flag, a rule, a plugin, an environment variable, a check at build), it has `remedy(tree)` too, which shows the same
+scenario with nibble's answer in effect. Each runs in a process of its own (nibble.patching.run): it may change what it likes.
 """
 
 from __future__ import annotations
