@@ -117,23 +117,30 @@ def _check_release(tree: Tree, series: Series) -> None:
 
 
 def _current_record(tree: Tree, series: Series) -> Record:
-    """What is applied now, by the files themselves: a record counts only while every file is what it says."""
+    """What is applied now, by the files themselves. Raises NibbleError where somebody else changed one."""
     if tree.release != series.release:
         return NOTHING
     record = _read_record(tree)
-    if any(_digest_of(tree, path) != digest for path, digest in record.after.items()):
-        # A fresh installation over the patched one leaves the record behind; or somebody changed a file: seen below.
-        record = NOTHING
-    for path, pristine in series.pristine.items():
-        found = _digest_of(tree, path)
-        if path not in record.after and found not in ("", pristine):
-            raise NibbleError(
-                ExitCode.VERIFY,
-                f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble left there",
-                f"sha256 {pristine[:12]}…, found {found[:12]}…",
-                "install vllm again (`make clean setup`), or undo the change",
-            )
-    return record
+    found = {path: _digest_of(tree, path) for path in sorted({*series.pristine, *record.after})}
+    for path, digest in found.items():
+        if digest not in ("", series.pristine.get(path), record.before.get(path), record.after.get(path)):
+            raise _changed(tree, path, digest, series)
+    differing = [path for path, digest in record.after.items() if found[path] != digest]
+    if not differing:
+        return record
+    # A fresh installation over the patched one leaves the record behind, and every file is pristine again.
+    if patched := [path for path in record.after if path not in differing]:
+        raise _changed(tree, patched[0], found[patched[0]], series)
+    return NOTHING
+
+
+def _changed(tree: Tree, path: str, digest: str, series: Series) -> NibbleError:
+    return NibbleError(
+        ExitCode.VERIFY,
+        f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble left there",
+        f"sha256 {series.pristine.get(path, 'unknown')[:12]}…, found {digest[:12]}…",
+        "install vllm again (`make clean setup`), or undo the change",
+    )
 
 
 def _read_record(tree: Tree) -> Record:
