@@ -22,6 +22,9 @@ from nibble.budget import (
 )
 from nibble.checkpoint import Checkpoint
 from nibble.hardware import Hardware
+from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
+from nibble.moe_configs import Alias, find_alias, reads_tuned_configs
+from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
 from nibble.recipes import ResolvedRecipe
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
@@ -55,6 +58,7 @@ class Plan:
     notices: tuple[str, ...]
     budget: Budget
     bound: DecodeBound
+    moe_alias: Alias | None
 
     @property
     def revision(self) -> str | None:
@@ -157,6 +161,10 @@ def make_plan(parts: Ingredients) -> Plan:
         )
     served = _served_names(parts)
     args = _server_flags(parts, served) | args
+    moe_alias = _moe_alias(parts, values)
+    env = _environment(parts, moe_alias)
+    if moe_alias and env[TUNED_CONFIG_FOLDER].value != str(moe_alias.folder):
+        moe_alias = None  # the user has a folder of their own
     return Plan(
         model=_model_argument(parts),
         served_names=served,
@@ -168,10 +176,11 @@ def make_plan(parts: Ingredients) -> Plan:
         settings=settings,
         choices=_choices(parts),
         args=args,
-        env=_environment(parts),
+        env=env,
         notices=_notices(parts, values),
         budget=_budget(parts, args),
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),
+        moe_alias=moe_alias,
     )
 
 
@@ -276,7 +285,18 @@ def _context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
     return asked or (parts.checkpoint.max_model_len if parts.checkpoint else None)
 
 
-def _environment(parts: Ingredients) -> Choices:
+def _moe_alias(parts: Ingredients, args: Mapping[str, Any]) -> Alias | None:
+    """Only for the machine that is here: an assumed GPU has no product name."""
+    hardware, checkpoint, settings = parts.hardware, parts.checkpoint, parts.loaded.settings
+    if hardware.assumed or not hardware.gpus or checkpoint is None or parts.tuned_configs is None:
+        return None
+    if not reads_tuned_configs(checkpoint, args):
+        return None
+    cache = settings.cache_dir or cache_dir(parts.accepted.environ)
+    return find_alias(hardware.gpus[0].name, parts.target, parts.tuned_configs, cache)
+
+
+def _environment(parts: Ingredients, moe_alias: Alias | None) -> Choices:
     """Variables for vLLM: a user's own value wins over target and recipe."""
     quiet = "no usage statistics leave this machine"
     env: Choices = {
@@ -286,6 +306,8 @@ def _environment(parts: Ingredients) -> Choices:
         env["HF_HUB_OFFLINE"] = Choice(
             "1", "nibble's default", "the model is on disk: nothing is looked up while serving"
         )
+    if moe_alias is not None:
+        env[TUNED_CONFIG_FOLDER] = Choice(str(moe_alias.folder), "nibble's default", moe_alias.reason)
     if parts.loaded.settings.debug:
         env["VLLM_LOGGING_LEVEL"] = Choice("DEBUG", str(parts.loaded.origins["debug"]), "verbose logs")
     for name, default in parts.target.env.items():

@@ -12,6 +12,7 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.environment import Accepted
 from nibble.hardware import Hardware
+from nibble.moe_configs import TunedConfigs
 from nibble.recipes import ResolvedRecipe
 from nibble.rules import TURBOQUANT_COST
 from nibble.settings import Loaded, options
@@ -51,6 +52,7 @@ class Ingredients:
     checkpoint_note: str
     recipe: ResolvedRecipe | None
     is_demo: bool = False
+    tuned_configs: TunedConfigs | None = None
 
 
 def join_layers(parts: Ingredients) -> Choices:

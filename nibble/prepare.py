@@ -12,6 +12,7 @@ from nibble.command_line import CommandLine, read_command_line
 from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware, assume, detect
+from nibble.moe_configs import installed_configs
 from nibble.paths import demo_model, root
 from nibble.plan import Plan, make_plan
 from nibble.precedence import Choice, Ingredients, file_flags
@@ -93,6 +94,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         checkpoint_note=note,
         recipe=recipe,
         is_demo=folder is not None and folder.resolve() == demo_model().resolve(),
+        tuned_configs=installed_configs() if target.device == "cuda" else None,
     )
     return make_plan(parts)
 

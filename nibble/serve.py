@@ -19,6 +19,7 @@ from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.launch import serve as launch
 from nibble.localize import Fetch, localize
+from nibble.moe_configs import make_folder
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
@@ -42,6 +43,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     key = resolve_api_key(
         settings.host, given, settings.allow_anonymous, settings.cache_dir or cache_dir(accepted)
     )
+    _link_moe_configs(plan)
     _announce(plan)
     if "--json" in asked.command.rest:
         # One line, the first on stdout; a program that started us follows `status` from there.
@@ -123,6 +125,17 @@ def _stop_download(signum: int) -> None:
     """Nothing is served yet, so a stop is a stop; threads of the download would hold up an ordinary exit."""
     say("stopped while downloading; the next start goes on from here")
     os._exit(ExitCode.OK)
+
+
+def _link_moe_configs(plan: Plan) -> None:
+    if plan.moe_alias is None:
+        return
+    try:
+        make_folder(plan.moe_alias)
+    except OSError as error:  # vLLM then takes its own defaults, as without us
+        say(
+            f"warning: {plan.moe_alias.folder} cannot be written ({error.strerror}): no MoE tuning for this GPU"
+        )
 
 
 def _announce(plan: Plan) -> None:

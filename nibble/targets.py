@@ -34,6 +34,7 @@ class GpuModel:
     """A product of a target: how NVML names it, its memory and its specified bandwidth."""
 
     match: str
+    capability: tuple[int, int]
     memory_bytes: int
     bandwidth_bytes_per_s: float
     sm_count: int
@@ -99,17 +100,18 @@ def parse_target(path: Path) -> Target:
     """A target file as a value; a KeyError or TypeError here is a broken installation, not user input."""
     data = tomllib.loads(path.read_text())
     memory = data["memory"]
+    capabilities = tuple(_capability(text) for text in data["capabilities"])
     return Target(
         name=data["name"],
         title=data["title"],
         device=data["device"],
-        capabilities=tuple(_capability(text) for text in data["capabilities"]),
+        capabilities=capabilities,
         platforms=tuple(data["platforms"]),
         torch_cuda_arch_list=data["torch_cuda_arch_list"],
         memory_kind=memory["kind"],
         memory_reserve_bytes=int(memory["reserve_gib"] * (1 << 30)),
         features=Features(**data["features"]),
-        gpu_models=tuple(_gpu_model(entry) for entry in data.get("gpu", ())),
+        gpu_models=tuple(_gpu_model(entry, capabilities[0]) for entry in data.get("gpu", ())),
         args={"--" + name: Default(**entry) for name, entry in data.get("args", {}).items()},
         env={name: Default(**entry) for name, entry in data.get("env", {}).items()},
         known_bad=tuple(KnownBad(**entry) for entry in data.get("known_bad", ())),
@@ -122,9 +124,10 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _gpu_model(entry: Mapping[str, Any]) -> GpuModel:
+def _gpu_model(entry: Mapping[str, Any], usual: tuple[int, int]) -> GpuModel:
     return GpuModel(
         match=entry["match"],
+        capability=_capability(entry["capability"]) if "capability" in entry else usual,
         memory_bytes=int(entry["memory_gib"] * (1 << 30)),
         bandwidth_bytes_per_s=entry["bandwidth_gb_s"] * 1e9,
         sm_count=entry["sm_count"],
