@@ -143,9 +143,9 @@ def read_report(tree: Tree) -> list[Line] | None:
     """The table of the last whole `check` of exactly these patches and probes, or None."""
     try:
         data = json.loads((unit(tree) / RECORD_FOLDER / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return [Line(**line) for line in data["lines"]] if data["key"] == _report_key(tree) else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, cut short, or of another version of nibble
         return None
-    return [Line(**line) for line in data["lines"]] if data["key"] == _report_key(tree) else None
 
 
 def _report_key(tree: Tree) -> str:
