@@ -28,7 +28,7 @@ DOCKERFILES = $(shell git ls-files -co --exclude-standard 'docker/Dockerfile.*')
 .PHONY: help
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | while IFS=$$'\t' read -r verb text; do \
-		printf '  make %-10s %s\n' "$$verb" "$$text"; done
+		printf '  make %-14s %s\n' "$$verb" "$$text"; done
 
 .PHONY: setup setup-dev
 setup: ## install vLLM and nibble into .venv (RUNTIME=auto|cpu|cuda)
@@ -74,7 +74,9 @@ test: lint ## lint, types and every test that can run here in less than half an 
 test-all: lint ## the slow tests too
 	pytest --slow
 
-.PHONY: demo lock clean
+.PHONY: patches-newest demo lock clean
+patches-newest: setup ## run every probe on the newest release of vLLM and print the tables
+	@scripts/patches-newest.sh
 demo: setup ## train the embedded demo model again
 	python models/train_demo.py
 lock: ## make requirements/*.lock again (UPGRADE=--upgrade: newest versions)

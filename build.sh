@@ -62,7 +62,7 @@ for name in BASE_IMAGE RUNTIME_IMAGE MAX_JOBS; do
   [[ -z ${!name:-} ]] || arguments+=("${name}=${!name}")
 done
 [[ -z ${NIBBLE_TORCH_INDEX:-} ]] || arguments+=("TORCH_INDEX=${NIBBLE_TORCH_INDEX}")
-[[ ! -d patches ]] || arguments+=("PATCHES=$(cat patches/*/series 2>/dev/null | grep -v '^#' | paste -sd, -)")
+arguments+=("PATCHES=$(sed -n '/^#/d; s/\.patch.*//p' patches/vllm/series | paste -sd, -)")
 
 if [[ -n ${NIBBLE_BUILD_WHEELS:-} ]]; then
   wheels="nibble-wheels:$(cd "${NIBBLE_BUILD_WHEELS}" && stat -c '%n %s %Y' ./*.whl | sha256sum | cut -c1-16)"

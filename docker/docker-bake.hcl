@@ -4,6 +4,7 @@
 variable "IMAGE" { default = "nibble" }
 variable "VERSION" { default = "dev" }
 variable "REVISION" { default = "unknown" }
+variable "PATCHES" { default = "none" }
 
 group "default" { targets = ["cpu"] }
 group "gpu" { targets = ["gb10", "sm120", "b200", "hopper"] }
@@ -14,6 +15,7 @@ target "_common" {
   args = {
     VERSION  = VERSION
     REVISION = REVISION
+    PATCHES  = PATCHES
   }
   # Provenance with mode=max records build arguments: passwords only ever come as secrets.
   attest = ["type=provenance,mode=max", "type=sbom"]

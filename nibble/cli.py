@@ -127,8 +127,8 @@ def patches_check(tree: Root = None, as_json: Json = False) -> None:
     there = _tree(tree)
     lines = look(there)
     _print_json([vars(line) for line in lines]) if as_json else show_patches(there, lines)
-    check(there, lines)
     keep_report(there, lines)
+    check(there, lines)
 
 
 @patches_app.command("apply")

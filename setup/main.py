@@ -18,6 +18,7 @@ from setup.pip_runner import Pip
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"
+PATCHES = ROOT / "patches" / "vllm"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,23 +66,27 @@ class Installation:
         """Bring the environment up to date; silent when it is."""
         stamp, wanted = venv.read_stamp(self.venv), self._wanted()
         stale_runtime = any(stamp.get(name) != wanted[name] for name in ("kind", "runtime"))
+        stale_patches = stale_runtime or stamp.get("patches") != wanted["patches"]
         stale_dev = self.dev and stamp.get("dev") != wanted["dev"]
-        if not stale_runtime and not stale_dev:
+        if not stale_patches and not stale_dev:
             return
         start = time.monotonic()
         phases = self._runtime_phases(stamp.get("kind") != wanted["kind"]) if stale_runtime else []
+        if stale_patches:
+            phases.append(("nibble's changes to vLLM", self._apply_patches))
         if stale_dev:
             phases.append(
                 ("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools"))
             )
-        (self.venv / venv.STAMP).unlink(missing_ok=True)
+        if stale_runtime or stale_dev:  # the series alone is applied whole or not at all
+            (self.venv / venv.STAMP).unlink(missing_ok=True)
         for number, (title, work) in enumerate(phases, 1):
             began = time.monotonic()
             print(f"[{number}/{len(phases)}] {title}", flush=True)
             work()
             print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
         kept_dev = {"dev": stamp["dev"]} if "dev" in stamp and stamp.get("kind") == wanted["kind"] else {}
-        new = {name: wanted[name] for name in ("kind", "runtime")} | kept_dev
+        new = {name: wanted[name] for name in ("kind", "runtime", "patches")} | kept_dev
         venv.write_stamp(self.venv, new | ({"dev": wanted["dev"]} if self.dev else {}))
         print(f"{self.venv} is ready ({time.monotonic() - start:.0f} s)", flush=True)
 
@@ -98,6 +103,7 @@ class Installation:
         return {
             "kind": f"{self.runtime.value}{origin} for Python {platform.python_version()}",
             "runtime": decide.stamp_key([*code, LOCKS / f"{self.runtime.value}.lock"], facts),
+            "patches": decide.stamp_key((path for path in PATCHES.glob("*") if path.is_file()), {}),
             "dev": decide.stamp_key([LOCKS / "dev.lock"], facts),
         }
 
@@ -220,6 +226,22 @@ class Installation:
                 f"remove {self.venv}, run again",
             )
         print(f"      vLLM {vllm}, torch {torch}" + ("" if cuda == "None" else f", CUDA {cuda}"), flush=True)
+
+    def _apply_patches(self) -> None:
+        """Bring vLLM to the series with the code that the images use; it needs the standard library only."""
+        from nibble.errors import NibbleError
+        from nibble.patching.apply import apply_series, patch_states
+        from nibble.patching.series import load_series
+        from nibble.patching.tree import open_tree
+
+        try:
+            series = load_series("vllm", PATCHES)
+            tree = open_tree(next(self.venv.glob("lib/python3.*/site-packages")))
+            apply_series(tree, series)
+            applied = list(patch_states(tree, series).values()).count("applied")
+        except NibbleError as error:
+            raise SetupError(error.code, error.what, error.expected, error.action) from None
+        print(f"      patches: {applied} applied", flush=True)
 
 
 def answers(url: str, seconds: float) -> bool:

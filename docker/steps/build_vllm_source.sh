@@ -37,4 +37,5 @@ export DEEPGEMM_PYTHON_INTERPRETERS=/opt/venv/bin/python
 # Without cargo the optional Rust front end is left out: VLLM_USE_RUST_FRONTEND=1 needs the wheel (setup.py:1679).
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}" NVCC_THREADS="${NVCC_THREADS:-1}"
 /opt/venv/bin/pip install --no-deps --no-build-isolation /build/vllm
+PYTHONPATH=/patching /opt/venv/bin/python "$(dirname "$0")/apply_patches.py" /opt/venv/lib/python3*/site-packages /build/vllm
 ccache --show-stats

@@ -19,4 +19,4 @@ echo "${VLLM_SDIST_SHA256}  /tmp/sdist/vllm-${VLLM_VERSION}.tar.gz" | sha256sum 
 }
 tar -xzf "/tmp/sdist/vllm-${VLLM_VERSION}.tar.gz" -C /build/vllm --strip-components=1
 rm -r /tmp/fetch /tmp/sdist
-"$(dirname "$0")/apply_patches.sh" vllm /build/vllm
+PYTHONPATH=/patching python3 "$(dirname "$0")/apply_patches.py" /build/vllm

@@ -1,17 +1,24 @@
-"""The image definitions without an engine: lint, pins, what must agree with what, and the patch step."""
+"""The image definitions without an engine: lint, pins, what must agree with what, and the step that patches vLLM."""
 
 from __future__ import annotations
 
+import compileall
+import importlib.util
+import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from patch_series import CHANGES, make_series, make_tree
 
+from nibble.patching.apply import RECORD_FOLDER
+from nibble.patching.series import load_series
 from nibble.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,45 +155,101 @@ def test_build_refuses_wrong_arguments_in_one_line(args: tuple[str, ...], said: 
     assert result.stderr.count("\n") == 1
 
 
-HELLO = "one\ntwo\nthree\n"
-GOOD_PATCH = "--- a/pkg/hello.py\n+++ b/pkg/hello.py\n@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n"
-BAD_PATCH = "--- a/pkg/other.py\n+++ b/pkg/other.py\n@@ -1,3 +1,3 @@\n one\n-four\n+FOUR\n three\n"
+KERNEL = {"csrc/kernel.cu": ("// kernel 3\n", "// kernel three\n")}
 
 
-def apply_patches(tmp_path: Path, series: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    tree, patches = tmp_path / "tree", tmp_path / "patches" / "vllm"
-    (tree / "pkg").mkdir(parents=True)
-    patches.mkdir(parents=True)
-    for name in ("hello.py", "other.py"):
-        (tree / "pkg" / name).write_text(HELLO)
-    (patches / "good.patch").write_text(GOOD_PATCH)
-    (patches / "bad.patch").write_text(BAD_PATCH)
-    (patches / "series").write_text(series)
-    command = [str(DOCKER / "steps" / "apply_patches.sh"), "vllm", str(tree)]
-    environ = os.environ | {"PATCHES_DIR": str(patches.parent)}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environ
-    ), tree / "pkg" / "hello.py"
+def patching_stage(folder: Path, target: str) -> Path:
+    """A copy of what the stage `patching` of a Dockerfile holds, with a small series in place of ours."""
+    stage = re.search(r"^FROM scratch AS patching\n(.*?)^FROM ", dockerfile(target), re.M | re.S)
+    assert stage is not None
+    for line in re.findall(r"^COPY (.*)$", stage[1].replace("\\\n", ""), re.M):
+        *sources, place = line.split()
+        for source in sources:
+            whole = (ROOT / source).is_dir()
+            to = folder / place.strip("/") / ("" if whole else Path(source).name)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if whole else shutil.copy)(ROOT / source, to)
+    shutil.rmtree(folder / "patches" / "vllm")
+    make_series(folder / "patches" / "vllm", CHANGES | {"kernel": KERNEL})
+    return folder
 
 
-def test_patch_series_is_applied(tmp_path: Path) -> None:
-    result, hello = apply_patches(tmp_path, "# a comment\ngood.patch  # why\n")
-    assert (result.returncode, result.stdout) == (0, "patched vllm: good.patch\n")
-    assert hello.read_text() == "one\nTWO\nthree\n"
+def apply_patches(stage: Path, *words: Path) -> subprocess.CompletedProcess[str]:
+    """The step as a build runs it, with the standard library and the stage alone (-S: no site-packages)."""
+    command = [sys.executable, "-S", str(DOCKER / "steps" / "apply_patches.py"), *map(str, words)]
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(stage), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
 
 
-def test_patch_series_is_all_or_nothing(tmp_path: Path) -> None:
-    result, hello = apply_patches(tmp_path, "good.patch\nbad.patch\n")
-    assert result.returncode == 6
-    assert "does not apply" in result.stderr
-    assert hello.read_text() == HELLO
+def is_compiled(path: Path) -> bool:
+    """Whether Python would take the bytecode that lies beside it (its header has the source's time and size)."""
+    header = Path(importlib.util.cache_from_source(path)).read_bytes()[8:16]
+    return struct.unpack("<II", header) == (int(path.stat().st_mtime), path.stat().st_size)
 
 
-def test_no_series_is_no_patch(tmp_path: Path) -> None:
-    command = [str(DOCKER / "steps" / "apply_patches.sh"), "vllm", str(tmp_path)]
-    environ = os.environ | {"PATCHES_DIR": str(tmp_path)}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert (result.returncode, result.stdout) == (0, "no patches for vllm\n")
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_patching_stage_is_enough_to_apply_a_series_and_has_no_probe(target: str, tmp_path: Path) -> None:
+    stage = patching_stage(tmp_path / "stage", target)
+    assert not [path for path in stage.rglob("*") if "probe" in path.name]
+    site = make_tree(tmp_path / "site")
+    result = apply_patches(stage, site)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"patches applied to {site}: first, second\n"
+    assert "one = 'thirty'\n" in (site / "vllm" / "one.py").read_text()
+
+
+def test_patched_files_of_an_installed_vllm_are_compiled_again(tmp_path: Path) -> None:
+    """At run time site-packages is read-only: stale bytecode would be made again at every start."""
+    site = make_tree(tmp_path / "site")
+    sources = list((site / "vllm").rglob("*.py"))
+    for path in sources:
+        os.utime(path, (1, 1))
+    compileall.compile_dir(site / "vllm", quiet=1)
+    assert apply_patches(patching_stage(tmp_path / "stage", "cpu"), site).returncode == 0
+    assert all(is_compiled(path) for path in sources)
+
+
+def test_a_vllm_compiled_from_patched_source_has_a_record_of_its_own(tmp_path: Path) -> None:
+    stage = patching_stage(tmp_path / "stage", "cpu")
+    source = make_tree(tmp_path / "source", source=True)
+    result = apply_patches(stage, source)
+    assert (result.returncode, result.stdout) == (0, f"patches applied to {source}: first, second, kernel\n")
+    site = make_tree(tmp_path / "site")
+    shutil.rmtree(site / "vllm")
+    shutil.copytree(source / "vllm", site / "vllm")
+    result = apply_patches(stage, site, source)
+    assert (result.returncode, result.stderr) == (0, "")
+    for path in CHANGES["first"]:
+        assert (site / path).read_bytes() == (source / path).read_bytes()
+    record = json.loads((site / "vllm" / RECORD_FOLDER / "record.json").read_text())
+    assert list(record["patches"]) == ["first", "second"]
+
+
+def test_a_patch_that_does_not_fit_stops_the_build_in_one_line(tmp_path: Path) -> None:
+    site = make_tree(tmp_path / "site")
+    (site / "vllm" / "one.py").write_text("one = 4\n")
+    result = apply_patches(patching_stage(tmp_path / "stage", "cpu"), site)
+    assert (result.returncode, result.stdout) == (6, "")
+    assert re.fullmatch(r"error: vllm/one\.py in .*\n", result.stderr)
+    assert "two = 3\n" in (site / "vllm" / "deep" / "two.py").read_text()
+
+
+@pytest.mark.parametrize("file", ["build.sh", ".github/workflows/release.yaml"])
+def test_the_label_of_an_image_names_the_patches_of_the_series(file: str) -> None:
+    command = re.search(r"PATCHES=\$\((.*)\)", (ROOT / file).read_text())
+    assert command is not None
+    named = subprocess.run(["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert named.stdout.strip().split(",") == [patch.name for patch in load_series("vllm").patches]
+
+
+def test_workflows_use_verbs_that_make_has() -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    used = [
+        verb
+        for workflow in (ROOT / ".github" / "workflows").glob("*.yaml")
+        for verb in re.findall(r"\bmake ([a-z-]+)", workflow.read_text())
+    ]
+    assert used and set(used) <= verbs
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
