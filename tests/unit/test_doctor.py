@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub import GOOD_TOKEN, Hub
+from patch_series import CHANGES, make_series, make_tree
 from tiny_model import write_model
 
 from nibble import doctor
@@ -23,11 +26,17 @@ from nibble.doctor import (
     hub_check,
     installed,
     memory_check,
+    patch_checks,
     python_checks,
 )
 from nibble.errors import ExitCode
 from nibble.hardware import Gpu, Hardware
+from nibble.patching.apply import apply_series
+from nibble.patching.series import load_series
+from nibble.patching.status import Line, keep_report, read_report
+from nibble.patching.tree import Tree, open_tree
 from nibble.prepare import read_wishes
+from nibble.show import show_report
 
 HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
@@ -137,7 +146,7 @@ def test_report_of_this_machine_is_json_and_names_every_subject(environ: dict[st
     assert data["exit_code"] == report.exit_code == ExitCode.OK
     subjects = {"python", "nibble", "vllm", "torch", "settings", "gpu", "target", "memory", "nibble cache"}
     subjects |= {"hugging face cache", "vllm cache", "PORT", "NIBBLE_CONTROL_PORT", "hub", "hf token"}
-    subjects |= {"open files", "shared memory", "container"}
+    subjects |= {"open files", "shared memory", "container", "patches", "probes"}
     assert subjects <= {check["name"] for check in data["checks"]}
     assert all(check["fix"] for check in data["checks"] if check["status"] == "fail")
 
@@ -191,3 +200,87 @@ def test_caches_are_measured(environ: dict[str, str], tmp_path: Path) -> None:
 def test_a_broken_installation_ends_in_6() -> None:
     assert Report((Check("vllm", "fail", "not installed"),)).exit_code is ExitCode.VERIFY
     assert Report((Check("hub", "warning", "unreachable"),)).exit_code is ExitCode.OK
+
+
+@pytest.fixture
+def small_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    """A small vLLM, first on the path, and a small series for it that is not applied."""
+    make_series(tmp_path / "root" / "patches" / "vllm")
+    monkeypatch.setenv("NIBBLE_ROOT", str(tmp_path / "root"))
+    site = make_tree(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    return open_tree(site)
+
+
+def seen(word: Any = "applied", row: str = "N12") -> Line:
+    return Line(row, "padding of gated MoE", word, "128 rows", "patch vllm/first", "n12_moe_padding", 1.0)
+
+
+def test_an_unpatched_vllm_fails_with_the_command_that_mends_it(small_vllm: Tree) -> None:
+    check = by_name(patch_checks(small_vllm, ()))["patches"]
+    assert (check.status, check.what) == ("fail", "not applied: first, second")
+    assert check.fix == "run `nibble patches apply`"
+    assert Report((check,)).exit_code is ExitCode.VERIFY
+
+
+def test_a_patched_vllm_is_ok_and_asks_for_the_probes_where_none_ran(small_vllm: Tree) -> None:
+    apply_series(small_vllm, load_series("vllm"))
+    checks = by_name(patch_checks(small_vllm, ()))
+    assert (checks["patches"].status, checks["patches"].what) == ("ok", "2 applied")
+    assert checks["probes"].status == "ok"
+    assert "`nibble patches check`" in checks["probes"].what
+
+
+def test_a_vllm_that_somebody_changed_fails(small_vllm: Tree) -> None:
+    small_vllm.path("vllm/one.py").write_text("one = 0\n")
+    check = by_name(patch_checks(small_vllm, ()))["patches"]
+    assert check.status == "fail"
+    assert check.what.startswith("vllm/one.py in ")
+    assert check.fix
+
+
+def test_the_series_of_another_release_is_a_warning(small_vllm: Tree) -> None:
+    check = by_name(patch_checks(replace(small_vllm, version="0.33.0"), ()))["patches"]
+    assert (check.status, check.what) == ("warning", "made for vllm 0.32.0, not applied to 0.33.0")
+
+
+def test_a_probe_that_did_not_pass_fails_by_name(small_vllm: Tree) -> None:
+    apply_series(small_vllm, load_series("vllm"))
+    check = by_name(patch_checks(small_vllm, (seen(), seen("failed", "N15"))))["probes"]
+    assert (check.status, check.what) == ("fail", "N15 failed: 128 rows")
+    assert Report((check,)).exit_code is ExitCode.VERIFY
+
+
+def test_the_table_of_the_last_check_is_in_the_report_until_the_patches_change(
+    small_vllm: Tree, environ: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apply_series(small_vllm, load_series("vllm"))
+    keep_report(small_vllm, [seen(), seen("not applicable", "15")])
+    report = diagnose(environ)
+    assert [line["id"] for line in report.to_json()["patches"]] == ["N12", "15"]
+    assert by_name(report.checks)["probes"].what == "when last run: 1 applied, 1 not applicable"
+    show_report(report)
+    assert "padding of gated MoE" in capsys.readouterr().out
+    make_series(tmp_path / "root" / "patches" / "vllm", {"first": CHANGES["first"]})
+    (tmp_path / "root" / "patches" / "vllm" / "second.patch").unlink()
+    assert diagnose(environ).to_json()["patches"] == []
+
+
+@pytest.mark.parametrize(
+    "broken", ["{", "[]", '{"key": 1}', '{"key": "KEY", "lines": [{"row": "of an older nibble"}]}']
+)
+def test_a_report_that_cannot_be_read_is_none(small_vllm: Tree, broken: str) -> None:
+    apply_series(small_vllm, load_series("vllm"))
+    keep_report(small_vllm, [])
+    path = small_vllm.path("vllm/.nibble-patches/report.json")
+    path.write_text(broken.replace("KEY", json.loads(path.read_text())["key"]))
+    assert read_report(small_vllm) is None
+
+
+def test_without_vllm_nothing_is_said_about_patches(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [path for path in sys.path if "site-packages" not in path])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert "patches" not in by_name(diagnose(environ).checks)

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from patch_series import CHANGES, FILES, make_series, make_tree
 
 from setup import main, pip_runner, venv
 from setup.decide import SetupError
@@ -76,6 +77,61 @@ def test_a_broken_stamp_is_not_trusted(tmp_path: Path):
     folder = finished_environment(tmp_path / "venv")
     (folder / venv.STAMP).write_text("{")
     assert venv.read_stamp(folder) == {}
+
+
+@pytest.fixture
+def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> main.Installation:
+    """Of an environment with a small vLLM in it, finished but for a small series."""
+    folder = finished_environment(tmp_path / "venv")
+    make_tree(folder / "lib" / "python3.11" / "site-packages")
+    monkeypatch.setattr(main, "PATCHES", make_series(tmp_path / "patches"))
+    return main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu"]))
+
+
+def installed(installation: main.Installation, path: str) -> Path:
+    return installation.venv / "lib" / "python3.11" / "site-packages" / path
+
+
+def test_a_changed_series_is_applied_without_installing_anything(
+    installation: main.Installation, capsys: pytest.CaptureFixture[str]
+):
+    installation.run()
+    said = capsys.readouterr().out
+    assert said.startswith("[1/1] nibble's changes to vLLM\n      patches: 2 applied\n")
+    assert "one = 'thirty'" in installed(installation, "vllm/one.py").read_text()
+    assert not installation.pip.log.exists()
+    installation.run()
+    assert capsys.readouterr().out == ""
+    make_series(main.PATCHES, {"second": CHANGES["second"]})
+    (main.PATCHES / "first.patch").unlink()
+    installation.run()
+    assert "patches: 1 applied" in capsys.readouterr().out
+    assert installed(installation, "vllm/deep/two.py").read_text() == FILES["vllm/deep/two.py"]
+
+
+def test_a_series_that_cannot_be_applied_is_exit_6_and_costs_neither_vllm_nor_the_environment(
+    installation: main.Installation,
+):
+    stamp = venv.read_stamp(installation.venv)
+    installed(installation, "vllm/one.py").write_text("one = 'mine'\n")
+    with pytest.raises(
+        SetupError, match=r"vllm/one\.py in .*; expected sha256 .*; install vllm again"
+    ) as caught:
+        installation.run()
+    assert caught.value.code == 6
+    assert "\n" not in str(caught.value)
+    assert installed(installation, "vllm/one.py").read_text() == "one = 'mine'\n"
+    assert venv.read_stamp(installation.venv) == stamp
+
+
+def test_a_vllm_installed_again_over_a_patched_one_is_patched(installation: main.Installation):
+    installation.run()
+    for path in CHANGES["first"]:  # what pip does: its own files anew, the record of the patches stays
+        installed(installation, path).write_text(FILES[path])
+    venv.write_stamp(installation.venv, {**venv.read_stamp(installation.venv), "patches": ""})
+    installation.run()
+    assert "two = 'three'" in installed(installation, "vllm/deep/two.py").read_text()
+    assert "one = 'thirty'" in installed(installation, "vllm/one.py").read_text()
 
 
 def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path):
