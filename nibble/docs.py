@@ -6,8 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from nibble.backend_rules import Condition, Rule, load_rules
 from nibble.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES
 from nibble.errors import ExitCode
+from nibble.patching.probe import Row
+from nibble.patching.run import rows as probe_rows
+from nibble.patching.series import load_series
+from nibble.patching.status import row_order
 from nibble.paths import root
 from nibble.recipes import list_recipes, load_recipe
 from nibble.settings import Settings, options
@@ -94,6 +99,80 @@ def recipes_table() -> str:
     return "\n".join(rows)
 
 
+def risks_table() -> str:
+    """Every known risk: where, what nibble does, why and on whose word."""
+    rows = ["| id | where | what nibble does | why | source | row |", "|---|---|---|---|---|---|"]
+    for rule in load_rules(root()):
+        row = (
+            f"`{rule.id}`",
+            _where(rule.when),
+            _what(rule),
+            f"{rule.effect}: {rule.reason}",
+            rule.reference,
+            rule.row,
+        )
+        rows.append("| " + " | ".join(row) + " |")
+    return "\n".join(rows)
+
+
+def _where(when: Condition) -> str:
+    kinds = {"fp4": "W4A4", "bf16": "W4A16", "fp8": "with FP8 layers", "": ""}
+    parts = [
+        ", ".join(when.targets),
+        "NVFP4" if when.nvfp4 else "",
+        kinds[when.activations],
+        ", ".join(when.quantization),
+        "MoE" if when.moe else "",
+        ", ".join(when.families),
+    ]
+    if when.k_multiple:
+        parts.append(f"K of a rank no multiple of {when.k_multiple}")
+    return ", ".join(part for part in parts if part)
+
+
+def _what(rule: Rule) -> str:
+    effects = [f"`--{name} {value}`" for name, value in rule.force.items()]
+    effects += [f"refuses `--{name} {value}`" for name, many in rule.forbid.items() for value in many]
+    effects += [f"a notice for `--{name} {value}`" for name, many in rule.warn.items() for value in many]
+    effects += [f"`{name}={value}`" for name, value in rule.env.items()]
+    return ", ".join(effects)
+
+
+def patch_list() -> str:
+    """The series with the reason of each patch."""
+    rows = ["| patch | what it does | touches | goes when |", "|---|---|---|---|"]
+    for patch in load_series("vllm").patches:
+        touched = ", ".join(f"`{path}`" for path in patch.paths)
+        gone = " ".join(patch.headers["X-Remove-When"].split())
+        rows.append(f"| `{patch.name}` | {patch.summary} | {touched} | {gone} |")
+    return "\n".join(rows)
+
+
+def probe_tables() -> str:
+    """Both tables of the probes: the seeds' patches, and what is wrong in the release nibble is made for."""
+    found = sorted(probe_rows().items(), key=lambda item: row_order(item[1].id))
+    tables: list[str] = []
+    for title, live in (("What the seeds patched", 0), ("What is wrong in vLLM 0.32.0", 1)):
+        lines = [
+            f"### {title}",
+            "",
+            "| id | defect or claim | verdict | what nibble does | probe |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [_probe_line(name, row) for name, row in found if row_order(row.id)[0] == live]
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _probe_line(name: str, row: Row) -> str:
+    pristine = ", ".join(f"{version} {state}" for version, state in row.expect.items())
+    answer = f"{row.instead} ({row.fix.kind} `{row.fix.at}`)" if row.fix else row.instead
+    sources = "; ".join(row.references)
+    return (
+        f"| {row.id} | {row.title} | {row.verdict} {sources} | {answer} | `{name}`, {row.how}: {pristine} |"
+    )
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {
     "options": options_table,
     "other-names": other_names_table,
@@ -102,6 +181,9 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "exit-codes": exit_codes_table,
     "targets": targets_table,
     "recipes": recipes_table,
+    "patch-list": patch_list,
+    "patches": probe_tables,
+    "risks": risks_table,
 }
 _BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -1,0 +1,120 @@
+"""docs/patches.md is true: each probe finds in each pristine release what its row says, and each fix is what mends it."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from trees import copy_of, patched, pristine, source_tree
+
+from nibble.patching.apply import apply_series, revert_series
+from nibble.patching.run import Result, rows, run
+from nibble.patching.series import load_series
+from nibble.patching.status import Line, look
+from nibble.patching.tree import Tree, open_tree
+from nibble.paths import root
+
+pytestmark = pytest.mark.vllm
+ROWS = rows()
+CURRENT = "0.32.0"
+EXPECTED = [(name, version) for name, row in ROWS.items() for version in row.expect]
+PATCHES = [patch.name for patch in load_series("vllm").patches]
+SEED_ROWS = [*(str(number) for number in range(1, 19)), "13b", "13c"]
+LIVE_ROWS = [f"N{number}" for number in range(1, 29)]
+
+
+@cache
+def found(version: str) -> dict[str, Result]:
+    """What the probes with an expectation for a release find in it: in its wheel, and where that cannot answer in its sources."""
+    wanted = [name for name, row in ROWS.items() if version in row.expect]
+    results = {result.probe: result for result in run(open_tree(pristine(version)), wanted)}
+    silent = [n for n, r in results.items() if r.finding and r.finding.state == "not applicable"]
+    silent = [name for name in silent if ROWS[name].expect[version] != "not applicable"]
+    if silent:
+        results |= {result.probe: result for result in run(open_tree(source_tree(version)), silent)}
+    return results
+
+
+@pytest.mark.parametrize(("name", "version"), EXPECTED)
+def test_probe_finds_in_the_pristine_release_what_its_row_says(name: str, version: str) -> None:
+    result = found(version)[name]
+    assert result.finding is not None, result.error
+    assert result.finding.state == ROWS[name].expect[version], result.finding.detail
+
+
+@cache
+def table_of_the_patched_release(folder: Path) -> dict[str, Line]:
+    return {line.id: line for line in look(open_tree(patched(folder)))}
+
+
+@pytest.fixture
+def patched_table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Line]:
+    return table_of_the_patched_release(tmp_path_factory.getbasetemp() / "patched")
+
+
+def test_every_row_of_the_patched_release_is_in_order(patched_table: dict[str, Line]) -> None:
+    wrong = {line.id: (line.word, line.detail) for line in patched_table.values() if not line.in_order}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.fix])
+def test_every_fix_is_in_place_in_the_patched_release(name: str, patched_table: dict[str, Line]) -> None:
+    row = ROWS[name]
+    state = row.expect.get(CURRENT, "not applicable")
+    allowed = {"applied"} if state == "defect" else {"fixed upstream", "not needed", "not applicable"}
+    line = patched_table[row.id]
+    if line.word == "not applicable" and state == "defect":  # a question for the sources
+        allowed = {"not applicable"}
+        assert found(CURRENT)[name].finding
+    assert line.word in allowed, line.detail
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_without_a_patch_exactly_its_probes_fail(patch: str, tmp_path: Path) -> None:
+    of_patches = [name for name, row in ROWS.items() if row.fix and row.fix.kind == "patch"]
+    expected = {name for name in of_patches if ROWS[name].fix.at == f"vllm/{patch}"}  # type: ignore[union-attr]
+    assert expected, f"no probe shows that {patch} is needed"
+    lines = look(open_tree(patched(tmp_path / "tree", without=(patch,))), of_patches)
+    assert {line.probe for line in lines if not line.in_order} == expected
+
+
+def test_both_tables_of_the_reference_are_there() -> None:
+    ids = {row.id for row in ROWS.values()}
+    assert set(SEED_ROWS) <= ids and set(LIVE_ROWS) <= ids
+    assert len(ids) == len(ROWS)
+
+
+def test_every_patch_names_the_probe_that_tells_when_it_can_go() -> None:
+    for patch in load_series("vllm").patches:
+        named = [name for name in ROWS if name in patch.headers["X-Remove-When"]]
+        assert named, f"{patch.name}: X-Remove-When names no probe"
+        assert all(ROWS[name].fix and ROWS[name].fix.at == f"vllm/{patch.name}" for name in named)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", ["wheel", "source"])
+def test_the_series_applies_to_both_layouts_and_reverts_byte_for_byte(layout: str, tmp_path: Path) -> None:
+    origin = pristine(CURRENT) if layout == "wheel" else source_tree(CURRENT)
+    tree = open_tree(copy_of(origin, tmp_path / "tree"))
+    series = load_series("vllm")
+    assert len(apply_series(tree, series)) >= len(PATCHES) - 1
+    touched = sorted(series.pristine)
+    assert all(tree.path(n).read_bytes() != (origin / n).read_bytes() for n in touched if tree.has(n))
+    revert_series(tree, series)
+    assert all(tree.path(n).read_bytes() == (origin / n).read_bytes() for n in touched if tree.has(n))
+
+
+def test_the_series_is_what_git_apply_makes_of_it(tmp_path: Path) -> None:
+    """The same bytes as `git apply` of the whole series at once, on a copy of the touched files."""
+    series = load_series("vllm")
+    for name in series.pristine:
+        place = tmp_path / "git" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes((source_tree(CURRENT) / name).read_bytes())
+    text = "".join((root() / f"patches/vllm/{name}.patch").read_text() for name in PATCHES)
+    subprocess.run(["git", "apply", "-"], input=text, text=True, cwd=tmp_path / "git", check=True)
+    tree = Tree(patched(tmp_path / "tree", tree=source_tree(CURRENT)), "source", CURRENT)
+    assert all(
+        tree.path(name).read_bytes() == (tmp_path / "git" / name).read_bytes() for name in series.pristine
+    )
