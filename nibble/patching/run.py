@@ -86,24 +86,12 @@ def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None)
     with tempfile.TemporaryDirectory(prefix="nibble-probes-") as scratch:
         words = [sys.executable, "-m", "nibble.patching.run", "--root", str(tree.root), "--answers", scratch]
         words += ["--jobs", str(jobs or os.cpu_count() or 1), *wanted]
-        environ = (
-            os.environ
-            | PROBE_ENVIRONMENT
-            | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-            | _bytecode(tree)
-        )
+        environ = os.environ | PROBE_ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         done = subprocess.run(
             words, check=False, env=environ, cwd=scratch, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return [_read_answer(Path(scratch), name, done.stdout) for name in wanted]
-
-
-def _bytecode(tree: Tree) -> dict[str, str]:
-    """An unpacked tree has no bytecode, and nothing is written into it: ours lies in nibble's cache (half a probe's time)."""
-    if (tree.root / "vllm" / "__pycache__").exists():
-        return {"PYTHONDONTWRITEBYTECODE": "1"}
-    return {"PYTHONPYCACHEPREFIX": str(cache_dir() / "probes" / "bytecode")}
 
 
 def _read_answer(folder: Path, name: str, output: str) -> Result:
@@ -174,6 +162,9 @@ def _finish(folder: Path, name: str, status: int, seconds: float) -> None:
 def _answer(tree: Tree, name: str) -> dict[str, Any]:
     """Run one probe here."""
     sys.path.insert(0, str(tree.root))
+    if not (tree.root / "vllm" / "__pycache__").exists():
+        # An unpacked tree has no bytecode, and none is written into it: half a probe's time would be compiling it.
+        sys.pycache_prefix = str(cache_dir() / "probes" / "bytecode")
     try:
         module = load(name)
         finding = module.probe(tree)
