@@ -14,7 +14,8 @@ ROW = Row(
     how="numeric: the tree's own load_weights over a layer with an attention scale",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
     verdict="The cause is the opposite of the seed's: the checkpoint has the scales, and the loader renames k_proj to qkv_proj "
-    "before it remaps KV scales. The seed's patch skips them, so an FP8 KV cache is scaled by 1.0. Fixed upstream.",
+    "before it remaps KV scales. The seed's `continue` leaves only the inner loop; by accident the remap then knows the mangled "
+    "name qkqkv_proj, so the scales do arrive. Fixed upstream.",
     instead="nothing to change in 0.32.0; the scales are loaded",
     references=(
         "vllm 0.16 model_executor/models/glm4_moe.py:528",
@@ -22,7 +23,7 @@ ROW = Row(
     ),
 )
 LAYER = "layers.41.self_attn"
-SCALE = 0.25
+K_SCALE, V_SCALE = 0.25, 0.5
 
 
 def probe(tree: Tree) -> Finding:
@@ -34,12 +35,11 @@ def probe(tree: Tree) -> Finding:
     without = _load(sources, glm, {})
     if isinstance(without, Exception):
         return defect(f"{without!r} for a checkpoint without KV scales")
-    arrived = _load(sources, glm, {f"{LAYER}.k_proj.k_scale": SCALE, f"{LAYER}.v_proj.v_scale": SCALE})
+    arrived = _load(sources, glm, {f"{LAYER}.k_proj.k_scale": K_SCALE, f"{LAYER}.v_proj.v_scale": V_SCALE})
     if isinstance(arrived, Exception):
         return defect(f"{arrived!r} for a checkpoint with k_proj.k_scale; without it the layer loads")
-    if arrived != (SCALE, SCALE):
-        return defect(f"KV scales are lost: the checkpoint has {SCALE}, the attention layer {arrived[0]}")
-    return sound(f"k_proj.k_scale = {SCALE} arrives as attn.k_scale = {arrived[0]}")
+    detail = f"k_proj.k_scale {K_SCALE} and v_proj.v_scale {V_SCALE} arrive as {arrived[0]} and {arrived[1]}"
+    return sound(detail) if arrived == (K_SCALE, V_SCALE) else defect(detail)
 
 
 def _load(sources: Sources, glm: str, scales: dict[str, float]) -> tuple[float, float] | Exception:

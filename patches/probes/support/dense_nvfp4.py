@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from nibble.patching.probe import Finding, defect, sound
 from nibble.patching.tree import Tree
@@ -88,7 +89,6 @@ def _processed(
     """A layer made by create_weights, filled as the loader fills it, and processed."""
     import torch
 
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign] # swizzle_blockscale; N28
     rows, columns = [s.codes.shape[0] for s in shards], shards[0].codes.shape[1] * 2
     layer = torch.nn.Module()
     method.create_weights(
@@ -102,7 +102,10 @@ def _processed(
     loaded |= {name: torch.tensor(values) for name, values in scales.items()}
     for name, value in loaded.items():
         layer.get_parameter(name).data.copy_(value)
-    method.process_weights_after_loading(layer)
+    with mock.patch.object(
+        torch.Tensor, "cuda", lambda tensor: tensor
+    ):  # swizzle_blockscale asks for it anywhere: N28
+        method.process_weights_after_loading(layer)
     return layer
 
 

@@ -1,0 +1,43 @@
+"""An NVFP4 linear layer must find a kernel on the CPU platform: the emulation is written to be always available."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.patching.tree import Tree
+from probes.support.syntax import Sources
+
+LINEAR = "vllm.model_executor.kernels.linear"
+ROW = Row(
+    id="N7",
+    title="NVFP4 models cannot run on a CPU",
+    how="the tree's init_nvfp4_linear_kernel on its CPU platform",
+    expect={"0.32.0": "defect"},
+    verdict="The table of NVFP4 kernels has no row for the CPU, though EmulationNvFp4LinearKernel claims to be the last "
+    "resort anywhere.",
+    instead="not mended yet: issue 4",
+    references=("vllm 0.32 model_executor/kernels/linear/__init__.py:574", "vllm-project/vllm#45779"),
+)
+
+
+def probe(tree: Tree) -> Finding:
+    """Ask for a kernel for a W4A4 layer."""
+    sources = on_cpu(tree)
+    if not sources.has(f"{LINEAR}.init_nvfp4_linear_kernel"):
+        return not_applicable("NVFP4 kernels are not chosen from a table in this tree")
+    try:
+        kernel = sources.load(f"{LINEAR}.init_nvfp4_linear_kernel")()
+    except ValueError as error:
+        return defect(" ".join(str(error).split()))
+    return sound(f"the CPU runs NVFP4 layers with {type(kernel).__name__}")
+
+
+def on_cpu(tree: Tree) -> Sources:
+    """The tree where vLLM runs on its CPU platform."""
+    envs = SimpleNamespace(VLLM_BATCH_INVARIANT=False, VLLM_DISABLED_KERNELS=[])
+    given = {"vllm.envs": envs, "vllm.config.get_current_vllm_config_or_none": lambda: None}
+    sources = Sources(tree, given)
+    platform = sources.load("vllm.platforms.cpu.CpuPlatform")
+    sources.given["vllm.platforms.current_platform"] = platform()
+    return sources
