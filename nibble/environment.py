@@ -25,7 +25,7 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_ENGINE_DIR": "setup/docker_engine.sh: where the engine keeps its data",
     "NIBBLE_ENGINE_SOCKET": "setup/docker_engine.sh: the engine's socket",
     "NIBBLE_RUN_IMAGE": "scripts/serve*.sh: image to run instead of nibble:TARGET",
-    "NIBBLE_ROOT": "folder that holds targets/, recipes/ and models/",
+    "NIBBLE_ROOT": "folder that holds targets/, recipes/, rules/ and models/",
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",

@@ -1,4 +1,4 @@
-"""`nibble recipes lint`: every name and value of every recipe against the installed vLLM.
+"""`nibble recipes lint`: every name and value of every recipe and every known risk against the installed vLLM.
 
 A recipe is data written by people for one vLLM version; vLLM drops variables and flags without notice (a dead
 VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds what would be refused or
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nibble.backend_rules import Rule, Situation, applying, hits, in_effect, load_rules
 from nibble.environment import DEAD_VARIABLES
 from nibble.errors import NibbleError
 from nibble.recipes import (
@@ -66,12 +67,15 @@ def lint(
     """
     files = _files(root, ids)
     if not live:
-        return [p for file in files for p in lint_file(file, root, load_schema())]
+        schema = load_schema()
+        found = [] if ids else lint_rules(root, schema)
+        return found + [p for file in files for p in lint_file(file, root, schema)]
     argvs = _command_lines(files, root)
     schema, refusals = live_schema(python, [argv for _, _, argv in argvs])
     problems = [
         Problem("nibble/vllm_schema.json", "", difference) for difference in drift(load_schema(), schema)
     ]
+    problems += [] if ids else lint_rules(root, schema)
     problems += [p for file in files for p in lint_file(file, root, schema)]
     told = {p.file for p in problems}
     # Where a rule above already names the mistake, the parser's long answer adds nothing.
@@ -101,10 +105,64 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
     for name, section in recipe.targets.items():
         problems += _target_problems(name, section, root)
     problems += _resolved_problems(recipe)
+    problems += _risky_values(recipe, _rules(root))
     return [Problem(file, key, message, hint) for key, message, hint in problems]
 
 
+def lint_rules(root: Path, schema: Schema) -> list[Problem]:
+    """Problems of rules/backends.toml; none where the folder has no rules."""
+    file = "rules/backends.toml"
+    try:
+        rules = _rules(root)
+    except NibbleError as error:
+        return [Problem(file, "", error.what)]
+    found = ((rule.id, finding) for rule in rules for finding in _rule_problems(rule, schema))
+    return [Problem(file, f"{id}.{key}", message, hint) for id, (key, message, hint) in found]
+
+
+def _rules(root: Path) -> tuple[Rule, ...]:
+    return load_rules(root) if (root / "rules").is_dir() else ()
+
+
 Finding = tuple[str, str, str]  # key path, message, suggestion
+
+
+def _rule_problems(rule: Rule, schema: Schema) -> Iterator[Finding]:
+    values = [("force", name, [value]) for name, value in rule.force.items()]
+    values += [("forbid", name, [*many]) for name, many in rule.forbid.items()]
+    values += [("warn", name, [*many]) for name, many in rule.warn.items()]
+    for verb, name, wanted in values:
+        for value in wanted:
+            yield from _flag_problems(f"{verb}.{name}", name, value, schema)
+    for name in rule.env:
+        yield from _env_problems(f"env.{name}", name, schema)
+    for name in rule.when.targets:
+        if name not in TARGET_NAMES:
+            yield "when.targets", f"there is no target {name!r}", closest(name, TARGET_NAMES)
+    if not values and not rule.env:
+        yield "when", "nothing follows: give it force, forbid, warn or env", ""
+    if not rule.reason or not rule.reference:
+        yield "reason", "a rule says why, and where that is known from", ""
+
+
+def _risky_values(recipe: Recipe, rules: Sequence[Rule]) -> Iterator[Finding]:
+    """Values a rule refuses or overrides; what a checkpoint alone would tell counts as so."""
+    for where, resolved in resolutions(recipe):
+        size = resolved.args.get("--tensor-parallel-size")
+        ranks = size if isinstance(size, int) else 1
+        situation = Situation(resolved.target, recipe.id, tensor_parallel=ranks, quantization=recipe.scheme)
+        for rule in applying(rules, situation):
+            for flag, value in hits(rule.forbid, resolved.args, recipe.scheme):
+                yield (
+                    f"{where}args.{flag[2:]}",
+                    f"{value} is refused by the rule {rule.id}: {rule.reason}",
+                    "",
+                )
+            for name, value in rule.force.items():
+                found = in_effect(f"--{name}", resolved.args)
+                if found not in ("auto", value) and rule.beats_recipe(resolved.status):
+                    message = f"{found} is replaced by the rule {rule.id}: {rule.reason}"
+                    yield f"{where}args.{name}", message, value
 
 
 def _model_problems(recipe: Recipe, model: Mapping[str, Any], schema: Schema) -> Iterator[Finding]:

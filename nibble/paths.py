@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def root() -> Path:
-    """The folder that holds targets/, recipes/ and models/: NIBBLE_ROOT, else the checkout (or /opt/nibble)."""
+    """The folder that holds targets/, recipes/, rules/ and models/: NIBBLE_ROOT, else the checkout (or /opt/nibble)."""
     return Path(os.environ.get("NIBBLE_ROOT") or Path(__file__).resolve().parent.parent)
 
 

@@ -27,6 +27,7 @@ from nibble.moe_configs import Alias, find_alias, reads_tuned_configs
 from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
 from nibble.recipes import ResolvedRecipe
+from nibble.risks import Risks, rule_environment, weigh_risks
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
 from nibble.settings import Settings, options, token_count
 from nibble.targets import Target
@@ -55,6 +56,7 @@ class Plan:
     choices: Mapping[str, Choice]
     args: Mapping[str, Choice]
     env: Mapping[str, Choice]
+    rules: tuple[str, ...]
     notices: tuple[str, ...]
     budget: Budget
     bound: DecodeBound
@@ -104,6 +106,7 @@ class Plan:
             "budget": self.budget.to_json(),
             "decode_bound": self.bound.to_json(),
             "expected": dict(self.recipe.expected) if self.recipe else {},
+            "rules": list(self.rules),
             "notices": list(self.notices),
             "command": ["vllm", *self.argv()],
         }  # fmt: skip
@@ -154,6 +157,9 @@ def make_plan(parts: Ingredients) -> Plan:
         int(values.get("--pipeline-parallel-size", 1)),
     )
     check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, pipeline)
+    risks = weigh_risks(parts, args, tensor)
+    args |= risks.args
+    values |= {name: choice.value for name, choice in risks.args.items()}
     args |= _cpu_kv_cache(parts, args)
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(
@@ -162,7 +168,7 @@ def make_plan(parts: Ingredients) -> Plan:
     served = _served_names(parts)
     args = _server_flags(parts, served) | args
     moe_alias = _moe_alias(parts, values)
-    env = _environment(parts, moe_alias)
+    env = _environment(parts, moe_alias, risks)
     if moe_alias and env[TUNED_CONFIG_FOLDER].value != str(moe_alias.folder):
         moe_alias = None  # the user has a folder of their own
     return Plan(
@@ -177,7 +183,8 @@ def make_plan(parts: Ingredients) -> Plan:
         choices=_choices(parts),
         args=args,
         env=env,
-        notices=_notices(parts, values),
+        rules=tuple(rule.id for rule in risks.rules),
+        notices=_notices(parts, values) + risks.notices,
         budget=_budget(parts, args),
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),
         moe_alias=moe_alias,
@@ -296,8 +303,8 @@ def _moe_alias(parts: Ingredients, args: Mapping[str, Any]) -> Alias | None:
     return find_alias(hardware.gpus[0].name, parts.target, parts.tuned_configs, cache)
 
 
-def _environment(parts: Ingredients, moe_alias: Alias | None) -> Choices:
-    """Variables for vLLM: a user's own value wins over target and recipe."""
+def _environment(parts: Ingredients, moe_alias: Alias | None, risks: Risks) -> Choices:
+    """Variables for vLLM: a user's own value wins over recipe, known risk and target."""
     quiet = "no usage statistics leave this machine"
     env: Choices = {
         name: Choice("1", "nibble's default", quiet) for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
@@ -314,6 +321,7 @@ def _environment(parts: Ingredients, moe_alias: Alias | None) -> Choices:
         env[name] = Choice(
             default.value, f"target {parts.target.name}", f"{default.reason} ({default.evidence})"
         )
+    env |= rule_environment(risks.rules)
     if parts.recipe is not None:
         env |= {
             name: Choice(value, "recipe", parts.recipe.origins.get(name, ""))

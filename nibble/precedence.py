@@ -1,5 +1,5 @@
 """vLLM's flags from all layers, each with its source and reason: command line > VLLM_EXTRA_ARGS > other environment >
-user TOML > recipe > target > nibble's default. JSON-valued flags are joined key by key. Pure.
+user TOML > known risk (rules/) > recipe > target > nibble's default. JSON-valued flags are joined key by key. Pure.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nibble.backend_rules import Rule
 from nibble.checkpoint import Checkpoint
 from nibble.environment import Accepted
 from nibble.hardware import Hardware
@@ -53,6 +54,7 @@ class Ingredients:
     recipe: ResolvedRecipe | None
     is_demo: bool = False
     tuned_configs: TunedConfigs | None = None
+    rules: tuple[Rule, ...] = ()
 
 
 def join_layers(parts: Ingredients) -> Choices:
@@ -60,7 +62,7 @@ def join_layers(parts: Ingredients) -> Choices:
     args: Choices = {}
     layers = [_nibble_defaults(parts), _target_layer(parts), _recipe_layer(parts)]
     layers += [
-        _plain_layer(file_flags(parts.loaded), str(parts.loaded.settings.config)),
+        _plain_layer(file_flags(parts.loaded), f"file {parts.loaded.settings.config}"),
         _legacy_layer(parts),
         _settings_layer(parts, "file", "default"),
     ]

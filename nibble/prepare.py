@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nibble.backend_rules import load_rules
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
 from nibble.environment import Accepted, accept, check_file_environment
@@ -95,6 +96,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         recipe=recipe,
         is_demo=folder is not None and folder.resolve() == demo_model().resolve(),
         tuned_configs=installed_configs() if target.device == "cuda" else None,
+        rules=load_rules(root()),
     )
     return make_plan(parts)
 

@@ -1,8 +1,8 @@
 """Every option of nibble, declared once: environment name, flag, help, limits; the docs table comes from here.
 
-Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > recipe > target > nibble's default >
-vLLM's default. This module resolves the options themselves and keeps where each value came from; `plan.py` joins
-them with recipe and target.
+Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > known risk (rules/) > recipe > target >
+nibble's default > vLLM's default. This module resolves the options themselves and keeps where each value came from;
+`plan.py` joins them with rules, recipe and target.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Settings(BaseSettings):
     target: Literal["auto", "gb10", "sm120", "b200", "hopper", "cpu"] = _option("auto", "Model",
         "GPU target; `auto` asks the machine (the image sets its own).", "NIBBLE_TARGET", flag="--target",
         expected="auto, gb10, sm120, b200, hopper or cpu")
+    allow_risk: str = _option("", "Model", "Known risks to take, by id and separated by commas: their rules are switched off.",
+        "NIBBLE_ALLOW_RISK", flag="--allow-risk", expected="ids from the table of known risks")
 
     host: str = _option("127.0.0.1", "Server", "Address to listen on (0.0.0.0 in the image).", "HOST", flag="--host",
         expected="an IP address or localhost", min_length=1)

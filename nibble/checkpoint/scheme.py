@@ -42,6 +42,7 @@ OTHER_METHODS: Mapping[str, tuple[int | None, str, bool]] = {
     "gptq": (None, "bf16", True),
     "auto-round": (None, "bf16", True),
     "mxfp4": (4, "bf16", True),
+    "fp-quant": (4, "fp4", True),
     "quark": (None, "bf16", True),
     "torchao": (None, "bf16", True),
     "bitsandbytes": (None, "bf16", False),
@@ -49,7 +50,7 @@ OTHER_METHODS: Mapping[str, tuple[int | None, str, bool]] = {
     "hqq": (None, "bf16", False),
     "eetq": (8, "bf16", False),
 }
-VLLM_NAMES = {"auto-round": "inc"}
+VLLM_NAMES = {"auto-round": "inc", "fp-quant": "fp_quant"}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ SCALE = re.compile(
     r"(_scale(_2|_inv)?|_scales|scale_inv|\.scales|qzeros|g_idx|zero_point|_global_scale|input_scale|absmax"
     r"|quant_map|weight_shape|k_scale|v_scale|q_scale|SCB)$"
 )
+# Weights vLLM divides along their input (its RowParallelLinear), by the names checkpoints give them.
+SPLIT_ALONG_INPUT = re.compile(
+    r"\.(o_proj|down_proj|out_proj|wo|w2|c_proj|dense|dense_4h_to_h|fc2)\.weight(_packed)?$"
+)
 # First match wins: a vision tower has attention too, a draft head has experts too.
 PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern))
@@ -64,6 +68,8 @@ class Weights:
     one and leaves scales out. `active_parameters` are those a token of the language model uses; vision and draft
     are in neither. `decode_bytes_per_step` is what one decode step of one sequence reads: active weights with their
     scales and the whole output head, of the embedding one row only (None: expert count unknown).
+    `split_inputs` are the input features (K) of those packed 4-bit weights that tensor parallelism divides along K,
+    experts left out.
     """
 
     total_bytes: int
@@ -74,6 +80,7 @@ class Weights:
     decode_bytes_per_step: int | None
     draft_bytes: int
     vision_bytes: int
+    split_inputs: tuple[int, ...] = ()
 
     def bytes_per_gpu(self, tensor_parallel_size: int) -> int:
         """Bytes on one of `tensor_parallel_size` GPUs: norms and routers are on each, the rest is divided."""
@@ -111,6 +118,23 @@ def measure(
         decode_bytes_per_step=_active(size, factor),
         draft_bytes=size["draft"],
         vision_bytes=size["vision"],
+        split_inputs=_split_inputs(tensors, num_layers),
+    )
+
+
+def _split_inputs(tensors: Mapping[str, TensorInfo], num_layers: int | None) -> tuple[int, ...]:
+    return tuple(
+        sorted(
+            {
+                2 * tensor.shape[-1]
+                for tensor in tensors.values()
+                if tensor.dtype == "U8"
+                and tensor.shape
+                and SPLIT_ALONG_INPUT.search(tensor.name)
+                and is_packed(tensor, tensors)
+                and _classify(tensor.name, num_layers)[0] != "moe_experts"
+            }
+        )
     )
 
 
