@@ -75,18 +75,23 @@ def _blackwell(platform: Any, capability: Any) -> Any:
     return Blackwell()
 
 
+class _Options(SimpleNamespace):
+    """Configuration in which every option that is not named is off, those of later releases too."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _moe_config(sources: Sources) -> Any:
     """A gated MoE on one GPU, as the functions that choose look at it."""
-    parallel = SimpleNamespace(
-        use_deepep_ll_kernels=False, use_pplx_kernels=False, use_batched_activation_format=False,
-        use_all2all_kernels=False, is_sequence_parallel=False, dp_size=1, ep_size=1, tp_size=1, use_ep=False,
-    )  # fmt: skip
     activation: Any = "silu"
     if sources.has(f"{FUSED_MOE}.activation.MoEActivation"):
         activation = sources.load(f"{FUSED_MOE}.activation.MoEActivation").SILU
-    routing = sources.load(f"{FUSED_MOE}.config.RoutingMethodType").Renormalize
-    return SimpleNamespace(
-        moe_parallel_config=parallel, activation=activation, is_act_and_mul=True, routing_method=routing, moe_backend="auto",
-        swiglu_limit=None, has_hash_routing=False, router_logits_dtype=None, hidden_dim=2048, is_lora_enabled=False,
-        num_experts=128, experts_per_token=8,
-    )  # fmt: skip
+    return _Options(
+        moe_parallel_config=_Options(dp_size=1, ep_size=1, tp_size=1),
+        routing_method=sources.load(f"{FUSED_MOE}.config.RoutingMethodType").Renormalize,
+        activation=activation,
+        is_act_and_mul=True,
+        moe_backend="auto",
+        hidden_dim=2048,
+    )
