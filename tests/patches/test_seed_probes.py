@@ -115,7 +115,6 @@ def test_a_head_without_quant_config_is_counted(tmp_path: Path):
     tree = invented(tmp_path, {MODELOPT: reader, "vllm/model_executor/models/whole.py": model})
     assert look(tree, "s13b_lm_head").state == "sound"
     (tmp_path / "vllm/model_executor/models/partial.py").write_text("head = ParallelLMHead(10, 20)\n")
-    support("syntax").python_files.cache_clear()
     finding = look(tree, "s13b_lm_head")
     assert finding.state == "defect"
     assert "1 of 2 calls pass no quant_config: partial" in finding.detail

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import importlib
 import sys
 import types
@@ -115,9 +114,8 @@ class _Names(dict[str, Any]):
     """The globals of one file. Function code looks names up here, and __missing__ executes the statement that binds one."""
 
     def __init__(self, sources: Sources, module: str, path: Path) -> None:
-        alias = (
-            f"tree:{module}"  # dataclasses look their module up; the real name stays free for a real import
-        )
+        # Dataclasses look their module up; the real name stays free for a real import.
+        alias = f"tree:{module}"
         sys.modules[alias] = types.ModuleType(alias)
         super().__init__(__name__=alias, __file__=str(path))
         self.sources, self.module, self.path = sources, module, path
@@ -261,7 +259,6 @@ def _without_annotations(module: ast.Module) -> ast.Module:
     return module
 
 
-@functools.cache
 def python_files(root: Path, folder: str) -> tuple[Path, ...]:
     """The Python files below a folder of a tree."""
     return tuple(sorted((root / folder).rglob("*.py")))
