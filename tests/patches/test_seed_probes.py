@@ -14,6 +14,7 @@ from nibble.patching import run
 from nibble.patching.probe import Finding
 from nibble.patching.tree import Tree, open_tree
 
+pytestmark = pytest.mark.vllm
 LAYERS = "vllm/model_executor/layers"
 GLM = "vllm/model_executor/models/glm4_moe.py"
 MODELOPT = f"{LAYERS}/quantization/modelopt.py"
