@@ -26,6 +26,7 @@ from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, find_alias, reads_tuned_configs
 from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
+from nibble.quantized_layers import exclusion_override
 from nibble.recipes import ResolvedRecipe
 from nibble.risks import Risks, rule_environment, weigh_risks
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
@@ -160,6 +161,7 @@ def make_plan(parts: Ingredients) -> Plan:
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
+    args |= exclusion_override(parts.checkpoint, args)
     args |= _cpu_kv_cache(parts, args)
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(

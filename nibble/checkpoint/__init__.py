@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nibble.checkpoint.exclusions import Modules, read_modules
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
 from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
 from nibble.checkpoint.layers import head_dim as _head_dim
@@ -33,7 +34,8 @@ class Checkpoint:
     """A model as its files describe it; None where they do not say.
 
     `path` is None while the files are on the Hub only; `is_local` means a folder was given instead of an id.
-    `weights` is None until headers can be read, `layers` where the architecture is not known. `files` maps each
+    `weights` is None until headers can be read, `layers` where the architecture is not known; `modules` is there for a
+    quantization config that excludes by a list, once headers can be read. `files` maps each
     path to its bytes, `download_bytes` are those of the files a server needs.
     """
 
@@ -46,6 +48,7 @@ class Checkpoint:
     scheme: Scheme
     weights: Weights | None
     layers: Layers | None
+    modules: Modules | None
     max_model_len: int | None
     num_attention_heads: int | None
     num_key_value_heads: int | None
@@ -153,6 +156,7 @@ def _assemble(
         scheme=detect_scheme(config, hf_quant, tensors),
         weights=weights,
         layers=found,
+        modules=read_modules(config, hf_quant, tensors, count),
         max_model_len=_max_model_len(text),
         num_attention_heads=_whole(text, "num_attention_heads", "n_heads", "n_head", "heads"),
         num_key_value_heads=_whole(
