@@ -1,14 +1,15 @@
 """A GPU of any capability, pretended to an unchanged vLLM tree: which kernels and backends it would choose there.
 
-Only what asks the hardware, the toolchain and the network is replaced: torch.cuda's questions, vLLM's platform object, the compiled
-extension modules (their Python-visible support predicates answer as the sources of vLLM 0.32's CUDA 13 wheel do), CUDA_HOME with an
-`nvcc` that only states its version, and `requests.get`. The code that decides is the tree's own. Call `become` once, before
-anything of vllm is imported: a probe has a process of its own.
+Only what asks the hardware, the toolchain and the network is replaced: torch.cuda's questions, vLLM's platform object, the
+compiled extension modules (their Python-visible support predicates answer as the sources of vLLM 0.32's CUDA 13 wheel do),
+CUDA_HOME with an `nvcc` that only states its version, and `requests.get`. The code that decides is the tree's own. Call `become`
+once, before anything of vllm is imported: a probe has a process of its own.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -50,7 +51,7 @@ def become(
     nvcc: str | None = "13.0",
     ninja: bool = True,
     cubin: bool = False,
-    jit_cache: bool = False,
+    jit_cache: tuple[str, ...] = (),
     online: bool = False,
     name: str | None = None,
     sm_count: int | None = None,
@@ -61,7 +62,7 @@ def become(
     nvcc       release the compiler in CUDA_HOME states, or None for no compiler anywhere
     ninja      whether `ninja` is on PATH
     cubin      whether the package flashinfer-cubin is installed
-    jit_cache  whether the package flashinfer-jit-cache is installed
+    jit_cache  what flashinfer-jit-cache has providers for, such as sm90a; empty: it is not installed
     online     whether HTTP requests succeed (status 200) or fail
     """
     if "vllm" in sys.modules:
@@ -109,33 +110,49 @@ def _script(path: Path, command: str) -> None:
     path.chmod(0o755)
 
 
-def _packages(scratch: Path, cubin: bool, jit_cache: bool) -> None:
+def _packages(scratch: Path, cubin: bool, jit_cache: tuple[str, ...]) -> None:
     """FlashInfer's prebuilt packages as what their presence is asked by: a module and its metadata of the same version."""
-    site = scratch / "site"
-    site.mkdir()
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(scratch)
-    version = "0"
-    if has_flashinfer_package():
-        from importlib.metadata import version as installed
+    version = importlib.metadata.version("flashinfer-python") if has_flashinfer_package() else "0"
+    site = scratch / "site"
+    folder = str(site / "kernels")
+    if cubin:
+        _package(site, "flashinfer_cubin", version, f"def get_cubin_dir():\n    return {folder!r}\n")
+    else:
+        sys.modules["flashinfer_cubin"] = None  # type: ignore[assignment]  # not even one that is installed
+    if jit_cache:
+        # flashinfer 0.7 jit/env.py:184 asks for the providers, one a target; 0.6 for the folder.
+        text = JIT_CACHE.format(version=f"{version}+cu130", folder=folder, targets=jit_cache)
+        _package(site, "flashinfer_jit_cache", f"{version}+cu130", text)
+    else:
+        sys.modules["flashinfer_jit_cache"] = None  # type: ignore[assignment]
+    sys.path.insert(0, str(site))
 
-        version = installed("flashinfer-python")
-    for present, module in ((cubin, "flashinfer_cubin"), (jit_cache, "flashinfer_jit_cache")):
-        if not present:
-            continue
-        (site / module).mkdir()
-        folder = site / module / "jit_cache"
-        folder.mkdir()
-        (site / module / "__init__.py").write_text(
-            f"__version__ = {version!r}\n"
-            f"def get_jit_cache_dir():\n    return {str(folder)!r}\n"
-            f"def get_cubin_dir():\n    return {str(folder)!r}\n"
+
+JIT_CACHE = """
+from types import SimpleNamespace
+
+def get_jit_cache_dir():
+    return {folder!r}
+
+def get_jit_cache_providers():
+    return tuple(
+        SimpleNamespace(
+            provider_id=target, distribution="flashinfer-jit-cache-" + target, version={version!r},
+            jit_cache_dir={folder!r}, cuda_architectures=frozenset([target]), modules=frozenset(),
         )
-        info = site / f"{module}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: {version}\n"
-        )
-    sys.path.insert(1, str(site))
+        for target in {targets!r}
+    )
+"""
+
+
+def _package(site: Path, module: str, version: str, text: str) -> None:
+    (site / module).mkdir(parents=True)
+    (site / module / "__init__.py").write_text(f"__version__ = {version!r}\n{text}")
+    info = site / f"{module}-{version}.dist-info"
+    info.mkdir()
+    name = module.replace("_", "-")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def _network(online: bool) -> None:
