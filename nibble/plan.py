@@ -21,6 +21,7 @@ from nibble.budget import (
     weights_bytes_per_gpu,
 )
 from nibble.checkpoint import Checkpoint
+from nibble.gemma4 import check_gemma4
 from nibble.hardware import Hardware
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, find_alias, reads_tuned_configs
@@ -153,6 +154,7 @@ def make_plan(parts: Ingredients) -> Plan:
     args |= _tensor_parallel(parts, args)
     values = {name: choice.value for name, choice in args.items()}
     check_model(parts.checkpoint, parts.target, values)
+    check_gemma4(settings, parts.target, parts.checkpoint, values, parts.can_compile)
     tensor, pipeline = (
         int(values.get("--tensor-parallel-size", 1)),
         int(values.get("--pipeline-parallel-size", 1)),

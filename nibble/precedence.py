@@ -12,6 +12,8 @@ from typing import Any
 from nibble.backend_rules import Rule
 from nibble.checkpoint import Checkpoint
 from nibble.environment import Accepted
+from nibble.gemma4 import FLAGS as GEMMA4_FLAGS
+from nibble.gemma4 import REASON as GEMMA4_REASON
 from nibble.hardware import Hardware
 from nibble.moe_configs import TunedConfigs
 from nibble.recipes import ResolvedRecipe
@@ -55,6 +57,7 @@ class Ingredients:
     is_demo: bool = False
     tuned_configs: TunedConfigs | None = None
     rules: tuple[Rule, ...] = ()
+    can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
 
 
 def join_layers(parts: Ingredients) -> Choices:
@@ -141,7 +144,7 @@ def _settings_layer(parts: Ingredients, *layers: str) -> Choices:
 
 
 def _switches(parts: Ingredients, *layers: str) -> Choices:
-    """--debug and --tq, which stand for several flags or a value."""
+    """--debug, --tq and --gemma4-attention, which stand for several flags or a value."""
     found: Choices = {}
     settings, origins = parts.loaded.settings, parts.loaded.origins
     if settings.debug and origins["debug"].layer in layers:
@@ -150,4 +153,7 @@ def _switches(parts: Ingredients, *layers: str) -> Choices:
         )
     if settings.tq and origins["tq"].layer in layers:
         found["--kv-cache-dtype"] = Choice(settings.tq, str(origins["tq"]), TURBOQUANT_COST[settings.tq])
+    if origins["gemma4_attention"].layer in layers:
+        for flag, value in GEMMA4_FLAGS[settings.gemma4_attention].items():
+            found[flag] = Choice(value, str(origins["gemma4_attention"]), GEMMA4_REASON)
     return found

@@ -12,6 +12,7 @@ from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
 from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
+from nibble.gemma4 import has_flashinfer_compiler
 from nibble.hardware import Hardware, assume, detect
 from nibble.moe_configs import installed_configs
 from nibble.paths import demo_model, root
@@ -97,6 +98,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         is_demo=folder is not None and folder.resolve() == demo_model().resolve(),
         tuned_configs=installed_configs() if target.device == "cuda" else None,
         rules=load_rules(root()),
+        can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
     )
     return make_plan(parts)
 

@@ -116,6 +116,10 @@ class Settings(BaseSettings):
         "NIBBLE_MEMORY_RESERVE_GIB", flag="--memory-reserve-gib", expected="a number of GiB from 0 to 4096", ge=0, le=4096)
     tq: str | None = _option(None, "Engine", "TurboQuant KV cache: more context, lower quality; alone it means turboquant_k8v4.",
         "NIBBLE_TQ", flag="--tq", bare=TURBOQUANT_DEFAULT, expected="1 or the name of a preset such as turboquant_k8v4")
+    gemma4_attention: Literal["triton", "per-layer", "flashinfer"] = _option("triton", "Engine",
+        "Attention of Gemma 4 on gb10 and sm120: `triton` (vLLM's own), `per-layer` (FlashAttention 2 for sliding layers) or"
+        " `flashinfer`; unmeasured.", "NIBBLE_GEMMA4_ATTENTION", flag="--gemma4-attention",
+        expected="triton, per-layer or flashinfer")
     debug: bool = _option(False, "Engine", "Eager mode, no CUDA graphs, verbose logs.", "NIBBLE_DEBUG", flag="--debug",
         expected="1 or 0")
     cute_wo_split: int = _option(1, "Engine", "K-split of the CuTe output projection; only 1 exists until that kernel does.",
