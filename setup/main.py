@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from setup import decide, pins, shim, venv
@@ -19,6 +19,7 @@ from setup.pip_runner import Pip
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"
 PATCHES = ROOT / "patches" / "vllm"
+Phase = tuple[str, Callable[[], None]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,30 +66,41 @@ class Installation:
     def run(self) -> None:
         """Bring the environment up to date; silent when it is."""
         stamp, wanted = venv.read_stamp(self.venv), self._wanted()
-        stale_runtime = any(stamp.get(name) != wanted[name] for name in ("kind", "runtime"))
-        stale_patches = stale_runtime or stamp.get("patches") != wanted["patches"]
-        stale_dev = self.dev and stamp.get("dev") != wanted["dev"]
-        if not stale_patches and not stale_dev:
+        fresh = stamp.get("kind") != wanted["kind"]
+        parts = self._stale_parts(stamp, wanted, fresh)
+        if not parts:
             return
         start = time.monotonic()
-        phases = self._runtime_phases(stamp.get("kind") != wanted["kind"]) if stale_runtime else []
-        if stale_patches:
-            phases.append(("nibble's changes to vLLM", self._apply_patches))
-        if stale_dev:
-            phases.append(
-                ("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools"))
-            )
-        if stale_runtime or stale_dev:  # the series alone is applied whole or not at all
-            (self.venv / venv.STAMP).unlink(missing_ok=True)
-        for number, (title, work) in enumerate(phases, 1):
-            began = time.monotonic()
-            print(f"[{number}/{len(phases)}] {title}", flush=True)
-            work()
-            print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
-        kept_dev = {"dev": stamp["dev"]} if "dev" in stamp and stamp.get("kind") == wanted["kind"] else {}
-        new = {name: wanted[name] for name in ("kind", "runtime", "patches")} | kept_dev
-        venv.write_stamp(self.venv, new | ({"dev": wanted["dev"]} if self.dev else {}))
+        # What is being changed counts as absent until it is done; a runtime that pip left half installed is not built upon.
+        changing = {*parts, "kind"} if "runtime" in parts else {*parts}
+        done = {} if fresh else {name: key for name, key in stamp.items() if name not in changing}
+        if stamp:
+            venv.write_stamp(self.venv, done)
+        number, total = 0, sum(map(len, parts.values()))
+        for part, phases in parts.items():
+            for title, work in phases:
+                number, began = number + 1, time.monotonic()
+                print(f"[{number}/{total}] {title}", flush=True)
+                work()
+                print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
+            done |= {"kind": wanted["kind"], part: wanted[part]}
+            venv.write_stamp(self.venv, done)
         print(f"{self.venv} is ready ({time.monotonic() - start:.0f} s)", flush=True)
+
+    def _stale_parts(
+        self, stamp: Mapping[str, str], wanted: Mapping[str, str], fresh: bool
+    ) -> dict[str, list[Phase]]:
+        """What has to be done, in order, by the name in the stamp that it makes true."""
+        parts: dict[str, list[Phase]] = {}
+        if fresh or stamp.get("runtime") != wanted["runtime"]:
+            parts["runtime"] = self._runtime_phases(fresh)
+        if parts or stamp.get("patches") != wanted["patches"]:
+            parts["patches"] = [("nibble's changes to vLLM", self._apply_patches)]
+        if self.dev and (fresh or stamp.get("dev") != wanted["dev"]):
+            parts["dev"] = [
+                ("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools"))
+            ]
+        return parts
 
     def _wanted(self) -> dict[str, str]:
         """The stamp this run should leave. A change of "kind" needs a fresh environment, other changes do not."""
@@ -107,9 +119,9 @@ class Installation:
             "dev": decide.stamp_key([LOCKS / "dev.lock"], facts),
         }
 
-    def _runtime_phases(self, fresh: bool) -> list[tuple[str, Callable[[], None]]]:
+    def _runtime_phases(self, fresh: bool) -> list[Phase]:
         version = platform.python_version()
-        phases: list[tuple[str, Callable[[], None]]] = []
+        phases: list[Phase] = []
         if fresh:
             phases.append((f"virtual environment {self.venv} with Python {version}", self._make_venv))
         if self.runtime.value == "cuda":
