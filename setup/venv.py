@@ -45,21 +45,29 @@ def make(venv: Path) -> None:
         raise SetupError(
             5, f"{venv} is not a virtual environment", "one, or nothing, there", "move it or pass --venv"
         )
+    python = _outside(venv)
     shutil.rmtree(venv, ignore_errors=True)
-    if _run(sys.executable, "-m", "venv", str(venv)) == 0:
+    if _run(python, "-m", "venv", str(venv)) == 0:
         return
     # Debian splits ensurepip off into python3-venv; an outside pip can put itself into an environment without it.
     shutil.rmtree(venv, ignore_errors=True)
-    if _run(sys.executable, "-m", "venv", "--without-pip", str(venv)) == 0 and (
-        _run(sys.executable, "-m", "pip", "--python", str(python_of(venv)), "install", "--quiet", "pip") == 0
+    if _run(python, "-m", "venv", "--without-pip", str(venv)) == 0 and (
+        _run(python, "-m", "pip", "--python", str(python_of(venv)), "install", "--quiet", "pip") == 0
     ):
         return
     raise SetupError(
         6,
-        f"{sys.executable} cannot make a virtual environment",
+        f"{python} cannot make a virtual environment",
         "ensurepip, or a pip of 22.3 or newer",
         "install python3-venv",
     )
+
+
+def _outside(venv: Path) -> str:
+    """This interpreter, or the one it is a copy of where it lies in `venv` itself (the Makefile puts .venv/bin on the path)."""
+    if not Path(sys.executable).is_relative_to(venv.absolute()):
+        return sys.executable
+    return f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _run(*command: str) -> int:

@@ -32,3 +32,17 @@ def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(
         [str(tmp_path / "v/bin/python"), "-m", "pip", "--version"], capture_output=True, text=True, check=True
     )
     assert str(tmp_path) in pip.stdout
+
+
+def test_an_environment_is_made_anew_by_its_own_interpreter(tmp_path: Path) -> None:
+    """`make setup RUNTIME=cuda` after a CPU setup: the Makefile's python3 is then the environment's own."""
+    folder = tmp_path / "v"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
+        "from setup import venv; venv.make(Path(sys.argv[2]))"
+    )
+    command = [str(folder / "bin" / "python3"), "-c", code, str(root()), str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (folder / "bin" / "pip").exists()
