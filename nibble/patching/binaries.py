@@ -25,11 +25,11 @@ from nibble.targets import Target, load_target
 
 CORE, MOE = "_C_stable_libtorch", "_moe_C_stable_libtorch"
 OLDEST_CUDA = (
-    13  # with 12.x vLLM builds 12.0a for 12.0 (vllm 0.32 CMakeLists.txt:822,996), which 12.1 cannot load
+    13  # with 12.x vLLM builds 12.0a for 12.0 (vllm 0.32 CMakeLists.txt:823, 997), which 12.1 cannot load
 )
 
 # Source files of vLLM's FP4, FP8 and Marlin FP4 kernels: their instructions exist for the a and f targets only, or vLLM builds
-# them so (vllm 0.32 CMakeLists.txt: 617-667 Marlin, 790-880 scaled_mm, 995-1045 FP4, 1300-1390 Marlin MoE).
+# them so (vllm 0.32 CMakeLists.txt: 618 Marlin, 790-870 scaled_mm, 995-1050 FP4, 1318 Marlin MoE).
 FP4 = (
     "nvfp4_quant_kernels",
     "activation_nvfp4_quant_fusion_kernels",
@@ -96,8 +96,9 @@ def summary(tree: Tree) -> list[str]:
 def _line(path: Path, shown: Path) -> str:
     objects = gpu_objects(path)
     counts = Counter(code for one in objects for code in set(one.codes))
-    text = ", ".join(f"{code} in {counts[code]}" for code in sorted(counts))
-    return f"{shown}: {_cuda_version(path) or 'no'} CUDA runtime, {len(objects)} objects: {text}"
+    built = ", ".join(f"{code} in {counts[code]}" for code in sorted(counts))
+    runtime = f"CUDA {version}" if (version := _cuda_version(path)) else "no CUDA runtime"
+    return f"{shown}: {runtime}; of {len(objects)} objects {built}"
 
 
 def _cuda_version(path: Path) -> str:
@@ -112,7 +113,7 @@ def _check_cuda(tree: Tree, path: Path, target: Target) -> None:
         raise _refusal(
             target,
             f"{shown} of vLLM {tree.version} is a CUDA {version} build (libcudart.so.{version})",
-            f"libcudart.so.{OLDEST_CUDA}: a CUDA 12 build has its FP4 code for 120a at most, which no 12.1 loads",
+            f"libcudart.so.{OLDEST_CUDA}, for CUDA 12 builds have FP4 code for exactly 10.0 or 12.0 (100a, 120a) at most",
         )
 
 
@@ -159,7 +160,7 @@ def _codes(codes: tuple[Code, ...]) -> str:
 
 
 def _others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more objects like it)" if names[1:] else ""
+    return f" (and {len(names) - 1} more objects that lack it)" if names[1:] else ""
 
 
 def _expected(target: Target) -> str:

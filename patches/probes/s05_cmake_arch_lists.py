@@ -14,13 +14,13 @@ ROW = Row(
     how="CMake: the tree's own function over the tree's own lists",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict="With CUDA 13 nothing is left out: 12.1a gives 12.0f, which GB10 loads. The seed's first sed (12.1 among the "
-    "supported ones) empties the lists in 0.16.0; its second sed mends its first, for scaled_mm only. In 0.32.0 the first would "
-    "make plain 12.1 of 12.1, for which FP4 does not compile. CUDA 12 builds are another matter: N19.",
+    "supported ones) empties the lists in 0.16.0; its second sed mends its first, for scaled_mm only. In 0.32.0 the "
+    "first would make plain 12.1 of 12.1, for which FP4 does not compile. CUDA 12 builds are another matter: N19.",
     instead="builds for 12.0f with CUDA 13, leaves CMakeLists.txt alone and asserts the result (N19)",
     references=(
-        "vllm 0.32 CMakeLists.txt:120, 822, 995",
-        "vllm 0.32 cmake/utils.cmake:430",
-        "seed fix_cmake_sm120_archs_v113_corrected.sh, Dockerfile:90",
+        "vllm 0.32 CMakeLists.txt:126, 821, 995",
+        "vllm 0.32 cmake/utils.cmake:397",
+        "seed fix_cmake_sm120_archs_v113_corrected.sh, Dockerfile:98",
     ),
 )
 ASKED = ("12.1a", "12.1")

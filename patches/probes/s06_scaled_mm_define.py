@@ -13,11 +13,11 @@ ROW = Row(
     how="CMake: the tree's own SM12x block, and the seed's condition after it",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict="It is: the block that adds the kernels adds the definition to VLLM_GPU_FLAGS, which every source of the module "
-    "gets. The seed's addition stands under `if(ENABLE_SCALED_MM_SM120 OR TARGET_SM120_BUILT)`, two CMake variables that nobody "
-    "sets: it never ran.",
+    "gets. The seed's addition stands under `if(ENABLE_SCALED_MM_SM120 OR TARGET_SM120_BUILT)`, two CMake variables "
+    "that nobody sets: it never ran.",
     instead="nothing to change; tests read the definition off the compile command of a configured build",
     references=(
-        "vllm 0.32 CMakeLists.txt:836",
+        "vllm 0.32 CMakeLists.txt:835",
         "vllm 0.16 CMakeLists.txt:546",
         "seed fix_dispatcher_flag_v115.sh",
     ),
