@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.hardware import Hardware
 from nibble.targets import GpuModel, Target
 
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
@@ -65,6 +66,22 @@ def reads_tuned_configs(checkpoint: Checkpoint, args: Mapping[str, Any]) -> bool
     scheme = checkpoint.scheme
     only_nvfp4 = scheme.is_nvfp4 and scheme.name != "MIXED_PRECISION"
     return checkpoint.num_experts is not None and not only_nvfp4 and args.get("--enable-lora") is not True
+
+
+def choose_alias(
+    hardware: Hardware,
+    target: Target,
+    checkpoint: Checkpoint | None,
+    found: TunedConfigs | None,
+    args: Mapping[str, Any],
+    cache: Path,
+) -> Alias | None:
+    """The folder for the machine that is here and this checkpoint; an assumed GPU has no product name."""
+    if hardware.assumed or not hardware.gpus or checkpoint is None or found is None:
+        return None
+    if not reads_tuned_configs(checkpoint, args):
+        return None
+    return find_alias(hardware.gpus[0].name, target, found, cache)
 
 
 def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Alias | None:

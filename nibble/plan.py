@@ -24,7 +24,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.gemma4 import check_gemma4
 from nibble.hardware import Hardware
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
-from nibble.moe_configs import Alias, find_alias, reads_tuned_configs
+from nibble.moe_configs import Alias, choose_alias
 from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
 from nibble.quantized_layers import exclusion_override
@@ -171,7 +171,10 @@ def make_plan(parts: Ingredients) -> Plan:
         )
     served = _served_names(parts)
     args = _server_flags(parts, served) | args
-    moe_alias = _moe_alias(parts, values)
+    cache = settings.cache_dir or cache_dir(parts.accepted.environ)
+    moe_alias = choose_alias(
+        parts.hardware, parts.target, parts.checkpoint, parts.tuned_configs, values, cache
+    )
     env = _environment(parts, moe_alias, risks)
     if moe_alias and env[TUNED_CONFIG_FOLDER].value != str(moe_alias.folder):
         moe_alias = None  # the user has a folder of their own
@@ -294,17 +297,6 @@ def _cache_shape(parts: Ingredients, args: Mapping[str, Choice]) -> CacheShape:
 def _context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
     asked = token_count(args["--max-model-len"].value) if "--max-model-len" in args else None
     return asked or (parts.checkpoint.max_model_len if parts.checkpoint else None)
-
-
-def _moe_alias(parts: Ingredients, args: Mapping[str, Any]) -> Alias | None:
-    """Only for the machine that is here: an assumed GPU has no product name."""
-    hardware, checkpoint, settings = parts.hardware, parts.checkpoint, parts.loaded.settings
-    if hardware.assumed or not hardware.gpus or checkpoint is None or parts.tuned_configs is None:
-        return None
-    if not reads_tuned_configs(checkpoint, args):
-        return None
-    cache = settings.cache_dir or cache_dir(parts.accepted.environ)
-    return find_alias(hardware.gpus[0].name, parts.target, parts.tuned_configs, cache)
 
 
 def _environment(parts: Ingredients, moe_alias: Alias | None, risks: Risks) -> Choices:

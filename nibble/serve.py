@@ -43,7 +43,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     key = resolve_api_key(
         settings.host, given, settings.allow_anonymous, settings.cache_dir or cache_dir(accepted)
     )
-    _link_moe_configs(plan)
+    link_moe_configs(plan)
     _announce(plan)
     if "--json" in asked.command.rest:
         # One line, the first on stdout; a program that started us follows `status` from there.
@@ -127,7 +127,8 @@ def _stop_download(signum: int) -> None:
     os._exit(ExitCode.OK)
 
 
-def _link_moe_configs(plan: Plan) -> None:
+def link_moe_configs(plan: Plan) -> None:
+    """Make the folder VLLM_TUNED_CONFIG_FOLDER names, where it is ours."""
     if plan.moe_alias is None:
         return
     try:

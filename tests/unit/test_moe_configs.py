@@ -20,6 +20,7 @@ from nibble.moe_configs import (
 )
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
+from nibble.serve import link_moe_configs
 from nibble.targets import load_target
 
 GIB = 1 << 30
@@ -118,6 +119,20 @@ def test_the_plan_of_a_moe_model_names_the_folder_and_why(on: Any, tmp_path: Pat
     choice = plan(folder, NIBBLE_CACHE_DIR=str(tmp_path / "cache")).env[VARIABLE]
     assert choice.value == str(tmp_path / "cache" / "moe-configs" / device_in_file_name(MAX_Q))
     assert "188 SMs" in choice.reason and "unmeasured" in choice.reason
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_and_no_end(
+    on: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(MAX_Q)
+    blocked = tmp_path / "cache"
+    blocked.write_text("a file where the folder belongs")
+    found = plan(write_model(tmp_path / "moe", DEEPSEEK_MLA), NIBBLE_CACHE_DIR=str(blocked))
+    link_moe_configs(found)
+    assert "warning" in capsys.readouterr().err
+    blocked.unlink()
+    link_moe_configs(found)
+    assert Path(found.env[VARIABLE].value).is_dir() and not capsys.readouterr().err
 
 
 def test_a_users_own_folder_stays(on: Any, tmp_path: Path) -> None:
