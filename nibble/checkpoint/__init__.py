@@ -144,6 +144,9 @@ def _assemble(
     count = _whole(text, "num_hidden_layers", "n_layers", "n_layer", "num_blocks")
     weights = None
     if tensors is not None:
+        if not tensors:
+            what = f"the safetensors files of {source.id} hold no tensors"
+            raise NibbleError(ExitCode.MODEL, what, "the weights of a model", "download the model again")
         weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
     found = layers(config)
     return Checkpoint(
