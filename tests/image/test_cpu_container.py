@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from containers import HARDENED, Answer, Container, docker, run_once, running, volume
+
+from nibble.patching.run import probe_names
+from nibble.patching.series import load_series
+from nibble.paths import root
 
 pytestmark = pytest.mark.docker
 
@@ -275,3 +282,68 @@ class TestImage:
     def test_the_recipes_fit_the_installed_vllm(self, cpu_image: str) -> None:
         result = run_once(cpu_image, "nibble", "recipes", "lint")
         assert result.returncode == 0, result.stdout + result.stderr
+
+
+IN_ORDER = {"applied", "unmended", "fixed upstream", "not needed", "not applicable"}
+# Python takes bytecode whose header has the time and size of its source; site-packages cannot be written at run time.
+STALE_BYTECODE = """
+import importlib.util, json, pathlib, struct, vllm
+folder = pathlib.Path(vllm.__file__).parent
+touched = json.loads((folder / ".nibble-patches" / "record.json").read_text())["after"]
+for path in (folder.parent / name for name in touched):
+    header = pathlib.Path(importlib.util.cache_from_source(path)).read_bytes()[8:16]
+    if struct.unpack("<II", header) != (int(path.stat().st_mtime), path.stat().st_size):
+        print(path)
+"""
+
+
+class TestPatches:
+    def test_doctor_shows_the_series_and_the_table_of_the_build(self, cpu_image: str) -> None:
+        report = json.loads(run_once(cpu_image, "nibble", "doctor", "--json", options=HARDENED).stdout)
+        checks = {check["name"]: check for check in report["checks"]}
+        assert checks["patches"]["status"] == "ok", checks["patches"]
+        assert checks["probes"]["status"] == "ok", checks["probes"]
+        assert {line["probe"] for line in report["patches"]} == set(probe_names())
+        assert {line["word"] for line in report["patches"]} <= IN_ORDER
+
+    def test_the_probes_pass_in_a_hardened_container(self, cpu_image: str) -> None:
+        found = run_once(cpu_image, "nibble", "patches", "status", "--json", options=HARDENED)
+        assert found.returncode == 0, found.stderr
+        lines = {line["probe"]: line for line in json.loads(found.stdout)}
+        assert lines.keys() == set(probe_names())
+        assert [line for line in lines.values() if line["word"] not in IN_ORDER] == []
+        assert lines["n12_moe_padding"]["word"] == lines["n15_exclude_modules_key"]["word"] == "applied"
+
+    def test_bytecode_of_patched_files_is_not_stale(self, cpu_image: str) -> None:
+        found = run_once(cpu_image, "python", "-c", STALE_BYTECODE, options=HARDENED)
+        assert (found.returncode, found.stdout) == (0, "")
+
+    def test_the_label_names_the_series(self, cpu_image: str) -> None:
+        label = '{{ index .Config.Labels "ai.nibble.patches" }}'
+        named = docker("image", "inspect", "--format", label, cpu_image).stdout.strip()
+        assert named.split(",") == [patch.name for patch in load_series("vllm").patches]
+
+    def test_the_checks_of_the_build_leave_nothing_in_the_cache_volume(self, cpu_image: str) -> None:
+        left = run_once(cpu_image, "find", "/var/cache/nibble", "-mindepth", "1", "-not", "-user", "nibble")
+        assert (left.returncode, left.stdout) == (0, "")
+
+
+@pytest.mark.slow
+def test_an_image_without_a_patch_that_a_probe_wants_is_not_built(
+    cpu_image: str, build_environ: dict[str, str], tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    listed = ["git", "-C", str(root()), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (root() / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root() / name, checkout / name)
+    series = checkout / "patches" / "vllm" / "series"
+    series.write_text(series.read_text().replace("moe-gated-padding.patch\n", ""))
+    (series.parent / "moe-gated-padding.patch").unlink()
+    environ = build_environ | {"IMAGE": "nibble-test-without"}
+    result = subprocess.run(
+        [checkout / "build.sh", "cpu"], env=environ, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert result.returncode != 0
+    assert "nibble: error: N12 needed in /opt/venv/" in result.stdout + result.stderr
