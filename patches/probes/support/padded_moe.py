@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from probes.support.nvfp4 import Packed, dequantize, normal_weights, quantize
 from probes.support.syntax import Sources
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 PREPARE = "vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe.prepare_nvfp4_moe_layer_for_fi_or_cutlass"
 BACKENDS = "vllm.model_executor.layers.fused_moe.oracle.nvfp4.NvFp4MoeBackend"
 ACTIVATIONS = "vllm.model_executor.layers.fused_moe.activation.MoEActivation"
+# Kernels that take up before gate (vllm 0.32 flashinfer_fp4_moe.py:372).
+UP_FIRST = ("FLASHINFER_CUTLASS", "FLASHINFER_B12X")
 EXPERTS, HIDDEN, TOKENS = 2, 128, 4
 
 
@@ -50,23 +53,29 @@ def prepare(sources: Sources, backend: str, experts: Experts, activation: str = 
     """What process_weights_after_loading makes of them. Raises NotImplementedError where the tree cannot pad."""
     import torch
 
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign] # swizzle_blockscale; N28
     parallel = SimpleNamespace(enable_eplb=False)
     config = SimpleNamespace(
         moe_parallel_config=parallel, intermediate_size_per_partition=experts.intermediate
     )
     activations = sources.load(ACTIVATIONS) if sources.has(ACTIVATIONS) else None  # 0.15.1 has none
     layer = SimpleNamespace(activation=activations and activations[activation], moe_config=config)
-    made = sources.load(PREPARE)(
-        backend=sources.load(BACKENDS)[backend], layer=layer, is_act_and_mul=True,
-        w13=torch.stack([w.codes for w in experts.w13]), w13_scale=torch.stack([w.scales for w in experts.w13]),
-        w13_scale_2=torch.tensor([w.scale_2 for w in experts.w13]), a13_scale=torch.ones(EXPERTS, 2),
-        w2=torch.stack([w.codes for w in experts.w2]), w2_scale=torch.stack([w.scales for w in experts.w2]),
-        w2_scale_2=torch.tensor([w.scale_2 for w in experts.w2]), a2_scale=torch.ones(EXPERTS),
-    )  # fmt: skip
+    weights = {
+        "w13": torch.stack([w.codes for w in experts.w13]),
+        "w13_scale": torch.stack([w.scales for w in experts.w13]),
+        "w13_scale_2": torch.tensor([w.scale_2 for w in experts.w13]),
+        "a13_scale": torch.ones(EXPERTS, 2),
+        "w2": torch.stack([w.codes for w in experts.w2]),
+        "w2_scale": torch.stack([w.scales for w in experts.w2]),
+        "w2_scale_2": torch.tensor([w.scale_2 for w in experts.w2]),
+        "a2_scale": torch.ones(EXPERTS),
+    }
+    run, chosen = sources.load(PREPARE), sources.load(BACKENDS)[backend]
+    # swizzle_blockscale calls .cuda() on any machine (N28).
+    with patch.object(torch.Tensor, "cuda", lambda tensor: tensor):
+        made = run(backend=chosen, layer=layer, is_act_and_mul=True, **weights)
     w13, w13_scale, _, _, w2, w2_scale, _, _ = made
     size = config.intermediate_size_per_partition
-    return Prepared(w13, w13_scale, w2, w2_scale, size, backend.startswith("FLASHINFER"))
+    return Prepared(w13, w13_scale, w2, w2_scale, size, backend in UP_FIRST)
 
 
 def expected_output(experts: Experts) -> torch.Tensor:
@@ -88,9 +97,7 @@ def output(prepared: Prepared, experts: Experts) -> torch.Tensor:
     for i in range(EXPERTS):
         w13 = _unswizzled(prepared.w13[i], prepared.w13_scale[i], experts.w13[i].scale_2)
         w2 = _unswizzled(prepared.w2[i], prepared.w2_scale[i], experts.w2[i].scale_2)
-        first, second = w13.double().chunk(
-            2
-        )  # FlashInfer's kernels take up before gate (flashinfer_fp4_moe.py:306)
+        first, second = w13.double().chunk(2)
         gate, up = (second, first) if prepared.up_first else (first, second)
         outputs.append(_mlp(gate, up, w2))
     return torch.stack(outputs)
