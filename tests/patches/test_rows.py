@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 from functools import cache
-from itertools import combinations
-from math import comb
 from pathlib import Path
 
 import pytest
+from separating import subsets
 from trees import copy_of, patched, pristine, source_tree
 
 from nibble.patching.apply import apply_series, revert_series
@@ -73,18 +72,7 @@ def test_every_fix_is_in_place_in_the_patched_release(name: str, patched_table: 
     assert line.word in allowed, line.detail
 
 
-def subsets() -> list[tuple[str, ...]]:
-    """Few sets of patches to leave out, such that for any two patches one set has the first and not the second.
-
-    Each patch gets its own k of n sets (an antichain: no patch's sets include another's), so a probe that fails in exactly
-    the sets of its own patch fails because of that one and of no other. A tree a patch would be twice the work.
-    """
-    n = next(n for n in range(1, 20) if comb(n, n // 2) >= len(PATCHES))
-    codes = dict(zip(PATCHES, combinations(range(n), n // 2), strict=False))
-    return [tuple(patch for patch, code in codes.items() if place in code) for place in range(n)]
-
-
-@pytest.mark.parametrize("left_out", subsets(), ids="+".join)
+@pytest.mark.parametrize("left_out", subsets(PATCHES), ids="+".join)
 def test_without_a_patch_exactly_its_probes_fail(left_out: tuple[str, ...], tmp_path: Path) -> None:
     of_patches = {name: row.fix for name, row in ROWS.items() if row.fix and row.fix.kind == "patch"}
     expected = {name for name, fix in of_patches.items() if fix.at.removeprefix("vllm/") in left_out}
@@ -96,7 +84,7 @@ def test_every_patch_has_a_probe_and_is_left_out_somewhere() -> None:
     mended = {
         row.fix.at.removeprefix("vllm/") for row in ROWS.values() if row.fix and row.fix.kind == "patch"
     }
-    assert mended == set(PATCHES) == {patch for left_out in subsets() for patch in left_out}
+    assert mended == set(PATCHES) == {patch for left_out in subsets(PATCHES) for patch in left_out}
 
 
 def test_both_tables_of_the_reference_are_there() -> None:

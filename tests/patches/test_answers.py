@@ -1,0 +1,98 @@
+"""Answers that are no patch of vLLM (a flag, a rule, a variable, a check): taken away, exactly their probes find the defect."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from separating import subsets
+from trees import pristine
+
+from nibble.patching.run import rows
+from nibble.paths import root
+
+pytestmark = pytest.mark.vllm
+ROWS = rows()
+# Answer -> its probe, its file, and what is cut out of the file (a pattern) or written at its end.
+CUT = r"\n\[\[rule\]\]\nid = \"{}\".*?(?=\n\[\[rule|\Z)"
+ARGUMENT = r"\n\[args\.{}\].*?(?=\n\[)"
+ANSWERS: dict[str, tuple[str, str, str, str]] = {
+    "rule b12x moe": ("n11_b12x_scales", "rules/backends.toml", CUT.format("flashinfer-b12x-moe"), ""),
+    "rule b12x": ("n26_b12x_not_automatic", "rules/backends.toml", CUT.format("b12x-unmeasured"), ""),
+    "gb10 tokens": (
+        "n13_gb10_batch_defaults",
+        "targets/gb10.toml",
+        ARGUMENT.format("max-num-batched-tokens"),
+        "",
+    ),
+    "gb10 sequences": ("n13_gb10_batch_defaults", "targets/gb10.toml", ARGUMENT.format("max-num-seqs"), ""),
+    "gb10 memory": (
+        "n14_gb10_free_memory",
+        "targets/gb10.toml",
+        ARGUMENT.format("gpu-memory-utilization"),
+        "",
+    ),
+    "dead names": (
+        "n22_dead_variables",
+        "nibble/environment.py",
+        "",
+        "DEAD_VARIABLES = {}\ndef _is_known(*_): return True",
+    ),
+    "aliases": ("n23_moe_configs_by_name", "nibble/moe_configs.py", "", "def find_alias(*_): return None"),
+    "exclusions": (
+        "s09_mtp_exclusion",
+        "nibble/checkpoint/exclusions.py",
+        "",
+        "def correct(*_, **__): return None",
+    ),
+    "rule fp_quant": ("n20_qutlass_sm12x", "rules/backends.toml", CUT.format("sm12x-fp-quant"), ""),
+    "kernel cache": (
+        "n21_flash_attention_ptx",
+        "targets/gb10.toml",
+        r"\n\[env\.CUDA_CACHE_MAXSIZE\].*?(?=\n\[)",
+        "",
+    ),
+    "gemma4": ("s17_gemma4_attention", "nibble/gemma4.py", "", "FLAGS = {name: {} for name in FLAGS}"),
+}
+PROBES = sorted({probe for probe, *_ in ANSWERS.values()})
+# Left to the user (12); or no defect of the 0.32.0 wheel with its FlashInfer: N25, and N19 (test_binaries.py shows it on 0.16.0).
+WITHOUT_REMOVAL = {"s12_gb10_moe_config", "n25_flashinfer_targets", "n19_family_code"}
+
+
+def nibble_without(answers: tuple[str, ...], folder: Path) -> Path:
+    """A copy of this checkout without these answers."""
+    for name in ("nibble", "patches", "rules", "targets", "recipes"):
+        shutil.copytree(root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for answer in answers:
+        _, name, cut, written = ANSWERS[answer]
+        text = (folder / name).read_text()
+        if cut:
+            text, count = re.subn(cut, "", text, flags=re.DOTALL)
+            assert count == 1, f"{answer} is not in {name}"
+        (folder / name).write_text(f"{text}\n{written}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "left_out", [(), *subsets(list(ANSWERS))], ids=lambda names: "+".join(names) or "none"
+)
+def test_without_an_answer_exactly_its_probes_fail(left_out: tuple[str, ...], tmp_path: Path) -> None:
+    copy = nibble_without(left_out, tmp_path)
+    words = [sys.executable, "-m", "nibble.patching.run", "--root", str(pristine("0.32.0")), *PROBES]
+    environ = os.environ | {"PYTHONPATH": str(copy)}
+    done = subprocess.run(words, cwd=copy, env=environ, text=True, capture_output=True, check=True)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [result["error"] for result in results if result["error"]]
+    failed = {result["probe"] for result in results if result["remedy"]["state"] != "sound"}
+    assert failed == {ANSWERS[answer][0] for answer in left_out}
+
+
+def test_every_answer_is_taken_away_by_a_test() -> None:
+    answered = {name for name, row in ROWS.items() if row.fix and row.fix.kind != "patch"}
+    assert answered - WITHOUT_REMOVAL == set(PROBES)
