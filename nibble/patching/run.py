@@ -87,6 +87,8 @@ def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None)
         words = [sys.executable, "-m", "nibble.patching.run", "--root", str(tree.root), "--answers", scratch]
         words += ["--jobs", str(jobs or os.cpu_count() or 1), *wanted]
         environ = os.environ | PROBE_ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        # Made by an import alone; in an image build they would be root's, in the cache volume of another user.
+        environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "FLASHINFER_WORKSPACE_BASE": scratch}
         done = subprocess.run(
             words, check=False, env=environ, cwd=scratch, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
