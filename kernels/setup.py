@@ -1,0 +1,50 @@
+"""Builds the compiled parts: C++ where there is a compiler, CUDA where there is nvcc and TORCH_CUDA_ARCH_LIST names targets.
+
+Against torch's stable ABI of 2.11 and Python's of 3.11, so that one wheel loads into any later version of either.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL", "-DTORCH_STABLE_ONLY", "-DPy_LIMITED_API=0x030B0000"]
+# No contraction: where a fused multiply-add is meant, the code says so, and every compiler rounds alike.
+CXX_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA"]
+SOURCES = Path("src/nibble_kernels")
+
+
+def gencode(arch_list: str) -> list[str]:
+    """'9.0a;12.0f' as nvcc's flags. torch's own reading refuses the family targets (12.0f)."""
+    names = [arch.replace(".", "") for arch in arch_list.replace(";", " ").split()]
+    return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+
+
+def extension(make: type, name: str, pattern: str, **flags: list[str]):
+    return make(
+        f"nibble_kernels.{name}",
+        sorted(str(path) for path in SOURCES.glob(pattern)),
+        include_dirs=[str((SOURCES / "include").absolute())],
+        extra_compile_args={kind: STABLE_ABI + words for kind, words in flags.items()},
+        py_limited_api=True,
+    )
+
+
+extensions = []
+arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+if shutil.which(os.environ.get("CXX", "c++")):
+    extensions.append(extension(CppExtension, "_cpu", "*/*.cpp", cxx=CXX_FLAGS))
+    if arch_list and CUDA_HOME:
+        nvcc = NVCC_FLAGS + gencode(arch_list)
+        extensions.append(extension(CUDAExtension, "_cuda", "*/*.cu", cxx=CXX_FLAGS, nvcc=nvcc))
+else:
+    print("nibble-kernels: no C++ compiler here, so only the plain torch code is installed")
+
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
