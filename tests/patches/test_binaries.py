@@ -1,0 +1,168 @@
+"""The GPU code of real wheels and of what nvcc makes is read right, and a build for the wrong target is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import cuda_tools
+import pytest
+from trees import pristine
+
+from nibble.errors import NibbleError
+from nibble.patching.binaries import CORE, check_binaries
+from nibble.patching.fatbin import Code, gpu_objects
+from nibble.patching.tree import open_tree
+from nibble.paths import root
+from nibble.targets import load_target
+
+needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
+
+# How many objects of each module have which code; counted with cuobjdump 13.5 too (below) and by patches.md's own scan.
+CONTENT: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "0.15.1": {
+        "_C": {"120": 35, "120a": 16, "100a": 17},
+        "_moe_C": {"120": 11, "PTX 80": 15},
+        "vllm_flash_attn/_vllm_fa2_C": {"80": 60, "PTX 80": 60},
+    },
+    "0.16.0": {
+        "_C": {"120": 35, "120a": 16, "100a": 17},
+        "_moe_C": {"120": 11, "PTX 80": 15},
+        "vllm_flash_attn/_vllm_fa2_C": {"80": 60, "PTX 80": 60},
+    },
+    "0.32.0": {
+        "_C_stable_libtorch": {"120": 47, "120f": 35, "100f": 23},
+        "_moe_C_stable_libtorch": {"120": 7, "120f": 19, "PTX 80": 15},
+        "_qutlass_C": {"100f": 6},
+        "_flashmla_C": {"90a": 51, "100f": 51},
+        "_flashkda_C": {"90a": 1, "100f": 1, "120f": 1},
+        "vllm_flash_attn/_vllm_fa2_C": {"80": 76, "PTX 80": 76},
+        "vllm_flash_attn/_vllm_fa3_C": {"90a": 192},
+    },
+}
+
+
+def path_of(version: str, module: str) -> Path:
+    return pristine(version) / f"vllm/{module}.abi3.so"
+
+
+@pytest.mark.parametrize(
+    ("version", "module"), [(version, name) for version in CONTENT for name in CONTENT[version]]
+)
+def test_wheels_hold_what_is_written_about_them(version: str, module: str) -> None:
+    found = Counter(str(code) for one in gpu_objects(path_of(version, module)) for code in one.codes)
+    assert {code: found[code] for code in CONTENT[version][module]} == CONTENT[version][module]
+    assert not any(code.startswith("121") for code in found)
+
+
+def test_every_object_of_the_wheels_has_the_name_of_its_source() -> None:
+    objects = {one.name: one.codes for one in gpu_objects(path_of("0.32.0", CORE))}
+    assert (
+        len(objects) == len(gpu_objects(path_of("0.32.0", CORE))) - 1
+    )  # two sources are named activation_kernels.cu
+    assert objects["nvfp4_scaled_mm_sm120_kernels"] == (Code(120, "f"),)
+    assert objects["marlin"] == (Code(75), Code(80, is_ptx=True), Code(80))
+    older = {one.name: one.codes for one in gpu_objects(path_of("0.16.0", "_C"))}
+    assert older["nvfp4_scaled_mm_sm120_kernels"] == (Code(120, "a"),)
+
+
+@pytest.mark.parametrize("module", ["_C_stable_libtorch", "_qutlass_C"])
+def test_nvidias_tool_lists_the_same_machine_code(module: str) -> None:
+    tools = cuda_tools.disassembler()
+    told = subprocess.run(
+        [tools / "cuobjdump", "-lelf", path_of("0.32.0", module)], capture_output=True, text=True, check=True
+    ).stdout
+    listed = Counter(re.findall(r"\.sm_(\w+)\.cubin", told))
+    codes = [code for one in gpu_objects(path_of("0.32.0", module)) for code in one.codes if not code.is_ptx]
+    assert listed == Counter(str(code).rstrip("f") for code in codes)  # it does not list the f
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "told", [["120", "80", "PTX 80"], ["120a"], ["120f"], ["121a"], ["PTX 100f"]], ids=str
+)
+def test_flags_mean_what_nvcc_was_told(told: list[str], tmp_path: Path) -> None:
+    """The layout of a fat binary is documented nowhere."""
+    source, output = tmp_path / "some_kernel.cu", tmp_path / "object.o"
+    source.write_text("__global__ void some_kernel() {}\n")
+    flags = []
+    for one in told:
+        number = one.removeprefix("PTX ")
+        flags.append(
+            f"-gencode=arch=compute_{number},code={'compute' if one.startswith('PTX') else 'sm'}_{number}"
+        )
+    subprocess.run([cuda_tools.NVCC, "-c", *flags, "-o", output, source], check=True)
+    (one,) = gpu_objects(output)
+    assert one.name == "some_kernel"
+    assert sorted(map(str, one.codes)) == sorted(told)
+
+
+@pytest.mark.parametrize("target", ["gb10", "sm120", "b200", "hopper"])
+def test_the_pinned_wheel_passes_for_every_target_in_seconds(target: str) -> None:
+    began = time.monotonic()
+    check_binaries(open_tree(pristine("0.32.0")), load_target(target))
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("version", ["0.15.1", "0.16.0"])
+def test_the_seeds_wheels_are_refused(version: str) -> None:
+    with pytest.raises(
+        NibbleError, match=r"gb10 cannot use this vLLM: vllm/_C\.abi3\.so of vLLM .* is a CUDA 12 build"
+    ):
+        check_binaries(open_tree(pristine(version)), load_target("gb10"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [(0x100000, r"nvfp4_quant_kernels for 100f, 120a \("), (0, r"nvfp4_quant_kernels for 100f, 120 \(")],
+    ids=["120a, as a CUDA 12 build", "plain 120, as the seeds built"],
+)
+def test_the_real_wheel_with_other_targets_is_refused(flag: int, said: str, tmp_path: Path) -> None:
+    """The 0.32.0 wheel whose 120f entries say that they are for something else."""
+    tree = tmp_path / "tree"
+    (tree / "vllm").mkdir(parents=True)
+    (tree / "vllm-0.32.0.dist-info").mkdir()
+    (tree / "vllm/__init__.py").touch()
+    for path in pristine("0.32.0").glob("vllm/*.so"):
+        (tree / "vllm" / path.name).symlink_to(path)
+    changed = tree / f"vllm/{CORE}.abi3.so"
+    changed.unlink()
+    changed.write_bytes(with_flag(path_of("0.32.0", CORE).read_bytes(), flag))
+    with pytest.raises(NibbleError, match=rf"{CORE}\.abi3\.so has {said}"):
+        check_binaries(open_tree(tree), load_target("gb10"))
+
+
+def with_flag(data: bytes, flag: int) -> bytes:
+    """A module whose family-specific entries for SM120 have another flag."""
+    changed, count = bytearray(data), 0
+    header = struct.pack("<HH", 2, 0x101)
+    position = data.find(header)
+    while position >= 0:
+        (sm,), (flags,) = (
+            struct.unpack_from("<I", data, position + 28),
+            struct.unpack_from("<Q", data, position + 40),
+        )
+        if sm == 120 and flags & 0x300000 == 0x200000:
+            struct.pack_into("<Q", changed, position + 40, flags & ~0x300000 | flag)
+            count += 1
+        position = data.find(header, position + 4)
+    assert count == CONTENT["0.32.0"][CORE]["120f"]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(("version", "target", "status"), [("0.32.0", "gb10", 0), ("0.16.0", "gb10", 6)])
+def test_the_build_asks_with_nothing_but_the_standard_library(version: str, target: str, status: int) -> None:
+    words = [sys.executable, "-S", "-m", "nibble.patching.binaries", str(pristine(version)), target]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=root(), env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert all(line.startswith("vllm/") for line in done.stdout.splitlines())
+    assert len(done.stdout.splitlines()) >= 5
+    assert done.stderr.count("\n") == (1 if status else 0)
