@@ -27,7 +27,7 @@ def probe(tree: Tree) -> Finding:
     """Ask for the W4A4 linear and MoE kernels of SM120 and SM121 with cubins and no compiler."""
     if not fake_cuda.has_flashinfer_package():
         return not_applicable("FlashInfer is not installed beside this vLLM")
-    machine = selection.TOOLCHAINS["cubins only"]
+    machine = selection.TOOLCHAINS["cubins"]
     gpus = (fake_cuda.SM120, fake_cuda.SM121)
     answers = selection.ask([selection.Case(gpu, ["linear W4A4", "MoE W4A4"], machine) for gpu in gpus])
     found = [list(answer.values()) for answer in answers]

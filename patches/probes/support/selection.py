@@ -28,8 +28,8 @@ TOOLCHAINS: dict[str, dict[str, Any]] = {
     "nvcc 13.0": {},
     "none": {"nvcc": None, "ninja": False},
     "nvcc 12.8": {"nvcc": "12.8"},
-    "cubins only": {"nvcc": None, "ninja": False, "cubin": True},
-    "jit-cache only": {"nvcc": None, "ninja": False, "jit_cache": ALL_TARGETS},
+    "cubins": {"nvcc": None, "ninja": False, "cubin": True},
+    "jit-cache": {"nvcc": None, "ninja": False, "jit_cache": ALL_TARGETS},
 }
 
 
@@ -170,6 +170,38 @@ def _outcome(build: Callable[[], Any]) -> str:
     return "built"
 
 
+def _jit_cache_targets() -> dict[str, list[bool]]:
+    """Provider of flashinfer-jit-cache -> whether vLLM (patched) takes it for this GPU, and whether FlashInfer does."""
+    from types import SimpleNamespace
+
+    import flashinfer_jit_cache  # pyright: ignore[reportMissingImports]
+    from flashinfer.jit import env  # pyright: ignore[reportMissingImports]
+    from vllm.utils import flashinfer
+
+    takes = {}
+    for target in (
+        "sm80",
+        "sm89",
+        "sm90a",
+        "sm100a",
+        "sm100f",
+        "sm103a",
+        "sm120",
+        "sm120a",
+        "sm120f",
+        "sm121a",
+        "sm121f",
+    ):
+        provider = SimpleNamespace(cuda_architectures=frozenset([target]))
+        flashinfer_jit_cache.get_jit_cache_providers = lambda: (provider,)  # noqa: B023  # used in this round
+        ours = flashinfer._has_prebuilt_flashinfer_kernels()  # pyright: ignore[reportAttributeAccessIssue]
+        takes[target] = [
+            ours,
+            env._provider_covers_targets(frozenset([target]), env._target_cuda_architectures()),
+        ]
+    return takes
+
+
 def _has_flashinfer() -> bool:
     from vllm.utils.flashinfer import has_flashinfer
 
@@ -201,6 +233,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     "sampler": _sampler,
     "prefill module": _prefill_module,
     "trtllm-gen module": _trtllm_gen_module,
+    "jit-cache targets": _jit_cache_targets,
 }
 
 
