@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from containers import builder, docker, run_once
+
+from nibble.patching.apply import RECORD_FOLDER
+from nibble.patching.series import load_series
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")
@@ -39,6 +43,8 @@ def test_source_archive_stage_builds_on_the_stand_in_base(target: str, build_env
     image = build_stage(target, "vllm-sdist", build_environ)
     found = run_once(image, "grep", "^Version:", "/build/vllm/PKG-INFO")
     assert found.stdout == "Version: 0.32.0\n"
+    record = json.loads(run_once(image, "cat", f"/build/vllm/{RECORD_FOLDER}/record.json").stdout)
+    assert list(record["patches"]) == [patch.name for patch in load_series("vllm").patches]
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
@@ -65,11 +71,18 @@ def test_a_wrong_checksum_is_refused_in_one_line(build_environ: dict[str, str]) 
 
 @pytest.mark.slow
 def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(build_environ: dict[str, str]) -> None:
-    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, and nibble on top."""
+    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, the series and nibble on top."""
     image = build_stage("sm120", "runtime", build_environ, "VLLM_FROM=wheel")
     ask = "from importlib.metadata import version as v; print(v('vllm'), v('torch'))"
     try:
         found = run_once(image, "python", "-c", ask)
         assert found.stdout.split() == ["0.32.0", "2.13.0"], found.stderr
+        report = json.loads(run_once(image, "nibble", "doctor", "--json").stdout)
+        checks = {check["name"]: check for check in report["checks"]}
+        applicable = [patch for patch in load_series("vllm").patches if patch.paths[0].startswith("vllm/")]
+        assert checks["patches"]["what"] == f"{len(applicable)} applied"
+        words = {line["id"]: line["word"] for line in report["patches"]}
+        assert words["N1"] == words["N12"] == "applied", "FlashInfer is in this image"
+        assert not {"needed", "failed"} & {*words.values()}
     finally:
         docker("rmi", image)  # more than 10 GB
