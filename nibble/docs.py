@@ -168,9 +168,8 @@ def _probe_line(name: str, row: Row) -> str:
     pristine = ", ".join(f"{version} {state}" for version, state in row.expect.items())
     answer = f"{row.instead} ({row.fix.kind} `{row.fix.at}`)" if row.fix else row.instead
     sources = "; ".join(row.references)
-    return (
-        f"| {row.id} | {row.title} | {row.verdict} {sources} | {answer} | `{name}`, {row.how}: {pristine} |"
-    )
+    cells = (row.id, row.title, f"{row.verdict} {sources}", answer, f"`{name}`, {row.how}: {pristine}")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 GENERATED: Mapping[str, Callable[[], str]] = {

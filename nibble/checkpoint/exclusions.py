@@ -105,9 +105,12 @@ def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> C
 
 
 def excluded(declared: Mapping[str, Any]) -> list[str]:
-    """The list vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241)."""
+    """The list vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241), with nibble's patch for N15."""
     inner = declared.get("quantization")
-    found = inner.get("exclude_modules") if isinstance(inner, Mapping) else declared.get("ignore")
+    if isinstance(inner, Mapping):
+        found = inner.get("exclude_modules")
+    else:
+        found = declared.get("ignore", declared.get("exclude_modules"))
     return [str(entry) for entry in found] if isinstance(found, list) else []
 
 

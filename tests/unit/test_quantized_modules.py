@@ -60,6 +60,16 @@ def test_a_list_that_agrees_with_the_tensors_is_left_alone(tmp_path: Path) -> No
         assert corrected(checkpoint(tmp_path / str(number), weights, ignore)) is None
 
 
+def test_a_list_under_the_key_exclude_modules_is_read_as_the_patched_vllm_reads_it(tmp_path: Path) -> None:
+    config = {name: value for name, value in MODELOPT_NVFP4.items() if name != "ignore"}
+    weights = tensors("nvfp4") | head("mtp", "fc", "bf16", "bf16")
+    given = {
+        "quantization_config": config | {"exclude_modules": ["lm_head", "mtp*"]},
+        "model_type": "exaone_moe",
+    }
+    assert corrected(read_checkpoint(str(write_checkpoint(tmp_path / "m", weights, given)))) is None
+
+
 def test_a_draft_that_is_not_used_changes_nothing(tmp_path: Path) -> None:
     found = checkpoint(tmp_path / "m", tensors("nvfp4") | head("mtp", "fc", "bf16"), ["lm_head"])
     assert corrected(found, with_draft=False) is None and corrected(found) is not None
