@@ -10,7 +10,11 @@ from pathlib import Path
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
-STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL", "-DTORCH_STABLE_ONLY", "-DPy_LIMITED_API=0x030B0000"]
+STABLE_ABI = [
+    "-DTORCH_TARGET_VERSION=0x020B000000000000ULL",
+    "-DTORCH_STABLE_ONLY",
+    "-DPy_LIMITED_API=0x030B0000",
+]
 # No contraction: where a fused multiply-add is meant, the code says so, and every compiler rounds alike.
 CXX_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA"]

@@ -25,17 +25,26 @@ def fma(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """exp(x) for x in [-87, 87], beyond which it stays as there: 2^n times a polynomial of the rest."""
-    x = torch.where(x < -87, -87.0, torch.where(x > 87, 87.0, x))
+    """exp(x), infinity from 88 and below -87 as there: 2^n times a polynomial of the rest."""
+    too_large = x > 88
+    x = torch.where(x < -87, -87.0, torch.where(too_large, 88.0, x))
     shift = 1.5 * 2.0**23
     n = fma(x, float.fromhex("0x1.715476p+0"), shift) - shift  # log2(e)
     r = fma(n, -float.fromhex("0x1.62e4p-1"), x)  # ln(2) in two parts, n times the first is exact
     r = fma(n, -float.fromhex("0x1.7f7d1cp-20"), r)
     p = torch.full_like(x, float.fromhex("0x1.a01a02p-13"))  # 1/7!, 1/6!, …
-    for coefficient in ("0x1.6c16c2p-10", "0x1.111112p-7", "0x1.555556p-5", "0x1.555556p-3", "0x1p-1", "0x1p0", "0x1p0"):
+    for coefficient in (
+        "0x1.6c16c2p-10",
+        "0x1.111112p-7",
+        "0x1.555556p-5",
+        "0x1.555556p-3",
+        "0x1p-1",
+        "0x1p0",
+        "0x1p0",
+    ):
         p = fma(p, r, float.fromhex(coefficient))
     power = (n.nan_to_num().int() + 127) << 23
-    return p * power.view(torch.float32)
+    return torch.where(too_large, torch.inf, p * power.view(torch.float32))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ def load() -> dict[str, str]:
 
 
 def _load(name: str) -> str:
-    """"compiled", or why not."""
+    """ "compiled", or why not."""
     libraries = list(Path(__file__).parent.glob(f"{name}.*so"))
     if not libraries:
-        return "not compiled: no compiler when it was installed"
+        return "not compiled when it was installed"
     try:
         torch.ops.load_library(libraries[0])
     except OSError as error:  # another torch than 2.11 or later, or another processor

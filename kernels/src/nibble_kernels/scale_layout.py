@@ -28,7 +28,9 @@ def tile(scales: Tensor) -> Tensor:
     padded_rows, padded_blocks = tiled_shape(rows, blocks)
     padding = (0, padded_blocks - blocks, 0, padded_rows - rows)
     padded = torch.nn.functional.pad(scales.view(torch.uint8), padding)
-    tiles = padded.view(padded_rows // 128, 4, 32, padded_blocks // 4, 4)  # tile row, row // 32, row % 32, tile, block
+    tiles = padded.view(
+        padded_rows // 128, 4, 32, padded_blocks // 4, 4
+    )  # tile row, row // 32, row % 32, tile, block
     return tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks).view(scales.dtype)
 
 

@@ -63,7 +63,9 @@ def conversion_report(device: torch.device | str) -> dict[str, object]:
     "e2m1" and "e4m3" are "instruction" or "software"; "mismatches" counts results in which they differ, and is why a target
     that has the instructions would be given the software conversion.
     """
-    e2m1_instruction, e4m3_instruction, compared, mismatches = _mismatches(torch.empty(0, device=device)).tolist()
+    e2m1_instruction, e4m3_instruction, compared, mismatches = _mismatches(
+        torch.empty(0, device=device)
+    ).tolist()
     sound = mismatches == 0
     return {
         "e2m1": "instruction" if e2m1_instruction and sound else "software",

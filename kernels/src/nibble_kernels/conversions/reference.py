@@ -5,6 +5,8 @@ The specification of every other implementation, in plain torch float32.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def e2m1_encode(x: Tensor) -> Tensor:
     x = x.float()
     magnitude = x.abs()
     code = torch.zeros_like(x, dtype=torch.uint8)
-    for index, (low, high) in enumerate(zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)):
+    for index, (low, high) in enumerate(pairwise(E2M1_VALUES)):
         middle = (low + high) / 2
         code += magnitude > middle if index % 2 == 0 else magnitude >= middle
     return torch.where(x.isnan(), 7, code | x.signbit().byte() << 3).to(torch.uint8)

@@ -80,4 +80,6 @@ def add_rmsnorm_nvfp4_quant(
 
 def _check(x: Tensor, columns: int) -> None:
     if columns % BLOCK:
-        raise ValueError(f"NVFP4 has blocks of {BLOCK} columns; got rows of {columns} (shape {tuple(x.shape)})")
+        raise ValueError(
+            f"NVFP4 has blocks of {BLOCK} columns; got rows of {columns} (shape {tuple(x.shape)})"
+        )

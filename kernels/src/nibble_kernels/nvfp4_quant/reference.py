@@ -39,7 +39,9 @@ def silu_mul(x: Tensor) -> Tensor:
     return (arithmetic.silu(gate) * up).to(x.dtype)
 
 
-def silu_mul_nvfp4_quant(x: Tensor, global_scale_inv: Tensor, tiled: bool, exact: bool) -> tuple[Tensor, Tensor]:
+def silu_mul_nvfp4_quant(
+    x: Tensor, global_scale_inv: Tensor, tiled: bool, exact: bool
+) -> tuple[Tensor, Tensor]:
     """silu_mul, then nvfp4_quant."""
     return nvfp4_quant(silu_mul(x), global_scale_inv, tiled, exact)
 
@@ -54,7 +56,13 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> 
 
 
 def add_rmsnorm_nvfp4_quant(
-    x: Tensor, residual: Tensor, weight: Tensor, global_scale_inv: Tensor, epsilon: float, tiled: bool, exact: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    global_scale_inv: Tensor,
+    epsilon: float,
+    tiled: bool,
+    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """add_rmsnorm, then nvfp4_quant of the first result; the second is returned last."""
     normed, total = add_rmsnorm(x, residual, weight, epsilon)

@@ -23,7 +23,7 @@ NIBBLE_FUNCTION void quantize_block(const float* x, float amax, float g, float i
 // The sum of squared differences, in reference.py's order.
 NIBBLE_FUNCTION float block_error(const float* x, const Candidate& candidate) {
   float difference[kBlock];
-  for (int i = 0; i < kBlock; ++i) difference[i] = std::fma(-e2m1_decode(candidate.codes[i]), candidate.step, x[i]);
+  for (uint32_t i = 0; i < kBlock; ++i) difference[i] = std::fma(-e2m1_decode(candidate.codes[i]), candidate.step, x[i]);
   float sums[2][2] = {};  // even and odd elements of the first eight and of the last
   for (int half = 0; half < 2; ++half) {
     for (int i = 0; i < 8; ++i) {
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor> quant_fp4(const Tensor& input, const std::opt
     const float largest = amax ? *static_cast<const float*>(amax->const_data_ptr()) : tensor_amax(from, shape);
     const float override = static_cast<float>(scale_override);
     const float g = (largest * (four_over_six ? 1.0f / 256.0f : 1.0f / 448.0f)) * (override * (1.0f / 6.0f));
-    const Scales tensor{largest == 0.0f ? 1.0f : g, (1.0f / 6.0f) * override, (1.0f / 4.0f) * override};
+    const Scales tensor{largest == 0.0f || shape.rows == 0 ? 1.0f : g, (1.0f / 6.0f) * override, (1.0f / 4.0f) * override};
     *static_cast<float*>(tensor_scale.mutable_data_ptr()) = tensor.g;
     for_rows(shape.rows, shape.columns, [&](int64_t row) {
       thread_local std::vector<float> floats;

@@ -26,12 +26,14 @@ def quant_fp4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed codes [..., K/2], scales and G. `exact` changes nothing here: approximate reciprocals exist on GPUs alone."""
     blocks = x.float().reshape(-1, x.shape[-1] // BLOCK, BLOCK)
-    if amax is None:
-        amax = blocks.abs().amax() if blocks.numel() else x.new_zeros(())
-    amax = amax.float().reshape(())
+    if not blocks.numel():  # G is 1
+        amax = x.new_zeros(())
+    amax = (blocks.abs().amax() if amax is None else amax).float().reshape(())
     override = torch.tensor(scale_override, dtype=torch.float32, device=x.device)
     largest = 256 if four_over_six else 448
-    g = (amax * torch.tensor(1 / largest, dtype=torch.float32)) * (override * torch.tensor(1 / 6, dtype=torch.float32))
+    g = (amax * torch.tensor(1 / largest, dtype=torch.float32)) * (
+        override * torch.tensor(1 / 6, dtype=torch.float32)
+    )
     g = torch.where(amax == 0, 1, g)
     scale, codes, error = candidate(blocks, g, override, 6)
     if four_over_six:

@@ -30,7 +30,7 @@ void for_rows(int64_t rows, int64_t columns, const F& f) {
 // A block's largest magnitude; NaN where it holds one, because the bits of NaN exceed those of infinity.
 NIBBLE_FUNCTION float block_amax(const float* x) {
   uint32_t largest = 0;
-  for (int i = 0; i < kBlock; ++i) {
+  for (uint32_t i = 0; i < kBlock; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -39,7 +39,7 @@ NIBBLE_FUNCTION float block_amax(const float* x) {
 
 // E2M1 codes of x * factor, one a byte.
 NIBBLE_FUNCTION void encode_block(const float* x, float factor, uint32_t* codes) {
-  for (int i = 0; i < kBlock; ++i) {
+  for (uint32_t i = 0; i < kBlock; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(x[i] * factor);
     const uint32_t magnitude = bits & 0x7fffffff;
     const uint32_t code = std::bit_cast<uint32_t>(e2m1_shifted_code(std::bit_cast<float>(magnitude))) & 7;
@@ -48,7 +48,7 @@ NIBBLE_FUNCTION void encode_block(const float* x, float factor, uint32_t* codes)
 }
 
 NIBBLE_FUNCTION void pack_block(const uint32_t* codes, uint8_t* packed) {
-  for (int i = 0; i < kBlock / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+  for (uint32_t i = 0; i < kBlock / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
 // A row's scales from row order to where the layout has them.

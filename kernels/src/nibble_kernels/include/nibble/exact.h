@@ -5,9 +5,10 @@
 
 namespace nibble {
 
-// exp(x) for x in [-87, 87], beyond which it stays as there: 2^n times a polynomial of the rest.
+// exp(x), infinity from 88 and below -87 as there: 2^n times a polynomial of the rest.
 NIBBLE_FUNCTION float exact_exp(float x) {
-  x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
+  const bool too_large = x > 88.0f;
+  x = x < -87.0f ? -87.0f : too_large ? 88.0f : x;
   constexpr float kRound = 0x1.8p23f;
   const float n = __builtin_fmaf(x, 0x1.715476p+0f, kRound) - kRound;  // log2(e)
   float r = __builtin_fmaf(n, -0x1.62e4p-1f, x);                       // ln(2) in two parts, n times the first is exact
@@ -20,7 +21,8 @@ NIBBLE_FUNCTION float exact_exp(float x) {
   p = __builtin_fmaf(p, r, 0.5f);
   p = __builtin_fmaf(p, r, 1.0f);
   p = __builtin_fmaf(p, r, 1.0f);
-  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  const float result = p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  return too_large ? std::bit_cast<float>(0x7f800000) : result;
 }
 
 NIBBLE_FUNCTION float exact_silu(float x) { return x / (1.0f + exact_exp(-x)); }

@@ -5,9 +5,9 @@
 
 namespace nibble {
 
-constexpr int kBlock = 16;  // elements under one scale
-constexpr int kTileRows = 128;
-constexpr int kTileBlocks = 4;
+constexpr uint32_t kBlock = 16;  // elements under one scale
+constexpr uint32_t kTileRows = 128;
+constexpr uint32_t kTileBlocks = 4;
 
 template <class Int>
 NIBBLE_FUNCTION Int round_up(Int value, Int multiple) {
@@ -15,9 +15,9 @@ NIBBLE_FUNCTION Int round_up(Int value, Int multiple) {
 }
 
 // `tiles` is how many tiles lie side by side: the row's blocks / 4, rounded up.
-NIBBLE_FUNCTION int64_t tiled_offset(int64_t row, int64_t block, int64_t tiles) {
-  return (row / kTileRows * tiles + block / kTileBlocks) * (kTileRows * kTileBlocks) + row % 32 * 16 + row / 32 % 4 * 4 +
-         block % kTileBlocks;
+NIBBLE_FUNCTION uint64_t tiled_offset(uint32_t row, uint32_t block, uint32_t tiles) {
+  const uint32_t tile = row / kTileRows * tiles + block / kTileBlocks;
+  return uint64_t{tile} * (kTileRows * kTileBlocks) + (row % 32 * 16 + row / 32 % 4 * 4 + block % kTileBlocks);
 }
 
 }  // namespace nibble

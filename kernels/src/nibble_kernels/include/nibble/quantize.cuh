@@ -1,0 +1,305 @@
+// NVFP4 quantization on the GPU: what a thread does, how threads share rows and tiles, and the kernel that reads, quantizes
+// and writes. An operation gives it a Source (what the elements are) and a Rule (how a block becomes codes and a scale).
+//
+// A thread has eight elements, two neighbouring threads a block. Loads are 16 bytes a thread and whole lines a warp:
+//   linear  a warp has 256 elements of one row, kSteps times side by side
+//   tiled   a warp has 64 elements of the four rows whose scales share 16 bytes of a 128x4 tile, in two neighbouring lines of
+//           kSteps / 2 tiles
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "conversions.cuh"
+#include "exact.h"
+#include "scale_layout.h"
+#include "tensors.h"
+
+namespace nibble {
+
+constexpr uint32_t kVector = 8;  // elements a thread has at a time
+constexpr uint32_t kWarps = 8;
+
+// ---- numbers
+
+struct Exact {
+  static __device__ __forceinline__ float reciprocal(float x) { return __frcp_rn(x); }
+  static __device__ __forceinline__ float reciprocal_root(float x) { return __frcp_rn(__fsqrt_rn(x)); }
+  static __device__ __forceinline__ float silu(float x) { return exact_silu(x); }
+};
+
+struct Approximate {
+  static __device__ __forceinline__ float reciprocal(float x) { return instruction::approximate_reciprocal(x); }
+  static __device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
+  static __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+};
+
+// The larger of two numbers, or NaN where either is.
+__device__ __forceinline__ float maximum(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float amax8(const float (&x)[8]) {
+  const float low = maximum(maximum(fabsf(x[0]), fabsf(x[1])), maximum(fabsf(x[2]), fabsf(x[3])));
+  const float high = maximum(maximum(fabsf(x[4]), fabsf(x[5])), maximum(fabsf(x[6]), fabsf(x[7])));
+  return maximum(low, high);
+}
+
+// A block's, of two neighbouring threads.
+__device__ __forceinline__ float block_amax(const float (&x)[8]) {
+  const float mine = amax8(x);
+  return maximum(mine, __shfl_xor_sync(0xffffffffu, mine, 1));
+}
+
+// ---- sixteen bytes of bfloat16 or float16 as floats, and back
+
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& raw, float (&x)[8]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    } else {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack(const float (&x)[8]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers are free.
+__device__ __forceinline__ uint4 load_once(const uint4* from) {
+  uint4 raw;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+      : "l"(from));
+  return raw;
+}
+
+// ---- what the elements are
+
+template <class T>
+struct Plain {
+  static constexpr uint32_t kSteps = 4;  // four loads in flight a thread
+  struct Raw {
+    uint4 x = {};
+  };
+
+  const uint4* x;
+
+  __device__ __forceinline__ void load(uint32_t row, uint32_t vectors, uint32_t vector, Raw& raw) const {
+    raw.x = load_once(x + (uint64_t{row} * vectors + vector));
+  }
+
+  static __device__ __forceinline__ void values(const Raw& raw, float (&x)[8]) { unpack<T>(raw.x, x); }
+};
+
+// silu(gate) * up of rows gate | up, rounded to T.
+template <class T, class Precision>
+struct SiluMul {
+  static constexpr uint32_t kSteps = 2;
+  struct Raw {
+    uint4 gate = {};
+    uint4 up = {};
+  };
+
+  const uint4* x;
+
+  __device__ __forceinline__ void load(uint32_t row, uint32_t vectors, uint32_t vector, Raw& raw) const {
+    const uint64_t gate = uint64_t{row} * (2 * vectors) + vector;
+    raw.gate = load_once(x + gate);
+    raw.up = load_once(x + gate + vectors);
+  }
+
+  static __device__ __forceinline__ void values(const Raw& raw, float (&x)[8]) {
+    float up[8];
+    unpack<T>(raw.gate, x);
+    unpack<T>(raw.up, up);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = Precision::silu(x[i]) * up[i];
+    unpack<T>(pack<T>(x), x);
+  }
+};
+
+// ---- how a block becomes codes and a scale
+
+struct Quantized {
+  uint32_t codes;
+  uint32_t scale;
+};
+
+template <class Convert>
+__device__ __forceinline__ Encoded8 encode_scaled(const float (&x)[8], float amax, float factor) {
+  float scaled[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scaled[i] = x[i] * factor;
+  const bool finite = amax + fabsf(factor) < INFINITY;  // where neither is infinite or NaN, no product is NaN
+  return Convert::e2m1_encode8(scaled, !finite);
+}
+
+// nvfp4_quant/reference.py
+template <class Convert, class Precision>
+struct StaticScale {
+  struct Parameters {
+    const float* global_scale_inv;
+  };
+
+  float global_scale_inv, global_scale;
+
+  __device__ __forceinline__ explicit StaticScale(const Parameters& parameters)
+      : global_scale_inv(__ldg(parameters.global_scale_inv)), global_scale(Precision::reciprocal(global_scale_inv)) {}
+
+  __device__ __forceinline__ Quantized operator()(const float (&x)[8], float amax) const {
+    const uint32_t scale = Convert::e4m3_encode(global_scale_inv * (amax * (1.0f / 6.0f)));
+    const float value = Convert::e4m3_decode(scale);
+    const float factor = value == 0.0f ? 0.0f : Precision::reciprocal(value * global_scale);
+    return {encode_scaled<Convert>(x, amax, factor).codes, scale};
+  }
+};
+
+// quant_fp4/reference.py
+template <class Convert, class Precision, bool FourOverSix>
+struct TensorScale {
+  struct Parameters {
+    const float* amax;
+    float* tensor_scale;
+    float scale_override;
+  };
+
+  float g, inverse_g, inverse_6, inverse_4;
+
+  __device__ __forceinline__ explicit TensorScale(const Parameters& parameters) {
+    const float amax = __ldg(parameters.amax), scale_override = parameters.scale_override;
+    inverse_6 = (1.0f / 6.0f) * scale_override;
+    inverse_4 = (1.0f / 4.0f) * scale_override;
+    g = amax == 0.0f ? 1.0f : (amax * (FourOverSix ? 1.0f / 256.0f : 1.0f / 448.0f)) * inverse_6;
+    inverse_g = Precision::reciprocal(g);
+    if (blockIdx.x + blockIdx.y + threadIdx.x + threadIdx.y == 0) *parameters.tensor_scale = g;
+  }
+
+  __device__ __forceinline__ Quantized operator()(const float (&x)[8], float amax) const {
+    float error_6, error_4;
+    const Quantized six = candidate(x, amax, inverse_6, error_6);
+    if constexpr (!FourOverSix) return six;
+    const Quantized four = candidate(x, amax, inverse_4, error_4);
+    return error_4 < error_6 ? four : six;
+  }
+
+ private:
+  __device__ __forceinline__ Quantized candidate(const float (&x)[8], float amax, float inverse, float& error) const {
+    const uint32_t scale = Convert::e4m3_encode((amax * inverse) * inverse_g);
+    const float value = Convert::e4m3_decode(scale);
+    const float factor = Precision::reciprocal((value == 0.0f ? 1.0f : value) * g);
+    const Encoded8 encoded = encode_scaled<Convert>(x, amax, factor);
+    const float step = value * g;
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      // Of magnitudes: x and its code have one sign.
+      const float first = fmaf(-encoded.magnitudes[i], step, fabsf(x[i]));
+      const float second = fmaf(-encoded.magnitudes[i + 1], step, fabsf(x[i + 1]));
+      even = fmaf(first, first, even);
+      odd = fmaf(second, second, odd);
+    }
+    error = even + odd;
+    error += __shfl_xor_sync(0xffffffffu, error, 1);
+    return {encoded.codes, scale};
+  }
+};
+
+// ---- the kernel
+
+struct Output {
+  uint32_t* codes;
+  uint8_t* scales;
+};
+
+struct Grid {
+  uint32_t rows;
+  uint32_t vectors;     // of eight elements in a row
+  uint32_t row_groups;  // of the rows that a thread block has
+  bool backwards;       // last rows first: a pass before this one left them in the second cache
+};
+
+template <bool Tiled>
+inline Grid grid_of(const Shape& shape, bool backwards) {
+  const int64_t groups = Tiled ? round_up<int64_t>(shape.rows, kTileRows) / 64 : (shape.rows + kWarps - 1) / kWarps;
+  return {static_cast<uint32_t>(shape.rows), static_cast<uint32_t>(shape.columns / kVector), static_cast<uint32_t>(groups),
+          backwards};
+}
+
+template <class Source, bool Tiled>
+inline dim3 thread_blocks(const Grid& grid) {
+  const uint32_t wide = Source::kSteps * (Tiled ? 4 : 32);
+  return dim3((grid.vectors + wide - 1) / wide, std::min(grid.row_groups, 65535u));
+}
+
+template <class Source, class Rule, bool Tiled>
+__device__ __forceinline__ void quantize_rows(const Source& source, const Rule& rule, const Output& output,
+                                              const Grid& grid, uint32_t group) {
+  const uint32_t lane = threadIdx.x, warp = threadIdx.y;
+  const uint32_t tiles = (grid.vectors + 2 * kTileBlocks - 1) / (2 * kTileBlocks);
+
+  constexpr uint32_t kSteps = Source::kSteps;
+  typename Source::Raw raw[kSteps];
+  uint32_t row[kSteps], vector[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if constexpr (Tiled) {
+      const uint32_t line = group % 2 * 16 + warp * 2 + step % 2;  // of the tile's 32 lines of 16 bytes
+      row[step] = group / 2 * kTileRows + lane / 8 * 32 + line;
+      vector[step] = (blockIdx.x * (kSteps / 2) + step / 2) * 8 + lane % 8;
+    } else {
+      row[step] = group * kWarps + warp;
+      vector[step] = (blockIdx.x * kSteps + step) * 32 + lane;
+    }
+    if (row[step] < grid.rows && vector[step] < grid.vectors) source.load(row[step], grid.vectors, vector[step], raw[step]);
+  }
+
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const bool inside = row[step] < grid.rows && vector[step] < grid.vectors;
+    float x[8];
+    Source::values(raw[step], x);
+    const Quantized quantized = rule(x, block_amax(x));
+    if (inside) output.codes[uint64_t{row[step]} * grid.vectors + vector[step]] = quantized.codes;
+    if constexpr (Tiled) {  // padding too: nothing else writes it
+      if (lane % 2 == 0 && vector[step] / 8 < tiles) {
+        output.scales[tiled_offset(row[step], vector[step] / 2, tiles)] = inside ? quantized.scale : 0;
+      }
+    } else if (lane % 2 == 0 && inside) {
+      output.scales[uint64_t{row[step]} * (grid.vectors / 2) + vector[step] / 2] = quantized.scale;
+    }
+  }
+}
+
+template <class Source, class Rule, bool Tiled>
+__global__ void __launch_bounds__(32 * kWarps, 4)
+    quantize(Source source, typename Rule::Parameters parameters, Output output, Grid grid) {
+  const Rule rule(parameters);
+  for (uint32_t group = blockIdx.y; group < grid.row_groups; group += gridDim.y) {
+    quantize_rows<Source, Rule, Tiled>(source, rule, output, grid, grid.backwards ? grid.row_groups - 1 - group : group);
+  }
+}
+
+}  // namespace nibble

@@ -1,0 +1,72 @@
+"""nibble-kernels built as a user's machine builds it, once for all tests and again when a source changes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+KERNELS = REPO / "kernels"
+
+
+def cuda_targets() -> str:
+    """TORCH_CUDA_ARCH_LIST for the GPU that is here, where it can be compiled for."""
+    if not torch.cuda.is_available() or not shutil.which("nvcc"):
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}.{minor}a"
+
+
+@pytest.fixture(scope="session")
+def installed() -> Path:
+    """A folder with the package in it, compiled for this machine."""
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    digest = hashlib.sha256(f"{torch.__version__} {cuda_targets()} {sys.version}".encode())
+    for path in sorted(KERNELS.glob("*.*")) + sorted((KERNELS / "src").rglob("*")):
+        if path.suffix in {".py", ".toml", ".h", ".cuh", ".cpp", ".cu"}:
+            digest.update(path.read_bytes())
+    folder = REPO / ".cache/kernels" / digest.hexdigest()[:16]
+    if not folder.exists():
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        unfinished = folder.with_suffix(".unfinished")
+        environ = os.environ | {"TORCH_CUDA_ARCH_LIST": cuda_targets()}
+        subprocess.run([*pip_install(unfinished), str(KERNELS)], check=True, env=environ)
+        unfinished.rename(folder)
+    return folder
+
+
+def pip_install(target: Path) -> list[str]:
+    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
+    return [sys.executable, "-m", "pip", *words, str(target)]
+
+
+@pytest.fixture(scope="session")
+def kernels(installed: Path) -> ModuleType:
+    """The package, compiled."""
+    sys.path.insert(0, str(installed))
+    return importlib.import_module("nibble_kernels")
+
+
+@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def implementation(request: pytest.FixtureRequest, kernels: ModuleType) -> str:
+    """The specification, compiled C++ and CUDA."""
+    if request.param != "reference":
+        assert kernels.implementations()[request.param] == "compiled", kernels.implementations()
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def compiled(request: pytest.FixtureRequest, kernels: ModuleType) -> str:
+    """The device of what is compared with the specification."""
+    assert kernels.implementations()[request.param] == "compiled", kernels.implementations()
+    return request.param

@@ -1,0 +1,133 @@
+"""The same sources compile for every target, and on those that convert FP4 in hardware the kernels do. Nothing runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import KERNELS
+from cuda_tools import NVCC, disassembler
+
+PACKAGE = KERNELS / "src/nibble_kernels"
+SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("*/*.cu"))
+FAST = [("120f", "nvfp4_quant/kernel.cu"), ("90a", "conversions/probe.cu"), ("120f", "conversions/probe.cu")]
+ALL = [(arch, source) for arch in ("90a", "100f", "120f", "121a") for source in SOURCES]
+WITHOUT_FP4 = {"90a"}
+PTX_2_TO_THE_23 = "0f4B0000"  # 8388608.0 and the constants near it: the software conversion's shift
+SASS_2_TO_THE_23 = re.compile(r"\b83886\d\d\b")
+
+Compiler = Callable[[str, str], tuple[str, Path]]
+
+pytestmark = pytest.mark.skipif(not (NVCC.exists() or shutil.which("nvcc")), reason="no nvcc here")
+
+
+@pytest.fixture(scope="module")
+def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    """compile_for(arch, source): PTX and machine code; each is compiled once."""
+
+    @cache
+    def compiled(arch: str, source: str) -> tuple[str, Path]:
+        return compile_source(arch, source, tmp_path_factory.mktemp("nvcc"))
+
+    return compiled
+
+
+def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
+    """PTX and machine code of one source, with the wheel's flags."""
+    flags = re.search(r"^NVCC_FLAGS = (\[.*\])$", (KERNELS / "setup.py").read_text(), re.MULTILINE)
+    assert flags
+    torch_headers = Path(torch.__file__).parent / "include"
+    cubin = folder / "kernel.cubin"
+    words = [
+        str(NVCC) if NVCC.exists() else "nvcc",
+        *ast.literal_eval(flags[1]),
+        "-cubin",
+        "-keep",
+        "-keep-dir",
+        str(folder),
+    ]
+    words += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+    words += [
+        f"-I{PACKAGE / 'include'}",
+        "-isystem",
+        str(torch_headers),
+        "-o",
+        str(cubin),
+        str(PACKAGE / source),
+    ]
+    subprocess.run(words, check=True, cwd=folder)
+    return next(folder.glob("*.ptx")).read_text(), cubin
+
+
+def ptx_functions(ptx: str) -> Iterator[tuple[str, str]]:
+    """Names and bodies of kernels."""
+    for function in re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]:
+        yield function.partition("(")[0], function
+
+
+def sass_functions(cubin: Path) -> Iterator[tuple[str, str]]:
+    tool = disassembler()
+    listing = subprocess.run(
+        [tool / "cuobjdump", "-sass", cubin],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": str(tool)},
+    ).stdout
+    for function in listing.split("Function : ")[1:]:
+        yield function.partition("\n")[0], function
+
+
+@pytest.mark.parametrize(
+    ("arch", "source"),
+    [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow, id="-".join(one)) for one in ALL],
+)
+def test_kernels_convert_with_the_targets_instructions(arch: str, source: str, compile_for: Compiler) -> None:
+    ptx, cubin = compile_for(arch, source)
+    has_fp4 = arch not in WITHOUT_FP4
+    for name, body in ptx_functions(ptx):
+        encodes = "cvt.rn.satfinite.e2m1x2.f32" in body
+        software = PTX_2_TO_THE_23 in body
+        if "12Instructions" in name and ("quantize" in name or "encode_e2m1" in name):
+            assert (encodes, software) == (has_fp4, not has_fp4), name
+        elif "8Software" in name:
+            assert not encodes, name
+    opcodes = {
+        name: Counter(re.findall(r"\bF2FP\.[A-Z0-9_.]*", body)) for name, body in sass_functions(cubin)
+    }
+    used = sum(
+        count for names in opcodes.values() for opcode, count in names.items() if "SATFINITE.E2M1" in opcode
+    )
+    assert bool(used) == (has_fp4 and ("E2M1" in ptx or "e2m1x2" in ptx))
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["120f", pytest.param("121a", marks=pytest.mark.slow), pytest.param("100f", marks=pytest.mark.slow)],
+)
+def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
+    arch: str, compile_for: Compiler
+) -> None:
+    """And none of the software conversion's constants are in those kernels."""
+    _, cubin = compile_for(arch, "nvfp4_quant/kernel.cu")
+    checked = 0
+    for name, body in sass_functions(cubin):
+        if "5Plain" in name and "12Instructions" in name:
+            assert len(re.findall(r"F2FP\.SATFINITE\.E2M1\.F32\.PACK_AB_MERGE_C", body)) == 16, name
+            assert not SASS_2_TO_THE_23.search(body), name
+            checked += 1
+    assert checked == 8  # two types, two layouts, exact and approximate
+
+
+def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
+    """sm_120 without f or a refuses the instruction (kernels.md 0.1); the sources compile for it all the same."""
+    ptx, _ = compile_for("120", "conversions/probe.cu")
+    assert "e2m1x2" not in ptx
