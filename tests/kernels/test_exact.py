@@ -11,14 +11,12 @@ import torch
 def nearest_float32(value: Fraction) -> float:
     """The float32 nearest to a rational number, ties to even."""
     near = torch.tensor(float(value), dtype=torch.float32)
-    candidates = [
-        near,
-        near.nextafter(torch.tensor(float("inf"))),
-        near.nextafter(torch.tensor(-float("inf"))),
-    ]
-    return min(
-        candidates, key=lambda x: (abs(Fraction(x.item()) - value), x.view(torch.int32).item() & 1)
-    ).item()
+    above, below = near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.tensor(-torch.inf))
+
+    def distance(x: torch.Tensor) -> tuple[Fraction, bool]:
+        return abs(Fraction(x.item()) - value), bool(x.view(torch.int32) % 2)
+
+    return min((near, above, below), key=distance).item()
 
 
 def test_fma_rounds_once(kernels: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -110,8 +111,5 @@ def test_first_use_inside_a_capture_works(installed: object) -> None:
         "g.replay()\n"
         "assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(captured, nvfp4_quant(x, s)))\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        env={"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin"},
-    )
+    environ = os.environ | {"PYTHONPATH": str(installed)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environ)
