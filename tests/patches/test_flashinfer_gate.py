@@ -149,6 +149,7 @@ def test_without_kernels_nothing_of_flashinfer_is_offered_even_second(cell: Cell
     assert answer.pop("FLASHINFER forced").startswith("refused: Selected backend")
     for mla in ("FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"):
         assert answer.pop(mla, ["refused"]) != []
+    assert "TRTLLM_RAGGED" not in answer.get("MLA prefill", [])
     assert "flashinfer" not in str(list(answer.values())).lower()
 
 

@@ -104,17 +104,21 @@ def _mla_refusals(backend: str, **layer: Any) -> list[str]:
         return each.validate_configuration(device_capability=capability, **selector._asdict())
 
 
-def _mla_prefill() -> str:
-    """For GLM's MLA dimensions, for which SM 10.x tries TRTLLM_RAGGED first (vllm 0.32 platforms/interface.py:464)."""
+def _mla_prefill() -> list[str]:
+    """The MLA prefill backends that would be taken for DeepSeek's dimensions, in no order."""
     import torch
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 
     model = MLAPrefillSelectorConfig(
-        torch.bfloat16, MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+        torch.bfloat16, MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     )
-    return current_platform.get_mla_prefill_backend_cls(model).get_name()
+    gpu = current_platform.get_device_capability()
+    asked = ("FLASH_ATTN", "FLASHINFER", "TRTLLM_RAGGED")
+    backends = {name: getattr(MLAPrefillBackendEnum, name).get_class() for name in asked}
+    return [name for name, backend in backends.items() if not backend.validate_configuration(gpu, model)]
 
 
 def _linear(use_a16: bool = False) -> str:
