@@ -13,9 +13,8 @@ rm -r /tmp/nibble
 /opt/venv/bin/python -m nibble.patching.binaries /opt/venv/lib/python3*/site-packages "${NIBBLE_TARGET}"
 # A recipe that this vLLM would refuse or ignore must not get into an image (exit 6). No GPU is here, and only the parser is
 # asked: the CPU platform, which a CUDA build has too (vllm 0.32 platforms/__init__.py:244).
-# torch makes Inductor's folder when it is imported: root's, in the cache volume of 2000, unless it is told another one.
+# torch makes Inductor's folder when it is imported: it would be root's, in the cache volume of 2000. /tmp is in no layer.
 TORCHINDUCTOR_CACHE_DIR=/tmp/inductor VLLM_TARGET_DEVICE=cpu /opt/venv/bin/nibble recipes lint
-rm -rf /tmp/inductor
 # Every probe over the vLLM that this image will run: one that does not pass is named and stops the build (exit 6). The table
 # stays beside the patches for `nibble doctor`.
 /opt/venv/bin/nibble patches check

@@ -83,12 +83,13 @@ def rows(names: Iterable[str] | None = None) -> dict[str, Row]:
 def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None) -> list[Result]:
     """Run probes side by side; their results in the order of `names`."""
     wanted = list(probe_names() if names is None else names)
-    with tempfile.TemporaryDirectory(prefix="nibble-probes-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="nibble-probes-", ignore_cleanup_errors=True) as scratch:
         words = [sys.executable, "-m", "nibble.patching.run", "--root", str(tree.root), "--answers", scratch]
         words += ["--jobs", str(jobs or os.cpu_count() or 1), *wanted]
         environ = os.environ | PROBE_ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        # Made by an import alone; in an image build they would be root's, in the cache volume of another user.
-        environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "FLASHINFER_WORKSPACE_BASE": scratch}
+        # Imports alone make folders: in an image build they would be root's, in the cache volume of another user.
+        environ |= {"HOME": scratch, "TMPDIR": scratch, "FLASHINFER_WORKSPACE_BASE": scratch}
+        environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "NIBBLE_CACHE_DIR": str(cache_dir())}
         done = subprocess.run(
             words, check=False, env=environ, cwd=scratch, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

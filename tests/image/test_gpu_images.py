@@ -84,5 +84,7 @@ def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(build_environ: d
         words = {line["id"]: line["word"] for line in report["patches"]}
         assert words["N1"] == words["N12"] == "applied", "FlashInfer is in this image"
         assert not {"needed", "failed"} & {*words.values()}
+        left = run_once(image, "find", "/tmp", "/var/cache/nibble", "-mindepth", "1")
+        assert left.stdout == "/var/cache/nibble/home\n", "what the probes made"
     finally:
         docker("rmi", image)  # more than 10 GB
