@@ -30,6 +30,7 @@ else()
 endif()
 """
 DEFINITION = "-DENABLE_SCALED_MM_SM120=1"
+KERNEL = "csrc/quantization/w8a8/cutlass/scaled_mm_c3x_sm120.cu"
 ENTRY = "csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu"
 
 
@@ -42,9 +43,7 @@ def probe(tree: Tree) -> Finding:
     if find_cmake() is None:
         return not_applicable("no cmake here")
     text = tree.text("CMakeLists.txt")
-    found = [
-        one for one in blocks(text, r"VERSION_GREATER_EQUAL 12\.8 AND SCALED_MM_ARCHS") if DEFINITION in one
-    ]
+    found = [one for one in blocks(text, r"AND SCALED_MM_ARCHS\)") if KERNEL in one]
     module = _module_of_entry(text)
     if len(found) != 1 or not module:
         return not_applicable("CMakeLists.txt builds scaled_mm in another way than this probe knows")

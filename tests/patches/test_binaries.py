@@ -84,6 +84,24 @@ def test_nvidias_tool_lists_the_same_machine_code(module: str) -> None:
     assert listed == Counter(str(code).rstrip("f") for code in codes)  # it does not list the f
 
 
+def test_the_released_wheel_has_the_instructions_of_gb10(tmp_path: Path) -> None:
+    """Each object by its name, taken out by NVIDIA's tool, which numbers machine code in the order of the file."""
+    codes = [
+        (one.name, code)
+        for one in gpu_objects(path_of("0.32.0", CORE))
+        for code in one.codes
+        if not code.is_ptx
+    ]
+    words = [cuda_tools.disassembler() / "cuobjdump", "-xelf", "sm_120", path_of("0.32.0", CORE)]
+    subprocess.run(words, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    found = {
+        name: cuda_tools.gb10_instructions(tmp_path / f"{CORE}.abi3.{number}.sm_120.cubin")
+        for number, (name, code) in enumerate(codes, 1)
+        if name in cuda_tools.GB10_INSTRUCTIONS and code == Code(120, "f")
+    }
+    assert found == cuda_tools.GB10_INSTRUCTIONS
+
+
 @needs_nvcc
 @pytest.mark.parametrize(
     "told", [["120", "80", "PTX 80"], ["120a"], ["120f"], ["121a"], ["PTX 100f"]], ids=str

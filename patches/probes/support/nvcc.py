@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.machinery
 import os
 import re
 import shutil
@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 
@@ -26,7 +25,6 @@ class Compiled:
         return self.path is not None
 
 
-@cache
 def find_nvcc() -> str | None:
     """The CUDA compiler: in PATH, else in CUDA_HOME or /usr/local/cuda."""
     return shutil.which("nvcc") or _in_folders(
@@ -34,7 +32,6 @@ def find_nvcc() -> str | None:
     )
 
 
-@cache
 def find_cuobjdump() -> str | None:
     """NVIDIA's disassembler: in PATH, beside nvcc, or from the wheel nvidia-cuda-cuobjdump (it runs nvdisasm beside it)."""
     beside = [Path(nvcc).resolve().parent for nvcc in (find_nvcc(),) if nvcc]
@@ -48,7 +45,7 @@ def _in_folders(name: str, folders: Iterable[str | Path]) -> str | None:
 
 def package_folder(name: str) -> Path | None:
     """Where an installed package lies; it is not imported."""
-    found = importlib.util.find_spec(name)
+    found = importlib.machinery.PathFinder.find_spec(name)
     return Path(found.origin).parent if found and found.origin else None
 
 
