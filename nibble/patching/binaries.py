@@ -75,11 +75,12 @@ def check_binaries(tree: Tree, target: Target) -> None:
         if path is None:
             raise _refusal(target, f"{tree.root} has no vllm/{module}.abi3.so", "a CUDA build of vLLM")
         objects = gpu_objects(path)
+        required = FAMILY_CODE[target.capabilities[0][0]].get(module, ())
         shown = path.relative_to(tree.root)
         if any(one.name for one in objects):
-            _check_required(objects, FAMILY_CODE[target.capabilities[0][0]].get(module, ()), target, shown)
+            _check_required(objects, required, target, shown)
             _check_loadable(objects, target, shown)
-        else:
+        elif required:
             _check_nameless(objects, target, shown)
 
 

@@ -47,7 +47,7 @@ __global__ void float_subbyte(cutlass::Array<float, 8> const* in, cutlass::Array
 
 def probe(tree: Tree) -> Finding:
     """Eight conversions by each header, four instructions each."""
-    from probes.support.nvcc import compile_source, find_nvcc, instructions, package_folder, seen
+    from probes.support.nvcc import compile_source, has_cuda_13, instructions, package_folder, seen
 
     package = package_folder("flashinfer")
     if (
@@ -56,8 +56,8 @@ def probe(tree: Tree) -> Finding:
         or not (package / "data" / CUTLASS).is_file()
     ):
         return not_applicable("no FlashInfer with its sources here")
-    if find_nvcc() is None:
-        return not_applicable("no nvcc here")
+    if not has_cuda_13():
+        return not_applicable("no nvcc of CUDA 13 here")
     includes = [package / "data" / folder for folder in INCLUDES]
     with tempfile.TemporaryDirectory() as scratch:
         native = compile_source(SOURCE, "121a", Path(scratch), includes, FLAGS)

@@ -47,13 +47,13 @@ __global__ void convert(const float* in, uint32_t* out) {
 
 def probe(tree: Tree) -> Finding:
     """Compile one conversion of eight values for the targets that have the instruction and for those that have not."""
-    from probes.support.nvcc import compile_source, find_nvcc, instructions, package_folder, seen
+    from probes.support.nvcc import compile_source, has_cuda_13, instructions, package_folder, seen
 
     if not tree.has(f"{FOLDER}/nvfp4_utils.cuh"):
         return not_applicable("no csrc in a wheel")
     torch = package_folder("torch")
-    if find_nvcc() is None or torch is None:
-        return not_applicable("no nvcc or no torch here")
+    if not has_cuda_13() or torch is None:
+        return not_applicable("no nvcc of CUDA 13 or no torch here")
     said = []
     with tempfile.TemporaryDirectory() as scratch:
         for arch in (*NATIVE, *REFUSED):

@@ -40,10 +40,10 @@ int main() {
 
 def probe(tree: Tree) -> Finding:
     """Compile a use of the header for sm_121a, and run its conversions on the CPU."""
-    from probes.support.nvcc import build_and_run, compile_source, find_nvcc
+    from probes.support.nvcc import build_and_run, compile_source, has_cuda_13
 
-    if find_nvcc() is None:
-        return not_applicable("no nvcc here")
+    if not has_cuda_13():
+        return not_applicable("no nvcc of CUDA 13 here")
     with tempfile.TemporaryDirectory() as scratch:
         on_gpu = compile_source(SOURCE, "121a", Path(scratch))
         if not on_gpu:

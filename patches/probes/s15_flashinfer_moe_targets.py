@@ -33,13 +33,13 @@ OLDEST_CUTLASS = (4, 4)
 
 def probe(tree: Tree) -> Finding:
     """Ask FlashInfer's compilation context on a machine with one GPU of each kind."""
-    from probes.support.nvcc import find_nvcc, package_folder
+    from probes.support.nvcc import has_cuda_13, package_folder
 
     package = package_folder("flashinfer")
     if package is None or not (package / "compilation_context.py").is_file():
         return not_applicable("no FlashInfer here")
-    if find_nvcc() is None:
-        return not_applicable("no nvcc here: FlashInfer asks it for its version")
+    if not has_cuda_13():
+        return not_applicable("no nvcc of CUDA 13 here: FlashInfer asks it for its version")
     targets = _targets(package)
     cutlass = _cutlass_version(package)
     detail = f"12.0 and 12.1 give {', '.join(targets) or 'nothing'}; CUTLASS {cutlass[0]}.{cutlass[1]}"

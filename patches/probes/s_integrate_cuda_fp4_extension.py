@@ -29,10 +29,10 @@ ANOTHER = "typedef struct { unsigned char data; } cuda_fp4_t;\n"
 
 def probe(tree: Tree) -> Finding:
     """Compile one header of CCCL with either."""
-    from probes.support.nvcc import compile_source, find_nvcc
+    from probes.support.nvcc import compile_source, has_cuda_13
 
-    if find_nvcc() is None:
-        return not_applicable("no nvcc here")
+    if not has_cuda_13():
+        return not_applicable("no nvcc of CUDA 13 here")
     with tempfile.TemporaryDirectory() as scratch:
         own = compile_source(SOURCE, "121a", Path(scratch))
         Path(scratch, "cuda_fp4.h").write_text(ANOTHER)

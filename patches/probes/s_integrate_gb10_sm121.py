@@ -32,13 +32,13 @@ TCGEN05 = '__global__ void fence() { asm volatile("tcgen05.fence::before_thread_
 def probe(tree: Tree) -> Finding:
     """Where 12.1 goes, and whether SM100's instructions exist for it."""
     from probes.support.dispatch import answers, find_compiler, function
-    from probes.support.nvcc import compile_source, find_nvcc
+    from probes.support.nvcc import compile_source, has_cuda_13
 
     text = function(tree.text(ENTRY), "cutlass_scaled_mm") if tree.has(ENTRY) else None
     if text is None:
         return not_applicable("no csrc with cutlass_scaled_mm in this tree")
-    if find_compiler() is None or find_nvcc() is None:
-        return not_applicable("no C++ compiler or no nvcc here")
+    if find_compiler() is None or not has_cuda_13():
+        return not_applicable("no C++ compiler or no nvcc of CUDA 13 here")
     kernel = answers({"cutlass_scaled_mm": text}, (121,))["cutlass_scaled_mm"][121]
     with tempfile.TemporaryDirectory() as scratch:
         tcgen05 = {arch: compile_source(TCGEN05, arch, Path(scratch)) for arch in ("100a", "121a", "120f")}

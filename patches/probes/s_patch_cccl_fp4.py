@@ -30,10 +30,10 @@ struct __nv_fp4_e2m1 { unsigned char __x; };  // as nv_fp4_dummy.h begins
 
 def probe(tree: Tree) -> Finding:
     """Compile the trait, and the seed's definition beside CUDA's."""
-    from probes.support.nvcc import compile_source, find_nvcc
+    from probes.support.nvcc import compile_source, has_cuda_13
 
-    if find_nvcc() is None:
-        return not_applicable("no nvcc here")
+    if not has_cuda_13():
+        return not_applicable("no nvcc of CUDA 13 here")
     with tempfile.TemporaryDirectory() as scratch:
         trait = compile_source(TRAIT, "121a", Path(scratch))
         twice = compile_source(TWICE, "121a", Path(scratch))

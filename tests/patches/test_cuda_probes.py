@@ -245,3 +245,17 @@ def test_without_its_tool_a_probe_does_not_answer(
     tree = trees.pristine("0.32.0") if "flashinfer" in name else trees.source_tree("0.32.0")
     monkeypatch.syspath_prepend(tree)
     assert state(open_tree(tree), name)[0] == "not applicable"
+
+
+@pytest.mark.parametrize(
+    "name", ["s07_flashinfer_e2m1", "s10_e2m1_conversion", "s11_fp4_types", "s_patch_cccl_fp4"]
+)
+def test_an_nvcc_older_than_the_question_does_not_answer(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tree = trees.pristine("0.32.0") if "flashinfer" in name else trees.source_tree("0.32.0")
+    monkeypatch.syspath_prepend(tree)
+    assert state(open_tree(tree), name)[0] == "not applicable"

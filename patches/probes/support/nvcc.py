@@ -49,13 +49,14 @@ def package_folder(name: str) -> Path | None:
     return Path(found.origin).parent if found and found.origin else None
 
 
-def release() -> tuple[int, int]:
-    """The version of nvcc, such as (13, 0)."""
-    told = subprocess.run(
-        [find_nvcc() or "nvcc", "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    major, minor = re.search(r"release (\d+)\.(\d+)", told).groups()  # type: ignore[union-attr]
-    return int(major), int(minor)
+def has_cuda_13() -> bool:
+    """Whether there is an nvcc of CUDA 13 or newer, the one the probes' questions are about."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return False
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+)\.", told)
+    return found is not None and int(found[1]) >= 13
 
 
 def compile_source(
