@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import KERNELS
 from cuda_tools import NVCC, disassembler
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 PACKAGE = KERNELS / "src/nibble_kernels"
 SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("*/*.cu"))
@@ -41,7 +42,7 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 
 def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
-    """PTX and machine code of one source, with the wheel's flags."""
+    """PTX and machine code of one source, with the flags that the wheel is built with."""
     flags = re.search(r"^NVCC_FLAGS = (\[.*\])$", (KERNELS / "setup.py").read_text(), re.MULTILINE)
     assert flags
     torch_headers = Path(torch.__file__).parent / "include"

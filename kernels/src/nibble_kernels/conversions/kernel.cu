@@ -5,17 +5,16 @@
 namespace nibble {
 namespace {
 
-template <class T>
-__device__ __forceinline__ float as_float(T x) {
-  return static_cast<float>(x);
-}
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <class T, class Convert>
 __global__ void encode_e2m1(const T* x, uint8_t* packed, int64_t bytes) {
   const int64_t first = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
   float values[8];
   for (int i = 0; i < 8; ++i) values[i] = first + i / 2 < bytes ? as_float(x[2 * first + i]) : 0.0f;
-  const uint32_t codes = Convert::e2m1_encode8(values, true).codes;
+  const uint32_t codes = Convert::e2m1_encode8(values);
   for (int i = 0; i < 4 && first + i < bytes; ++i) packed[first + i] = codes >> 8 * i;
 }
 

@@ -20,27 +20,40 @@ struct Report {
 // Every bfloat16, among them every tie and limit of both formats, and the floats next to it on either side.
 constexpr int kValues = 3 * 65536;
 
+// How many of eight codes differ from what the integers give for x * factor.
+template <class Convert>
+__device__ int wrong_codes(const float (&x)[8], const uint4& words, float amax, float factor) {
+  const Encoded8 found = Convert::e2m1_encode8(x, words, amax, factor);
+  int wrong = 0;
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t code = e2m1_encode(x[i] * factor);
+    wrong += (found.codes >> 4 * i & 15) != code || found.magnitudes[i] != e2m1_decode(code & 7);
+  }
+  return wrong;
+}
+
 __global__ void compare(Report* report) {
   const int first = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
-  float x[8], finite[8];
+  float x[8];
+  uint32_t words[4] = {};
+  float amax = 0.0f;
   long long mismatches = 0;
   for (int i = 0; i < 8; ++i) {
     const int value = first + i;
-    x[i] = __uint_as_float((static_cast<uint32_t>(value % 65536) << 16) + static_cast<uint32_t>(value / 65536 - 1));
-    finite[i] = isnan(x[i]) ? 0.0f : x[i];
+    const uint32_t bits = (static_cast<uint32_t>(value % 65536) << 16) + static_cast<uint32_t>(value / 65536 - 1);
+    x[i] = __uint_as_float(bits);
+    words[i / 2] |= bits >> 16 << 16 * (i % 2);
+    amax = isnan(x[i]) ? x[i] : fmaxf(amax, fabsf(x[i]));
     const uint32_t code = Instructions::e4m3_encode(x[i]);
     mismatches += code != e4m3_encode(x[i]);
-    if (code != 0x7f) mismatches += Instructions::e4m3_decode(code) != e4m3_decode(code);
+    mismatches += (code & 0x7f) != 0x7f && Instructions::e4m3_decode(code) != e4m3_decode(code);
   }
-  const Encoded8 with_nan = Instructions::e2m1_encode8(x, true), without = Instructions::e2m1_encode8(finite, false);
-  const Encoded8 software = Software::e2m1_encode8(finite, false);
-  for (int i = 0; i < 8; ++i) {
-    mismatches += (with_nan.codes >> 4 * i & 15) != e2m1_encode(x[i]);
-    mismatches += (without.codes >> 4 * i & 15) != e2m1_encode(finite[i]);
-    mismatches += (software.codes >> 4 * i & 15) != e2m1_encode(finite[i]);
-    mismatches += without.magnitudes[i] != e2m1_decode(e2m1_encode(finite[i]) & 7);
-    mismatches += software.magnitudes[i] != without.magnitudes[i];
+  const uint4 packed = {words[0], words[1], words[2], words[3]};
+  for (const float factor : {1.0f, 0.7f, 0x1p-125f}) {
+    mismatches += wrong_codes<Instructions>(x, packed, amax, factor) + wrong_codes<Software>(x, packed, amax, factor);
   }
+  const uint32_t unscaled = Instructions::e2m1_encode8(x);
+  mismatches += unscaled != Software::e2m1_encode8(x);
   if (mismatches) atomicAdd(reinterpret_cast<unsigned long long*>(&report->mismatches), mismatches);
   if (first == 0) {
     report->e2m1_instruction = NIBBLE_HAS_E2M1_INSTRUCTIONS;

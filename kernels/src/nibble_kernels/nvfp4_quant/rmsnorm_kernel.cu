@@ -70,15 +70,16 @@ __global__ void __launch_bounds__(kMaxThreads)
   const Rule rule(parameters);
   for (uint32_t vector = thread; vector < chunks * 32; vector += blockDim.x) {
     const bool inside = vector < vectors;
-    float y[8] = {}, scale[8];
+    uint4 words = {};
     if (inside) {
+      float y[8], scale[8];
       unpack<T>(row_sums[vector], y);
       unpack<T>(__ldg(weight + vector), scale);
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[i] = y[i] * inverse * scale[i];
-      unpack<T>(pack<T>(y), y);
+      words = pack<T>(y);
     }
-    const Quantized quantized = rule(y, block_amax(y));
+    const Quantized quantized = rule(half_of<T>(words));
     if (inside) output.codes[start + vector] = quantized.codes;
     if (lane % 2) continue;
     if constexpr (Tiled) {

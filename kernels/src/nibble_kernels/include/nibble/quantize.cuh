@@ -47,12 +47,6 @@ __device__ __forceinline__ float amax8(const float (&x)[8]) {
   return maximum(low, high);
 }
 
-// A block's, of two neighbouring threads.
-__device__ __forceinline__ float block_amax(const float (&x)[8]) {
-  const float mine = amax8(x);
-  return maximum(mine, __shfl_xor_sync(0xffffffffu, mine, 1));
-}
-
 // ---- sixteen bytes of bfloat16 or float16 as floats, and back
 
 template <class T>
@@ -100,7 +94,9 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
 
 template <class T>
 struct Plain {
+  using Element = T;
   static constexpr uint32_t kSteps = 4;  // four loads in flight a thread
+
   struct Raw {
     uint4 x = {};
   };
@@ -111,13 +107,15 @@ struct Plain {
     raw.x = load_once(x + (uint64_t{row} * vectors + vector));
   }
 
-  static __device__ __forceinline__ void values(const Raw& raw, float (&x)[8]) { unpack<T>(raw.x, x); }
+  static __device__ __forceinline__ uint4 words(const Raw& raw) { return raw.x; }
 };
 
 // silu(gate) * up of rows gate | up, rounded to T.
 template <class T, class Precision>
 struct SiluMul {
+  using Element = T;
   static constexpr uint32_t kSteps = 2;
+
   struct Raw {
     uint4 gate = {};
     uint4 up = {};
@@ -131,13 +129,13 @@ struct SiluMul {
     raw.up = load_once(x + gate + vectors);
   }
 
-  static __device__ __forceinline__ void values(const Raw& raw, float (&x)[8]) {
-    float up[8];
-    unpack<T>(raw.gate, x);
+  static __device__ __forceinline__ uint4 words(const Raw& raw) {
+    float gate[8], up[8];
+    unpack<T>(raw.gate, gate);
     unpack<T>(raw.up, up);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = Precision::silu(x[i]) * up[i];
-    unpack<T>(pack<T>(x), x);
+    for (int i = 0; i < 8; ++i) gate[i] = Precision::silu(gate[i]) * up[i];
+    return pack<T>(gate);
   }
 };
 
@@ -148,13 +146,20 @@ struct Quantized {
   uint32_t scale;
 };
 
-template <class Convert>
-__device__ __forceinline__ Encoded8 encode_scaled(const float (&x)[8], float amax, float factor) {
-  float scaled[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) scaled[i] = x[i] * factor;
-  const bool finite = amax + fabsf(factor) < INFINITY;  // where neither is infinite or NaN, no product is NaN
-  return Convert::e2m1_encode8(scaled, !finite);
+// A thread's half of a block.
+struct Half {
+  uint4 words;
+  float x[8];
+  float amax;  // the block's
+};
+
+template <class T>
+__device__ __forceinline__ Half half_of(const uint4& words) {
+  Half half{words};
+  unpack<T>(words, half.x);
+  const float mine = amax8(half.x);
+  half.amax = maximum(mine, __shfl_xor_sync(0xffffffffu, mine, 1));
+  return half;
 }
 
 // nvfp4_quant/reference.py
@@ -169,11 +174,11 @@ struct StaticScale {
   __device__ __forceinline__ explicit StaticScale(const Parameters& parameters)
       : global_scale_inv(__ldg(parameters.global_scale_inv)), global_scale(Precision::reciprocal(global_scale_inv)) {}
 
-  __device__ __forceinline__ Quantized operator()(const float (&x)[8], float amax) const {
-    const uint32_t scale = Convert::e4m3_encode(global_scale_inv * (amax * (1.0f / 6.0f)));
+  __device__ __forceinline__ Quantized operator()(const Half& half) const {
+    const uint32_t scale = Convert::e4m3_encode(global_scale_inv * (half.amax * (1.0f / 6.0f)));
     const float value = Convert::e4m3_decode(scale);
     const float factor = value == 0.0f ? 0.0f : Precision::reciprocal(value * global_scale);
-    return {encode_scaled<Convert>(x, amax, factor).codes, scale};
+    return {Convert::e2m1_encode8(half.x, half.words, half.amax, factor).codes, scale};
   }
 };
 
@@ -197,27 +202,27 @@ struct TensorScale {
     if (blockIdx.x + blockIdx.y + threadIdx.x + threadIdx.y == 0) *parameters.tensor_scale = g;
   }
 
-  __device__ __forceinline__ Quantized operator()(const float (&x)[8], float amax) const {
+  __device__ __forceinline__ Quantized operator()(const Half& half) const {
     float error_6, error_4;
-    const Quantized six = candidate(x, amax, inverse_6, error_6);
+    const Quantized six = candidate(half, inverse_6, error_6);
     if constexpr (!FourOverSix) return six;
-    const Quantized four = candidate(x, amax, inverse_4, error_4);
+    const Quantized four = candidate(half, inverse_4, error_4);
     return error_4 < error_6 ? four : six;
   }
 
  private:
-  __device__ __forceinline__ Quantized candidate(const float (&x)[8], float amax, float inverse, float& error) const {
-    const uint32_t scale = Convert::e4m3_encode((amax * inverse) * inverse_g);
+  __device__ __forceinline__ Quantized candidate(const Half& half, float inverse, float& error) const {
+    const uint32_t scale = Convert::e4m3_encode((half.amax * inverse) * inverse_g);
     const float value = Convert::e4m3_decode(scale);
     const float factor = Precision::reciprocal((value == 0.0f ? 1.0f : value) * g);
-    const Encoded8 encoded = encode_scaled<Convert>(x, amax, factor);
+    const Encoded8 encoded = Convert::e2m1_encode8(half.x, half.words, half.amax, factor);
     const float step = value * g;
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       // Of magnitudes: x and its code have one sign.
-      const float first = fmaf(-encoded.magnitudes[i], step, fabsf(x[i]));
-      const float second = fmaf(-encoded.magnitudes[i + 1], step, fabsf(x[i + 1]));
+      const float first = fmaf(-encoded.magnitudes[i], step, fabsf(half.x[i]));
+      const float second = fmaf(-encoded.magnitudes[i + 1], step, fabsf(half.x[i + 1]));
       even = fmaf(first, first, even);
       odd = fmaf(second, second, odd);
     }
@@ -279,9 +284,7 @@ __device__ __forceinline__ void quantize_rows(const Source& source, const Rule& 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const bool inside = row[step] < grid.rows && vector[step] < grid.vectors;
-    float x[8];
-    Source::values(raw[step], x);
-    const Quantized quantized = rule(x, block_amax(x));
+    const Quantized quantized = rule(half_of<typename Source::Element>(Source::words(raw[step])));
     if (inside) output.codes[uint64_t{row[step]} * grid.vectors + vector[step]] = quantized.codes;
     if constexpr (Tiled) {  // padding too: nothing else writes it
       if (lane % 2 == 0 && vector[step] / 8 < tiles) {
