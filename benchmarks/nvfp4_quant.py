@@ -36,7 +36,7 @@ from nibble_kernels.quant_fp4 import quant_fp4
 LARGE = [(16384, 8192), (65536, 4096), (8192, 28672), (32768, 16384)]
 SMALL = [(1, 4096), (16, 4096), (256, 4096), (2048, 4096)]
 CALLS = 20
-COPY_BYTES = 2 << 30
+COPY_BYTES = 4 << 30
 CODES_AND_SCALES = 1 / 2 + 1 / 16  # bytes an element
 
 Call = Callable[[torch.Tensor], Any]
@@ -126,17 +126,38 @@ def seconds(record: Callable[[int], Any], calls: int = CALLS, replays: int = 11)
     return statistics.median(times[2:])
 
 
-def copy_rate() -> float:
-    """Bytes a second, read and written, of cudaMemcpyAsync from device to device."""
+def copy_rates() -> dict[str, float]:
+    """Bytes a second, read and written, of copies within the device."""
     runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '13').partition('.')[0]}")
-    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
+    source, target = (
+        torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)
+    )
 
-    def copy(_: int) -> None:
+    def copy(_: int, size: int = COPY_BYTES) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
-        assert runtime.cudaMemcpyAsync(*pointers, ctypes.c_size_t(COPY_BYTES), 3, stream) == 0
+        assert runtime.cudaMemcpyAsync(*pointers, ctypes.c_size_t(size), 3, stream) == 0
 
-    return 2 * COPY_BYTES / seconds(copy, calls=5)
+    def without_graph(record: Callable[[int], Any]) -> float:
+        times = []
+        for _ in range(12):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            record(0)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(times[2:])
+
+    rates = {"cudaMemcpyAsync in a graph": 2 * COPY_BYTES / seconds(copy, calls=5)}
+    for shift in (0, 1, 3):
+        size = COPY_BYTES >> shift
+        rates[f"cudaMemcpyAsync of {size >> 20} MiB"] = (
+            2 * size / without_graph(lambda _, size=size: copy(0, size))
+        )
+    rates["torch copy_"] = 2 * COPY_BYTES / without_graph(lambda _: target.copy_(source))
+    rates["torch neg"] = 2 * COPY_BYTES / without_graph(lambda _: torch.neg(source, out=target))
+    return rates
 
 
 def inputs(rows: int, columns: int, cache_bytes: int) -> list[torch.Tensor]:
@@ -234,13 +255,12 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
         **machine(),
     }
-    copy = copy_rate()
-    report["memcpy_gb_per_s"] = round(copy / 1e9, 1)
-    print(
-        f"{report['gpu']}, driver {report['driver']}, memcpy {copy / 1e9:.1f} GB/s read + written, {report['conversions']}"
-    )
+    rates = copy_rates()
+    copy = max(rates.values())
+    report["copies_gb_per_s"] = {name: round(rate / 1e9, 1) for name, rate in rates.items()}
+    print(f"{report['gpu']}, driver {report['driver']}, {report['conversions']}")
+    print("copies, GB/s read + written:", report["copies_gb_per_s"])
     report["rows"] = [measure(name, found[name], shape, copy) for name in found for shape in (*LARGE, *SMALL)]
-    report["memcpy_again_gb_per_s"] = round(copy_rate() / 1e9, 1)
     if args.ncu:
         report["issue_slots"] = issue_slots()
         for row in report["issue_slots"]:

@@ -1,5 +1,6 @@
-// Converts every one of the 2^32 float bit patterns in every way the kernels have, and counts where the result differs from
-// what CUDA's own headers compute: their conversions from double are plain integer code on every target. One line of JSON.
+// Converts every one of the 2^32 float bit patterns in every way the kernels have, and counts where the
+// result differs from what CUDA's own headers compute: their conversions from double are plain integer code
+// on every target. One line of JSON.
 #include <cuda_fp16.h>
 #include <cuda_fp4.h>
 #include <cuda_fp8.h>
@@ -26,13 +27,14 @@ __global__ void compare(Counts* counts) {
       const uint32_t bits = static_cast<uint32_t>(eight * 8 + i);
       x[i] = __uint_as_float(bits);
       words[i / 2] |= bits >> 16 << 16 * (i % 2);
-      amax = isnan(x[i]) ? x[i] : fmaxf(amax, fabsf(x[i]));
+      amax = nibble::maximum(amax, fabsf(x[i]));
     }
     const uint4 packed = {words[0], words[1], words[2], words[3]};
     const nibble::Encoded8 software = nibble::Software::e2m1_encode8(x, packed, amax, 1.0f);
     const nibble::Encoded8 instructions = nibble::Instructions::e2m1_encode8(x, packed, amax, 1.0f);
     for (int i = 0; i < 8; ++i) {
-      const double wide = isnan(x[i]) ? __uint_as_float(0x7fffffff) : x[i];  // as cuda_fp8.hpp does with floats
+      const double wide =
+          isnan(x[i]) ? __uint_as_float(0x7fffffff) : x[i];  // as cuda_fp8.hpp does with floats
       const uint32_t e2m1 = __nv_cvt_double_to_fp4(wide, __NV_E2M1, cudaRoundNearest) & 15;
       const uint32_t e4m3 = __nv_cvt_double_to_fp8(wide, __NV_SATFINITE, __NV_E4M3);
       mine.e2m1_integer += nibble::e2m1_encode(x[i]) != e2m1;
@@ -66,8 +68,10 @@ int main() {
   compare<<<4096, 256>>>(counts);
   check(cudaGetLastError());
   check(cudaMemcpy(&found, counts, sizeof(Counts), cudaMemcpyDeviceToHost));
-  std::printf("{\"floats\": 4294967296, \"mismatches\": {\"e2m1_integer\": %llu, \"e2m1_eight\": %llu, "
-              "\"e2m1_instructions\": %llu, \"e2m1_magnitudes\": %llu, \"e4m3_integer\": %llu, \"e4m3_instructions\": %llu}}\n",
-              found.e2m1_integer, found.e2m1_eight, found.e2m1_instructions, found.e2m1_magnitudes, found.e4m3_integer,
-              found.e4m3_instructions);
+  std::printf(
+      "{\"floats\": 4294967296, \"mismatches\": {\"e2m1_integer\": %llu, \"e2m1_eight\": %llu, "
+      "\"e2m1_instructions\": %llu, \"e2m1_magnitudes\": %llu, \"e4m3_integer\": %llu, "
+      "\"e4m3_instructions\": %llu}}\n",
+      found.e2m1_integer, found.e2m1_eight, found.e2m1_instructions, found.e2m1_magnitudes,
+      found.e4m3_integer, found.e4m3_instructions);
 }

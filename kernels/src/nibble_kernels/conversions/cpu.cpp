@@ -30,7 +30,8 @@ NIBBLE_CPU_LEVELS void e4m3_decode_chunk(const uint8_t* codes, int64_t count, fl
 template <class F>
 void for_chunks(int64_t count, const F& f) {
   torch::stable::parallel_for(0, (count + kChunk - 1) / kChunk, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) f(chunk * kChunk, std::min(kChunk, count - chunk * kChunk));
+    for (int64_t chunk = begin; chunk < end; ++chunk)
+      f(chunk * kChunk, std::min(kChunk, count - chunk * kChunk));
   });
 }
 
@@ -51,7 +52,7 @@ void for_float_chunks(const Tensor& x, const F& f) {
 Tensor encode_e2m1(const Tensor& input) {
   const Tensor x = torch::stable::contiguous(input);
   const int64_t columns = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(columns % 2 == 0, "two E2M1 codes share a byte, found rows of ", columns);
+  require(columns % 2 == 0, "two E2M1 codes share a byte, found rows of ", columns);
   Tensor packed = torch::stable::new_empty(x, with_last(x, columns / 2), ScalarType::Byte);
   uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   for_float_chunks(x, [&](const float* floats, int64_t offset, int64_t count) {
@@ -62,10 +63,13 @@ Tensor encode_e2m1(const Tensor& input) {
 
 Tensor decode_e2m1(const Tensor& input) {
   const Tensor packed = torch::stable::contiguous(input);
-  Tensor x = torch::stable::new_empty(packed, with_last(packed, packed.size(packed.dim() - 1) * 2), ScalarType::Float);
+  Tensor x = torch::stable::new_empty(packed, with_last(packed, packed.size(packed.dim() - 1) * 2),
+                                      ScalarType::Float);
   const uint8_t* from = static_cast<const uint8_t*>(packed.const_data_ptr());
   float* to = static_cast<float*>(x.mutable_data_ptr());
-  for_chunks(packed.numel(), [&](int64_t offset, int64_t count) { e2m1_decode_chunk(from + offset, count, to + 2 * offset); });
+  for_chunks(packed.numel(), [&](int64_t offset, int64_t count) {
+    e2m1_decode_chunk(from + offset, count, to + 2 * offset);
+  });
   return x;
 }
 
@@ -84,7 +88,8 @@ Tensor decode_e4m3(const Tensor& input) {
   Tensor x = torch::stable::new_empty(codes, codes.sizes(), ScalarType::Float);
   const uint8_t* from = static_cast<const uint8_t*>(codes.const_data_ptr());
   float* to = static_cast<float*>(x.mutable_data_ptr());
-  for_chunks(codes.numel(), [&](int64_t offset, int64_t count) { e4m3_decode_chunk(from + offset, count, to + offset); });
+  for_chunks(codes.numel(),
+             [&](int64_t offset, int64_t count) { e4m3_decode_chunk(from + offset, count, to + offset); });
   return x;
 }
 

@@ -45,7 +45,8 @@ template <class F>
 void with_elements(const Tensor& x, cudaStream_t stream, F&& f) {
   for_bool(use_instructions(x.get_device_index(), stream), [&](auto instructions) {
     using Convert = std::conditional_t<decltype(instructions)::value, Instructions, Software>;
-    if (x.scalar_type() == ScalarType::Float) return f(static_cast<const float*>(x.const_data_ptr()), Convert());
+    if (x.scalar_type() == ScalarType::Float)
+      return f(static_cast<const float*>(x.const_data_ptr()), Convert());
     for_cuda_type(x.scalar_type(), [&](auto type) {
       f(static_cast<const typename decltype(type)::type*>(x.const_data_ptr()), Convert());
     });
@@ -57,7 +58,7 @@ Tensor encode_e2m1_op(const Tensor& input) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
   const int64_t columns = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(columns % 2 == 0, "two E2M1 codes share a byte, found rows of ", columns);
+  require(columns % 2 == 0, "two E2M1 codes share a byte, found rows of ", columns);
   Tensor packed = torch::stable::new_empty(x, with_last(x, columns / 2), ScalarType::Byte);
   const int64_t bytes = packed.numel();
   with_elements(x, stream, [&](auto from, auto convert) {
@@ -71,9 +72,11 @@ Tensor encode_e2m1_op(const Tensor& input) {
 Tensor decode_e2m1_op(const Tensor& input) {
   const Tensor packed = torch::stable::contiguous(input);
   const torch::stable::accelerator::DeviceGuard guard(packed.get_device_index());
-  Tensor x = torch::stable::new_empty(packed, with_last(packed, packed.size(packed.dim() - 1) * 2), ScalarType::Float);
+  Tensor x = torch::stable::new_empty(packed, with_last(packed, packed.size(packed.dim() - 1) * 2),
+                                      ScalarType::Float);
   launch(decode_e2m1, blocks_for(packed.numel()), kThreads, 0, current_stream(packed),
-         static_cast<const uint8_t*>(packed.const_data_ptr()), static_cast<float*>(x.mutable_data_ptr()), packed.numel());
+         static_cast<const uint8_t*>(packed.const_data_ptr()), static_cast<float*>(x.mutable_data_ptr()),
+         packed.numel());
   return x;
 }
 
@@ -95,7 +98,8 @@ Tensor decode_e4m3_op(const Tensor& input) {
   const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
   Tensor x = torch::stable::new_empty(codes, codes.sizes(), ScalarType::Float);
   launch(decode_e4m3, blocks_for(codes.numel()), kThreads, 0, current_stream(codes),
-         static_cast<const uint8_t*>(codes.const_data_ptr()), static_cast<float*>(x.mutable_data_ptr()), codes.numel());
+         static_cast<const uint8_t*>(codes.const_data_ptr()), static_cast<float*>(x.mutable_data_ptr()),
+         codes.numel());
   return x;
 }
 

@@ -40,17 +40,19 @@ __global__ void compare(Report* report) {
   long long mismatches = 0;
   for (int i = 0; i < 8; ++i) {
     const int value = first + i;
-    const uint32_t bits = (static_cast<uint32_t>(value % 65536) << 16) + static_cast<uint32_t>(value / 65536 - 1);
+    const uint32_t bits =
+        (static_cast<uint32_t>(value % 65536) << 16) + static_cast<uint32_t>(value / 65536 - 1);
     x[i] = __uint_as_float(bits);
     words[i / 2] |= bits >> 16 << 16 * (i % 2);
-    amax = isnan(x[i]) ? x[i] : fmaxf(amax, fabsf(x[i]));
+    amax = maximum(amax, fabsf(x[i]));
     const uint32_t code = Instructions::e4m3_encode(x[i]);
     mismatches += code != e4m3_encode(x[i]);
     mismatches += (code & 0x7f) != 0x7f && Instructions::e4m3_decode(code) != e4m3_decode(code);
   }
   const uint4 packed = {words[0], words[1], words[2], words[3]};
   for (const float factor : {1.0f, 0.7f, 0x1p-125f}) {
-    mismatches += wrong_codes<Instructions>(x, packed, amax, factor) + wrong_codes<Software>(x, packed, amax, factor);
+    mismatches +=
+        wrong_codes<Instructions>(x, packed, amax, factor) + wrong_codes<Software>(x, packed, amax, factor);
   }
   const uint32_t unscaled = Instructions::e2m1_encode8(x);
   mismatches += unscaled != Software::e2m1_encode8(x);
@@ -83,7 +85,7 @@ std::atomic<int> choices[kDevices];  // 0 unknown, 1 software, 2 instructions
 
 // The current device's.
 Report report_of(int device) {
-  STD_TORCH_CHECK(device < kDevices, "device ", device, " is more than nibble-kernels counts");
+  require(device < kDevices, "device ", device, " is more than nibble-kernels counts");
   const std::lock_guard<std::mutex> lock(mutex);
   if (!reports[device]) {
     reports[device] = run();

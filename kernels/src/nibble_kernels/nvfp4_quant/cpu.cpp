@@ -1,11 +1,13 @@
-// nibble::nvfp4_quant and the operators that fuse something before it, on the CPU: reference.py with vector instructions.
+// nibble::nvfp4_quant and the operators that fuse something before it, on the CPU: reference.py with vector
+// instructions.
 #include "nibble/cpu.h"
 #include "nibble/exact.h"
 
 namespace nibble::cpu {
 namespace {
 
-NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, float global_scale_inv, uint8_t* packed, uint8_t* scales) {
+NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, float global_scale_inv, uint8_t* packed,
+                                    uint8_t* scales) {
   const float global_scale = 1.0f / global_scale_inv;
   for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
     const uint32_t scale = e4m3_encode(global_scale_inv * (block_amax(x) * (1.0f / 6.0f)));
@@ -32,7 +34,8 @@ NIBBLE_CPU_LEVELS float sum_of_squares(const float* x, int64_t columns, float* s
   return scratch[0];
 }
 
-NIBBLE_CPU_LEVELS void scale_row(const float* x, const float* weight, float inverse, int64_t columns, float* result) {
+NIBBLE_CPU_LEVELS void scale_row(const float* x, const float* weight, float inverse, int64_t columns,
+                                 float* result) {
   for (int64_t i = 0; i < columns; ++i) result[i] = x[i] * inverse * weight[i];
 }
 
@@ -44,8 +47,8 @@ void round_row(float* x, int64_t columns) {
 
 // Quantizes rows that `make_row(row, floats)` writes.
 template <class F>
-std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Shape& shape, const Tensor& global_scale_inv, bool tiled,
-                                    const F& make_row) {
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Shape& shape, const Tensor& global_scale_inv,
+                                    bool tiled, const F& make_row) {
   check_scalar(global_scale_inv, "global_scale_inv");
   auto [packed, scales] = empty_outputs(x, shape, tiled);
   clear_padding(shape, tiled, scales);
@@ -58,13 +61,15 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Shape& shape, const T
     floats.resize(shape.columns);
     row_scales.resize(shape.blocks());
     make_row(row, floats.data());
-    quantize_row(floats.data(), shape.blocks(), inverse, packed_data + row * shape.columns / 2, row_scales.data());
+    quantize_row(floats.data(), shape.blocks(), inverse, packed_data + row * shape.columns / 2,
+                 row_scales.data());
     place_scales(row_scales.data(), shape, row, tiled, scale_data);
   });
   return {packed, scales};
 }
 
-std::tuple<Tensor, Tensor> nvfp4_quant(const Tensor& input, const Tensor& global_scale_inv, bool tiled, bool) {
+std::tuple<Tensor, Tensor> nvfp4_quant(const Tensor& input, const Tensor& global_scale_inv, bool tiled,
+                                       bool) {
   const Tensor x = torch::stable::contiguous(input);
   const Shape shape = shape_of(x, x.size(x.dim() - 1));
   std::tuple<Tensor, Tensor> result;
@@ -78,7 +83,8 @@ std::tuple<Tensor, Tensor> nvfp4_quant(const Tensor& input, const Tensor& global
   return result;
 }
 
-std::tuple<Tensor, Tensor> silu_mul_nvfp4_quant(const Tensor& input, const Tensor& global_scale_inv, bool tiled, bool) {
+std::tuple<Tensor, Tensor> silu_mul_nvfp4_quant(const Tensor& input, const Tensor& global_scale_inv,
+                                                bool tiled, bool) {
   const Tensor x = torch::stable::contiguous(input);
   const Shape shape = shape_of(x, x.size(x.dim() - 1) / 2);
   std::tuple<Tensor, Tensor> result;
@@ -97,14 +103,15 @@ std::tuple<Tensor, Tensor> silu_mul_nvfp4_quant(const Tensor& input, const Tenso
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, const Tensor& input_residual,
-                                                           const Tensor& input_weight, const Tensor& global_scale_inv,
-                                                           double epsilon, bool tiled, bool) {
+                                                           const Tensor& input_weight,
+                                                           const Tensor& global_scale_inv, double epsilon,
+                                                           bool tiled, bool) {
   const Tensor x = torch::stable::contiguous(input), residual = torch::stable::contiguous(input_residual);
   const Tensor weight = torch::stable::contiguous(input_weight);
   const Shape shape = shape_of(x, x.size(x.dim() - 1));
   check_same(x, residual, "residual");
-  STD_TORCH_CHECK(weight.numel() == shape.columns && weight.scalar_type() == x.scalar_type(),
-                  "weight must have x's type and one element a column");
+  require(weight.numel() == shape.columns && weight.scalar_type() == x.scalar_type(),
+          "weight must have x's type and one element a column");
   Tensor total = torch::stable::new_empty(x, x.sizes());
   std::tuple<Tensor, Tensor> result;
   for_float_type<true>(x.scalar_type(), [&](auto type) {
@@ -123,7 +130,8 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, 
       for (int64_t i = 0; i < shape.columns; ++i) floats[i] += scratch[i];
       store(floats, shape.columns, sums + offset);
       load(sums + offset, shape.columns, floats);
-      const float mean = sum_of_squares(floats, shape.columns, scratch.data()) / static_cast<float>(shape.columns);
+      const float mean =
+          sum_of_squares(floats, shape.columns, scratch.data()) / static_cast<float>(shape.columns);
       const float inverse = 1.0f / std::sqrt(mean + static_cast<float>(epsilon));
       scale_row(floats, weights.data(), inverse, shape.columns, floats);
       round_row<T>(floats, shape.columns);

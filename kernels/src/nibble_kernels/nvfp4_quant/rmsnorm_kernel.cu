@@ -1,4 +1,5 @@
-// nibble::add_rmsnorm_nvfp4_quant on the GPU: a thread block a row, the row's sums kept in shared memory between two passes.
+// nibble::add_rmsnorm_nvfp4_quant on the GPU: a thread block a row, the row's sums kept in shared memory
+// between two passes.
 #include "nibble/cuda.h"
 #include "nibble/quantize.cuh"
 
@@ -6,8 +7,9 @@ namespace nibble {
 namespace {
 
 constexpr uint32_t kMaxThreads = 512;
-constexpr int kMaxColumns = 49152;  // two bytes each in what every target has of shared memory (99 KB on SM12x)
-constexpr uint32_t kMaxChunks = 256;     // of 32 vectors; a power of two
+constexpr int kMaxColumns =
+    49152;  // two bytes each in what every target has of shared memory (99 KB on SM12x)
+constexpr uint32_t kMaxChunks = 256;  // of 32 vectors; a power of two
 
 // The sum of eight, neighbours first; tree_sum's first three levels.
 __device__ __forceinline__ float sum8(const float (&x)[8]) {
@@ -21,19 +23,23 @@ __device__ __forceinline__ float sum_of_warp(float x) {
   return x;
 }
 
-// The sum of `count` chunks in order, padded with zeros to a power of two: the rest of the tree, in every warp.
+// The sum of `count` chunks in order, padded with zeros to a power of two: the rest of the tree, in every
+// warp.
 __device__ __forceinline__ float sum_of_chunks(const float* sums, uint32_t count, uint32_t lane) {
-  const uint32_t width = count <= 32 ? 1 : 1 << (27 - __clz(count - 1));  // chunks a thread has: 2^ceil(log2(count)) / 32
+  const uint32_t width =
+      count <= 32 ? 1 : 1 << (27 - __clz(count - 1));  // chunks a thread has: 2^ceil(log2(count)) / 32
   float mine[8];
 #pragma unroll
-  for (uint32_t i = 0; i < 8; ++i) mine[i] = i < width && lane * width + i < count ? sums[lane * width + i] : 0.0f;
+  for (uint32_t i = 0; i < 8; ++i)
+    mine[i] = i < width && lane * width + i < count ? sums[lane * width + i] : 0.0f;
   return sum_of_warp(sum8(mine));
 }
 
 template <class T, class Rule, class Precision, bool Tiled>
 __global__ void __launch_bounds__(kMaxThreads)
-    add_rmsnorm_quantize(const uint4* x, const uint4* residual, const uint4* weight, float epsilon, uint4* total,
-                         typename Rule::Parameters parameters, Output output, uint32_t rows, uint32_t vectors) {
+    add_rmsnorm_quantize(const uint4* x, const uint4* residual, const uint4* weight, float epsilon,
+                         uint4* total, typename Rule::Parameters parameters, Output output, uint32_t rows,
+                         uint32_t vectors) {
   extern __shared__ uint4 row_sums[];
   __shared__ float chunk_sums[kMaxChunks];
   const uint32_t row = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
@@ -65,7 +71,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (lane == 0) chunk_sums[vector / 32] = sum;
   }
   __syncthreads();
-  const float mean = __fdiv_rn(sum_of_chunks(chunk_sums, chunks, lane), static_cast<float>(vectors * kVector));
+  const float mean =
+      __fdiv_rn(sum_of_chunks(chunk_sums, chunks, lane), static_cast<float>(vectors * kVector));
   const float inverse = Precision::reciprocal_root(mean + epsilon);
   const Rule rule(parameters);
   for (uint32_t vector = thread; vector < chunks * 32; vector += blockDim.x) {
@@ -83,7 +90,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (inside) output.codes[start + vector] = quantized.codes;
     if (lane % 2) continue;
     if constexpr (Tiled) {
-      if (vector / 8 < tiles) output.scales[tiled_offset(row, vector / 2, tiles)] = inside ? quantized.scale : 0;
+      if (vector / 8 < tiles)
+        output.scales[tiled_offset(row, vector / 2, tiles)] = inside ? quantized.scale : 0;
     } else if (inside) {
       output.scales[uint64_t{row} * (vectors / 2) + vector / 2] = quantized.scale;
     }
@@ -93,8 +101,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 const uint4* data(const Tensor& x) { return static_cast<const uint4*>(x.const_data_ptr()); }
 
 std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, const Tensor& input_residual,
-                                                           const Tensor& input_weight, const Tensor& global_scale_inv,
-                                                           double epsilon, bool tiled, bool exact) {
+                                                           const Tensor& input_weight,
+                                                           const Tensor& global_scale_inv, double epsilon,
+                                                           bool tiled, bool exact) {
   const Tensor x = torch::stable::contiguous(input), residual = torch::stable::contiguous(input_residual);
   const Tensor weight = torch::stable::contiguous(input_weight);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -102,12 +111,13 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, 
   const Shape shape = shape_of(x, x.size(x.dim() - 1));
   check_scalar(global_scale_inv, "global_scale_inv");
   check_same(x, residual, "residual");
-  STD_TORCH_CHECK(weight.numel() == shape.columns && weight.scalar_type() == x.scalar_type(),
-                  "weight must have x's type and one element a column");
-  STD_TORCH_CHECK(shape.columns <= kMaxColumns, "rows of up to ", kMaxColumns, " elements, found ", shape.columns);
+  require(weight.numel() == shape.columns && weight.scalar_type() == x.scalar_type(),
+          "weight must have x's type and one element a column");
+  require(shape.columns <= kMaxColumns, "rows of up to ", kMaxColumns, " elements, found ", shape.columns);
   auto [packed, scales] = empty_outputs(x, shape, tiled);
   Tensor total = torch::stable::new_empty(x, x.sizes());
-  const Output output{static_cast<uint32_t*>(packed.mutable_data_ptr()), static_cast<uint8_t*>(scales.mutable_data_ptr())};
+  const Output output{static_cast<uint32_t*>(packed.mutable_data_ptr()),
+                      static_cast<uint8_t*>(scales.mutable_data_ptr())};
   const uint32_t vectors = static_cast<uint32_t>(shape.columns / kVector);
   const uint32_t threads = std::min(kMaxThreads, round_up(vectors, 32u));
   const size_t shared_bytes = vectors * sizeof(uint4);
@@ -122,12 +132,14 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, 
           const auto kernel =
               add_rmsnorm_quantize<typename decltype(type)::type, Rule, Precision, decltype(layout)::value>;
           if (shared_bytes > 48 * 1024) {
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared_bytes)));
           }
-          const typename Rule::Parameters parameters{static_cast<const float*>(global_scale_inv.const_data_ptr())};
-          launch(kernel, blocks_of(blocks), dim3(threads), shared_bytes, stream, data(x), data(residual), data(weight),
-                 static_cast<float>(epsilon), static_cast<uint4*>(total.mutable_data_ptr()), parameters, output,
-                 static_cast<uint32_t>(shape.rows), vectors);
+          const typename Rule::Parameters parameters{
+              static_cast<const float*>(global_scale_inv.const_data_ptr())};
+          launch(kernel, blocks_of(blocks), dim3(threads), shared_bytes, stream, data(x), data(residual),
+                 data(weight), static_cast<float>(epsilon), static_cast<uint4*>(total.mutable_data_ptr()),
+                 parameters, output, static_cast<uint32_t>(shape.rows), vectors);
         });
       });
     });

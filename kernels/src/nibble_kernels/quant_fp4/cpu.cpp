@@ -23,7 +23,8 @@ NIBBLE_FUNCTION void quantize_block(const float* x, float amax, float g, float i
 // The sum of squared differences, in reference.py's order.
 NIBBLE_FUNCTION float block_error(const float* x, const Candidate& candidate) {
   float difference[kBlock];
-  for (uint32_t i = 0; i < kBlock; ++i) difference[i] = std::fma(-e2m1_decode(candidate.codes[i]), candidate.step, x[i]);
+  for (uint32_t i = 0; i < kBlock; ++i)
+    difference[i] = std::fma(-e2m1_decode(candidate.codes[i]), candidate.step, x[i]);
   float sums[2][2] = {};  // even and odd elements of the first eight and of the last
   for (int half = 0; half < 2; ++half) {
     for (int i = 0; i < 8; ++i) {
@@ -40,8 +41,8 @@ struct Scales {
   float inverse_4;
 };
 
-NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, Scales tensor, bool four_over_six, uint8_t* packed,
-                                    uint8_t* scales) {
+NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, Scales tensor, bool four_over_six,
+                                    uint8_t* packed, uint8_t* scales) {
   for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
     const float amax = block_amax(x);
     Candidate six, four;
@@ -78,8 +79,8 @@ float tensor_amax(const T* from, const Shape& shape) {
   return std::bit_cast<float>(largest);
 }
 
-std::tuple<Tensor, Tensor, Tensor> quant_fp4(const Tensor& input, const std::optional<Tensor>& amax, bool four_over_six,
-                                             double scale_override, bool tiled, bool) {
+std::tuple<Tensor, Tensor, Tensor> quant_fp4(const Tensor& input, const std::optional<Tensor>& amax,
+                                             bool four_over_six, double scale_override, bool tiled, bool) {
   const Tensor x = torch::stable::contiguous(input);
   const Shape shape = shape_of(x, x.size(x.dim() - 1));
   if (amax) check_scalar(*amax, "amax");
@@ -91,10 +92,12 @@ std::tuple<Tensor, Tensor, Tensor> quant_fp4(const Tensor& input, const std::opt
   for_float_type<true>(x.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     const T* from = static_cast<const T*>(x.const_data_ptr());
-    const float largest = amax ? *static_cast<const float*>(amax->const_data_ptr()) : tensor_amax(from, shape);
+    const float largest =
+        amax ? *static_cast<const float*>(amax->const_data_ptr()) : tensor_amax(from, shape);
     const float override = static_cast<float>(scale_override);
     const float g = (largest * (four_over_six ? 1.0f / 256.0f : 1.0f / 448.0f)) * (override * (1.0f / 6.0f));
-    const Scales tensor{largest == 0.0f || shape.rows == 0 ? 1.0f : g, (1.0f / 6.0f) * override, (1.0f / 4.0f) * override};
+    const Scales tensor{largest == 0.0f || shape.rows == 0 ? 1.0f : g, (1.0f / 6.0f) * override,
+                        (1.0f / 4.0f) * override};
     *static_cast<float*>(tensor_scale.mutable_data_ptr()) = tensor.g;
     for_rows(shape.rows, shape.columns, [&](int64_t row) {
       thread_local std::vector<float> floats;
@@ -102,8 +105,8 @@ std::tuple<Tensor, Tensor, Tensor> quant_fp4(const Tensor& input, const std::opt
       floats.resize(shape.columns);
       row_scales.resize(shape.blocks());
       load(from + row * shape.columns, shape.columns, floats.data());
-      quantize_row(floats.data(), shape.blocks(), tensor, four_over_six, packed_data + row * shape.columns / 2,
-                   row_scales.data());
+      quantize_row(floats.data(), shape.blocks(), tensor, four_over_six,
+                   packed_data + row * shape.columns / 2, row_scales.data());
       place_scales(row_scales.data(), shape, row, tiled, scale_data);
     });
   });

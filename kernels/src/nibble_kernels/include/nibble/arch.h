@@ -10,19 +10,22 @@
 #define NIBBLE_FUNCTION [[gnu::always_inline]] inline
 #endif
 
-// CPU loops that gcc compiles once per level and chooses from when the library is loaded. The arithmetic is the same in each:
-// nothing is contracted (setup.py), and std::fma rounds once with or without the instruction.
+// CPU loops that gcc compiles once per level and chooses from when the library is loaded. The arithmetic is
+// the same in each: nothing is contracted (setup.py), and std::fma rounds once with or without the
+// instruction.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define NIBBLE_CPU_LEVELS [[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
 #else
 #define NIBBLE_CPU_LEVELS
 #endif
 
-// cvt to and from e2m1x2 exists for the a and f targets of compute capability 10 and later, and not for the plain ones
-// (measured with ptxas 13.0: 100a 100f 103a 110a 120a 120f 121a 121f). nvcc 12.8 has only the FEAT macros.
+// cvt to and from e2m1x2 exists for the a and f targets of compute capability 10 and later, and not for the
+// plain ones (measured with ptxas 13.0: 100a 100f 103a 110a 120a 120f 121a 121f). nvcc 12.8 has only the FEAT
+// macros.
 #if (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000) || \
     (defined(__CUDA_ARCH_SPECIFIC__) && __CUDA_ARCH_SPECIFIC__ >= 1000) ||               \
-    defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+    defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) ||        \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define NIBBLE_HAS_E2M1_INSTRUCTIONS 1
 #else
 #define NIBBLE_HAS_E2M1_INSTRUCTIONS 0
@@ -45,7 +48,8 @@ NIBBLE_FUNCTION float minimum(float a, float b) {
 #endif
 }
 
-// Instructions of the target. Calling one that the target lacks is a mistake of the caller and does not compile.
+// Instructions of the target. Calling one that the target lacks is a mistake of the caller and does not
+// compile.
 namespace instruction {
 
 #if NIBBLE_HAS_E2M1_INSTRUCTIONS

@@ -7,27 +7,39 @@
 
 namespace nibble {
 
-// Eight E2M1 codes, the first one lowest, and the magnitudes they stand for; the compiler drops what is not used.
+// Eight E2M1 codes, the first one lowest, and the magnitudes they stand for; the compiler drops what is not
+// used.
 struct Encoded8 {
   uint32_t codes;
   float magnitudes[8];
 };
+
+// The larger of two numbers, or NaN where either is.
+__device__ __forceinline__ float maximum(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
 
 __device__ __forceinline__ uint32_t select_bits(uint32_t where_set, uint32_t elsewhere, uint32_t mask) {
   return (where_set & mask) | (elsewhere & ~mask);
 }
 
 template <uint32_t Selector>
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {  // __byte_perm drops bit 3 of selectors
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a,
+                                                  uint32_t b) {  // __byte_perm drops bit 3 of selectors
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "n"(Selector));
   return result;
 }
 
-// The signs of eight two-byte numbers where E2M1 codes have theirs, in bits 4 i + 3; the other bits are anything.
+// The signs of eight two-byte numbers where E2M1 codes have theirs, in bits 4 i + 3; the other bits are
+// anything.
 __device__ __forceinline__ uint32_t signs_of(const uint4& words) {
-  // With bit 3 in the selector, PRMT fills a byte with the sign of the one selected. Low halves first, then high ones.
-  const uint32_t first = permute_bytes<0xfbd9>(words.x, words.y), second = permute_bytes<0xfbd9>(words.z, words.w);
+  // With bit 3 in the selector, PRMT fills a byte with the sign of the one selected. Low halves first, then
+  // high ones.
+  const uint32_t first = permute_bytes<0xfbd9>(words.x, words.y),
+                 second = permute_bytes<0xfbd9>(words.z, words.w);
   const uint32_t even = permute_bytes<0x5410>(first, second), odd = permute_bytes<0x7632>(first, second);
   return select_bits(even, odd, 0x0f0f0f0f);
 }
@@ -40,8 +52,10 @@ struct Software {
     return codes;
   }
 
-  // E2M1(x * factor), the products rounded to float32. `words` has x in two bytes each; amax is their largest magnitude.
-  static __device__ __forceinline__ Encoded8 e2m1_encode8(const float (&x)[8], const uint4& words, float amax, float factor) {
+  // E2M1(x * factor), the products rounded to float32. `words` has x in two bytes each; amax is their largest
+  // magnitude.
+  static __device__ __forceinline__ Encoded8 e2m1_encode8(const float (&x)[8], const uint4& words, float amax,
+                                                          float factor) {
     const float eighth = factor * 0.125f;
     // No product is NaN, and an eighth of each is the product with an eighth of the factor.
     const bool ordinary = amax + fabsf(factor) < INFINITY && eighth * 8.0f == fabsf(factor);
@@ -60,11 +74,13 @@ struct Software {
   static __device__ __forceinline__ float e4m3_decode(uint32_t code) { return nibble::e4m3_decode(code); }
 
  private:
-  // As conversions.h's e2m1_shifted_code in half the instructions: a multiplication that saturates leaves products of at
-  // most 8, whose code is at most 8, and 8 is made 7 in all codes at once.
-  static __device__ __forceinline__ Encoded8 encode_ordinary(const float (&x)[8], const uint4& words, float eighth) {
+  // As conversions.h's e2m1_shifted_code in half the instructions: a multiplication that saturates leaves
+  // products of at most 8, whose code is at most 8, and 8 is made 7 in all codes at once.
+  static __device__ __forceinline__ Encoded8 encode_ordinary(const float (&x)[8], const uint4& words,
+                                                             float eighth) {
     constexpr float kShift = 0x1p23f;
-    constexpr uint32_t kOfShifts = 0x4b000000u + 0xb0000000u;  // what 2^23 adds to the codes below, whatever they are
+    constexpr uint32_t kOfShifts =
+        0x4b000000u + 0xb0000000u;  // what 2^23 adds to the codes below, whatever they are
     Encoded8 result;
     uint32_t codes = 0;
 #pragma unroll
@@ -74,7 +90,8 @@ struct Software {
       const float below_2 = fmaf(scaled, 16.0f, kShift), below_4 = fmaf(scaled, 8.0f, kShift + 2.0f);
       const float above_4 = fmaf(scaled, 4.0f, kShift + 4.0f);
       // Positive floats are ordered as their bits, of which Hopper takes the smallest of three at once.
-      const uint32_t shifted = __vimin3_u32(__float_as_uint(below_2), __float_as_uint(below_4), __float_as_uint(above_4));
+      const uint32_t shifted =
+          __vimin3_u32(__float_as_uint(below_2), __float_as_uint(below_4), __float_as_uint(above_4));
       codes += shifted << 4 * i;
       // A code in a float's place: code 1 is subnormal in both formats.
       const uint32_t at_most_7 = min(shifted, __float_as_uint(kShift + 7.0f));
@@ -87,9 +104,10 @@ struct Software {
   }
 
   // By value: an array would be in memory where it is not called, too.
-  static __device__ __noinline__ uint32_t encode_each(float a, float b, float c, float d, float e, float f, float g, float h,
-                                                      float factor) {
-    return e2m1_encode8({a * factor, b * factor, c * factor, d * factor, e * factor, f * factor, g * factor, h * factor});
+  static __device__ __noinline__ uint32_t encode_each(float a, float b, float c, float d, float e, float f,
+                                                      float g, float h, float factor) {
+    return e2m1_encode8(
+        {a * factor, b * factor, c * factor, d * factor, e * factor, f * factor, g * factor, h * factor});
   }
 };
 
@@ -103,7 +121,8 @@ struct Instructions {
 #endif
   }
 
-  static __device__ __forceinline__ Encoded8 e2m1_encode8(const float (&x)[8], const uint4& words, float amax, float factor) {
+  static __device__ __forceinline__ Encoded8 e2m1_encode8(const float (&x)[8], const uint4& words, float amax,
+                                                          float factor) {
 #if NIBBLE_HAS_E2M1_INSTRUCTIONS
     float scaled[8];
 #pragma unroll

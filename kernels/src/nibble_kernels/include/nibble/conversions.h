@@ -1,5 +1,6 @@
-// E2M1 and E4M3 with the semantics of PTX's cvt.rn.satfinite: ties to even, saturation, signed zeros, NaN to +6 and 0x7F.
-// Software for every target, and a choice between it and the target's instructions that kernels take as a template argument.
+// E2M1 and E4M3 with the semantics of PTX's cvt.rn.satfinite: ties to even, saturation, signed zeros, NaN to
+// +6 and 0x7F. Software for every target, and a choice between it and the target's instructions that kernels
+// take as a template argument.
 #pragma once
 
 #include "arch.h"
@@ -29,7 +30,8 @@ NIBBLE_FUNCTION float e2m1_decode(uint32_t code) {
 }
 
 // 2^23 + the E2M1 code of a magnitude, exact for every magnitude that is not NaN.
-// Codes lie on three lines, 2m, m + 2 and m/2 + 4, each the lowest where it holds; adding 2^23 rounds each once, ties to even.
+// Codes lie on three lines, 2m, m + 2 and m/2 + 4, each the lowest where it holds; adding 2^23 rounds each
+// once, ties to even.
 NIBBLE_FUNCTION float e2m1_shifted_code(float magnitude) {
   constexpr float kShift = 0x1p23f;
   const float below_2 = __builtin_fmaf(magnitude, 2.0f, kShift);
@@ -44,17 +46,19 @@ NIBBLE_FUNCTION uint32_t e4m3_encode(float x) {
   const uint32_t sign = bits >> 24 & 0x80;
   if (magnitude > kFloatInfinity) return 0x7f;
   if (magnitude >= 0x43e00000) return sign | 0x7e;  // from 448
-  if (magnitude >= 0x3c800000) {                    // from 2^-6: the exponent and three bits of the significand
+  if (magnitude >= 0x3c800000) {  // from 2^-6: the exponent and three bits of the significand
     const uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
     return sign | ((rounded >> 20) - (0x3c000000 >> 20));
   }
-  return sign | (std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xf);  // multiples of 2^-9
+  return sign |
+         (std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xf);  // multiples of 2^-9
 }
 
 NIBBLE_FUNCTION float e4m3_decode(uint32_t code) {
   const uint32_t sign = (code & 0x80) << 24, magnitude = code & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000);
-  if (magnitude < 8) return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-9f));
+  if (magnitude < 8)
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-9f));
   return std::bit_cast<float>(sign | ((magnitude << 20) + 0x3c000000));
 }
 

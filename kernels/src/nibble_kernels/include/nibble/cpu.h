@@ -22,9 +22,10 @@ void store(const float* from, int64_t count, T* to) {
 // Calls f(row) for every row, with rows shared out among torch's threads by about 16 K elements.
 template <class F>
 void for_rows(int64_t rows, int64_t columns, const F& f) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 16384 / columns), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) f(row);
-  });
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 16384 / columns),
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t row = begin; row < end; ++row) f(row);
+                              });
 }
 
 // A block's largest magnitude; NaN where it holds one, because the bits of NaN exceed those of infinity.
@@ -48,16 +49,19 @@ NIBBLE_FUNCTION void encode_block(const float* x, float factor, uint32_t* codes)
 }
 
 NIBBLE_FUNCTION void pack_block(const uint32_t* codes, uint8_t* packed) {
-  for (uint32_t i = 0; i < kBlock / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+  for (uint32_t i = 0; i < kBlock / 2; ++i)
+    packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
 // A row's scales from row order to where the layout has them.
-inline void place_scales(const uint8_t* row_scales, const Shape& shape, int64_t row, bool tiled, uint8_t* scales) {
+inline void place_scales(const uint8_t* row_scales, const Shape& shape, int64_t row, bool tiled,
+                         uint8_t* scales) {
   if (!tiled) {
     std::memcpy(scales + row * shape.blocks(), row_scales, shape.blocks());
     return;
   }
-  for (int64_t block = 0; block < shape.blocks(); ++block) scales[tiled_offset(row, block, shape.tiles)] = row_scales[block];
+  for (int64_t block = 0; block < shape.blocks(); ++block)
+    scales[tiled_offset(row, block, shape.tiles)] = row_scales[block];
 }
 
 // Zeros in the scales that belong to no block.

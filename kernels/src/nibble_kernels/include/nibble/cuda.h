@@ -1,4 +1,5 @@
-// Host side of the CUDA operators: the current stream, launches that are checked, and the choice of conversions.
+// Host side of the CUDA operators: the current stream, launches that are checked, and the choice of
+// conversions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,9 +12,7 @@
 
 namespace nibble {
 
-inline void check(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
-}
+inline void check(cudaError_t error) { require(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error)); }
 
 inline cudaStream_t current_stream(const Tensor& x) {
   void* stream = nullptr;
@@ -21,8 +20,9 @@ inline cudaStream_t current_stream(const Tensor& x) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Whether the device's conversion instructions are used: found once a device by running them against the software
-// (conversions/probe.cu). While a stream is being captured nothing can be found, and the software is used.
+// Whether the device's conversion instructions are used: found once a device by running them against the
+// software (conversions/probe.cu). While a stream is being captured nothing can be found, and the software is
+// used.
 bool use_instructions(int device, cudaStream_t stream);
 
 // bfloat16 or float16 in CUDA's own types.
@@ -36,13 +36,13 @@ void for_cuda_type(ScalarType type, F&& f) {
 
 // A number of thread blocks as CUDA takes it.
 inline dim3 blocks_of(int64_t count) {
-  STD_TORCH_CHECK(count < int64_t{1} << 31, "too many elements for one launch");
+  require(count < int64_t{1} << 31, "too many elements for one launch");
   return dim3(static_cast<uint32_t>(count));
 }
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream,
-            Arguments... arguments) {
+void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
+            cudaStream_t stream, Arguments... arguments) {
   if (blocks.x == 0 || blocks.y == 0) return;
   kernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);
   check(cudaGetLastError());

@@ -11,7 +11,7 @@ NIBBLE_FUNCTION float exact_exp(float x) {
   x = x < -87.0f ? -87.0f : too_large ? 88.0f : x;
   constexpr float kRound = 0x1.8p23f;
   const float n = __builtin_fmaf(x, 0x1.715476p+0f, kRound) - kRound;  // log2(e)
-  float r = __builtin_fmaf(n, -0x1.62e4p-1f, x);                       // ln(2) in two parts, n times the first is exact
+  float r = __builtin_fmaf(n, -0x1.62e4p-1f, x);  // ln(2) in two parts, n times the first is exact
   r = __builtin_fmaf(n, -0x1.7f7d1cp-20f, r);
   float p = 0x1.a01a02p-13f;  // 1/7!, 1/6!, …
   p = __builtin_fmaf(p, r, 0x1.6c16c2p-10f);

@@ -1,10 +1,12 @@
-// NVFP4 quantization on the GPU: what a thread does, how threads share rows and tiles, and the kernel that reads, quantizes
-// and writes. An operation gives it a Source (what the elements are) and a Rule (how a block becomes codes and a scale).
+// NVFP4 quantization on the GPU: what a thread does, how threads share rows and tiles, and the kernel that
+// reads, quantizes and writes. An operation gives it a Source (what the elements are) and a Rule (how a block
+// becomes codes and a scale).
 //
-// A thread has eight elements, two neighbouring threads a block. Loads are 16 bytes a thread and whole lines a warp:
-//   linear  a warp has 256 elements of one row, kSteps times side by side
-//   tiled   a warp has 64 elements of the four rows whose scales share 16 bytes of a 128x4 tile, in two neighbouring lines of
-//           kSteps / 2 tiles
+// A thread has eight elements, two neighbouring threads a block. Loads are 16 bytes a thread and whole lines a
+// warp, which has at once, kSteps times:
+//   linear  256 elements of one row; the steps lie side by side
+//   tiled   64 elements of the four rows whose scales share 16 bytes (a line) of a 128x4 tile; the steps are two
+//           neighbouring lines of kSteps / 2 tiles
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,17 +31,12 @@ struct Exact {
 };
 
 struct Approximate {
-  static __device__ __forceinline__ float reciprocal(float x) { return instruction::approximate_reciprocal(x); }
+  static __device__ __forceinline__ float reciprocal(float x) {
+    return instruction::approximate_reciprocal(x);
+  }
   static __device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
   static __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 };
-
-// The larger of two numbers, or NaN where either is.
-__device__ __forceinline__ float maximum(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
 
 __device__ __forceinline__ float amax8(const float (&x)[8]) {
   const float low = maximum(maximum(fabsf(x[0]), fabsf(x[1])), maximum(fabsf(x[2]), fabsf(x[3])));
@@ -81,12 +78,13 @@ __device__ __forceinline__ uint4 pack(const float (&x)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers are free.
+// Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers
+// are free.
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
   uint4 raw;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-      : "l"(from));
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "l"(from));
   return raw;
 }
 
@@ -172,7 +170,8 @@ struct StaticScale {
   float global_scale_inv, global_scale;
 
   __device__ __forceinline__ explicit StaticScale(const Parameters& parameters)
-      : global_scale_inv(__ldg(parameters.global_scale_inv)), global_scale(Precision::reciprocal(global_scale_inv)) {}
+      : global_scale_inv(__ldg(parameters.global_scale_inv)),
+        global_scale(Precision::reciprocal(global_scale_inv)) {}
 
   __device__ __forceinline__ Quantized operator()(const Half& half) const {
     const uint32_t scale = Convert::e4m3_encode(global_scale_inv * (half.amax * (1.0f / 6.0f)));
@@ -248,9 +247,10 @@ struct Grid {
 
 template <bool Tiled>
 inline Grid grid_of(const Shape& shape, bool backwards) {
-  const int64_t groups = Tiled ? round_up<int64_t>(shape.rows, kTileRows) / 64 : (shape.rows + kWarps - 1) / kWarps;
-  return {static_cast<uint32_t>(shape.rows), static_cast<uint32_t>(shape.columns / kVector), static_cast<uint32_t>(groups),
-          backwards};
+  const int64_t groups =
+      Tiled ? round_up<int64_t>(shape.rows, kTileRows) / 64 : (shape.rows + kWarps - 1) / kWarps;
+  return {static_cast<uint32_t>(shape.rows), static_cast<uint32_t>(shape.columns / kVector),
+          static_cast<uint32_t>(groups), backwards};
 }
 
 template <class Source, bool Tiled>
@@ -278,7 +278,9 @@ __device__ __forceinline__ void quantize_rows(const Source& source, const Rule& 
       row[step] = group * kWarps + warp;
       vector[step] = (blockIdx.x * kSteps + step) * 32 + lane;
     }
-    if (row[step] < grid.rows && vector[step] < grid.vectors) source.load(row[step], grid.vectors, vector[step], raw[step]);
+    if (row[step] < grid.rows && vector[step] < grid.vectors) {
+      source.load(row[step], grid.vectors, vector[step], raw[step]);
+    }
   }
 
 #pragma unroll
@@ -301,7 +303,8 @@ __global__ void __launch_bounds__(32 * kWarps, 4)
     quantize(Source source, typename Rule::Parameters parameters, Output output, Grid grid) {
   const Rule rule(parameters);
   for (uint32_t group = blockIdx.y; group < grid.row_groups; group += gridDim.y) {
-    quantize_rows<Source, Rule, Tiled>(source, rule, output, grid, grid.backwards ? grid.row_groups - 1 - group : group);
+    quantize_rows<Source, Rule, Tiled>(source, rule, output, grid,
+                                       grid.backwards ? grid.row_groups - 1 - group : group);
   }
 }
 

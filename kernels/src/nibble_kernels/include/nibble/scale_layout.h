@@ -1,4 +1,5 @@
-// Where the scale of (row, block) lies: row by row, or in the 128x4 tiles that FP4 tensor cores read (formats.md 6.4).
+// Where the scale of (row, block) lies: row by row, or in the 128x4 tiles that FP4 tensor cores read
+// (formats.md 6.4).
 #pragma once
 
 #include "arch.h"
@@ -17,7 +18,8 @@ NIBBLE_FUNCTION Int round_up(Int value, Int multiple) {
 // `tiles` is how many tiles lie side by side: the row's blocks / 4, rounded up.
 NIBBLE_FUNCTION uint64_t tiled_offset(uint32_t row, uint32_t block, uint32_t tiles) {
   const uint32_t tile = row / kTileRows * tiles + block / kTileBlocks;
-  return uint64_t{tile} * (kTileRows * kTileBlocks) + (row % 32 * 16 + row / 32 % 4 * 4 + block % kTileBlocks);
+  return uint64_t{tile} * (kTileRows * kTileBlocks) +
+         (row % 32 * 16 + row / 32 % 4 * 4 + block % kTileBlocks);
 }
 
 }  // namespace nibble

@@ -7,6 +7,8 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -17,6 +19,19 @@ namespace nibble {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+inline void append(std::string& text, const char* part) { text += part; }
+inline void append(std::string& text, int64_t part) { text += std::to_string(part); }
+
+// Throws what Python sees as a RuntimeError. (STD_TORCH_CHECK writes to a stream, which crashes where the C++
+// library is linked into this one statically: seen with torch 2.11's image.)
+template <class... Parts>
+void require(bool condition, const Parts&... message) {
+  if (condition) return;
+  std::string text;
+  (append(text, message), ...);
+  throw std::runtime_error(text);
+}
 
 // Calls f with a value of the C++ type of `type`: f(type_of<T>).
 template <class T>
@@ -31,8 +46,8 @@ void for_float_type(ScalarType type, F&& f) {
   if constexpr (WithFloat) {
     if (type == ScalarType::Float) return f(TypeOf<float>());
   }
-  STD_TORCH_CHECK(false, "expected bfloat16", WithFloat ? ", float16 or float32" : " or float16", ", found ",
-                  torch::headeronly::toString(type));
+  require(false, "expected bfloat16", WithFloat ? ", float16 or float32" : " or float16", ", found ",
+          torch::headeronly::toString(type));
 }
 
 // Calls f(std::true_type) or f(std::false_type): a run-time choice as a template argument.
@@ -55,7 +70,7 @@ struct Shape {
 };
 
 inline Shape shape_of(const Tensor& x, int64_t columns) {
-  STD_TORCH_CHECK(columns > 0 && columns % kBlock == 0, "NVFP4 has blocks of 16 columns, found rows of ", columns);
+  require(columns > 0 && columns % kBlock == 0, "NVFP4 has blocks of 16 columns, found rows of ", columns);
   const int64_t row = x.size(x.dim() - 1);
   return {x.numel() / row, columns, round_up<int64_t>(columns / kBlock, kTileBlocks) / kTileBlocks};
 }
@@ -76,12 +91,13 @@ inline std::tuple<Tensor, Tensor> empty_outputs(const Tensor& x, const Shape& sh
 }
 
 inline void check_scalar(const Tensor& value, const char* name) {
-  STD_TORCH_CHECK(value.numel() == 1 && value.scalar_type() == ScalarType::Float, name, " must be one float32");
+  require(value.numel() == 1 && value.scalar_type() == ScalarType::Float, name, " must be one float32");
 }
 
 inline void check_same(const Tensor& x, const Tensor& other, const char* name) {
-  STD_TORCH_CHECK(other.scalar_type() == x.scalar_type() && other.numel() == x.numel() && other.device() == x.device(), name,
-                  " must have x's type, device and number of elements");
+  require(
+      other.scalar_type() == x.scalar_type() && other.numel() == x.numel() && other.device() == x.device(),
+      name, " must have x's type, device and number of elements");
 }
 
 }  // namespace nibble
