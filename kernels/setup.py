@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
@@ -16,7 +17,7 @@ STABLE_ABI = [
     "-DPy_LIMITED_API=0x030B0000",
 ]
 # No contraction: where a fused multiply-add is meant, the code says so, and every compiler rounds alike.
-CXX_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+CXX_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA"]
 SOURCES = Path("src/nibble_kernels")
 
@@ -41,7 +42,7 @@ extensions = []
 arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 if shutil.which(os.environ.get("CXX", "c++")):
     extensions.append(extension(CppExtension, "_cpu", "*/*.cpp", cxx=CXX_FLAGS))
-    if arch_list and CUDA_HOME:
+    if arch_list and CUDA_HOME and torch.version.cuda:
         nvcc = NVCC_FLAGS + gencode(arch_list)
         extensions.append(extension(CUDAExtension, "_cuda", "*/*.cu", cxx=CXX_FLAGS, nvcc=nvcc))
 else:

@@ -49,6 +49,7 @@ def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
     cubin = folder / "kernel.cubin"
     words = [
         str(NVCC) if NVCC.exists() else "nvcc",
+        *COMMON_NVCC_FLAGS,
         *ast.literal_eval(flags[1]),
         "-cubin",
         "-keep",

@@ -8,7 +8,14 @@ from torch import Tensor
 from nibble_kernels.conversions import reference
 from nibble_kernels.library import operator
 
-__all__ = ["conversion_report", "e2m1_decode", "e2m1_encode", "e4m3_decode", "e4m3_encode"]
+__all__ = [
+    "conversion_report",
+    "e2m1_decode",
+    "e2m1_encode",
+    "e4m3_decode",
+    "e4m3_encode",
+    "use_software_conversions",
+]
 
 _e2m1_encode = operator(
     "e2m1_encode(Tensor x) -> Tensor",
@@ -34,6 +41,11 @@ _mismatches = operator(
     "conversion_mismatches(Tensor like) -> Tensor",
     lambda like: torch.zeros(4, dtype=torch.int64),
     lambda like: torch.empty(4, dtype=torch.int64),
+)
+_use_software = operator(
+    "use_software_conversions(Tensor like, bool software) -> ()",
+    lambda like, software: None,
+    lambda like, software: None,
 )
 
 
@@ -73,3 +85,11 @@ def conversion_report(device: torch.device | str) -> dict[str, object]:
         "compared": compared,
         "mismatches": mismatches,
     }
+
+
+def use_software_conversions(device: torch.device | str, software: bool = True) -> None:
+    """Have this GPU's kernels convert by software whatever the report says, or (False) as the report says again.
+
+    For tests, and to find out whether a wrong answer comes from an instruction. Captured graphs keep what they have.
+    """
+    _use_software(torch.empty(0, device=device), software)

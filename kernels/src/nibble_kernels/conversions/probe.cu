@@ -94,6 +94,14 @@ Report report_of(int device) {
   return *reports[device];
 }
 
+// nibble::use_software_conversions
+void use_software_conversions(const Tensor& like, bool software) {
+  const int device = like.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const bool sound = report_of(device).mismatches == 0;
+  choices[device] = sound && !software ? 2 : 1;
+}
+
 // nibble::conversion_mismatches
 Tensor conversion_mismatches(const Tensor& like) {
   const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
@@ -120,4 +128,5 @@ bool use_instructions(int device, cudaStream_t stream) {
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {
   library.impl("conversion_mismatches", TORCH_BOX(&nibble::conversion_mismatches));
+  library.impl("use_software_conversions", TORCH_BOX(&nibble::use_software_conversions));
 }

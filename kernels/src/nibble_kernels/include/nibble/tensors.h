@@ -23,8 +23,8 @@ using torch::stable::Tensor;
 inline void append(std::string& text, const char* part) { text += part; }
 inline void append(std::string& text, int64_t part) { text += std::to_string(part); }
 
-// Throws what Python sees as a RuntimeError. (STD_TORCH_CHECK writes to a stream, which crashes where the C++
-// library is linked into this one statically: seen with torch 2.11's image.)
+// Throws what Python sees as a RuntimeError. STD_TORCH_CHECK writes its message to a stream, and that crashes
+// where a compiler links its C++ library into this one statically (seen with a gcc that does).
 template <class... Parts>
 void require(bool condition, const Parts&... message) {
   if (condition) return;
