@@ -28,6 +28,8 @@ ALLOWED = re.compile(
     r"|Enforce eager set|Inductor compilation was disabled"
     r"|Default vLLM sampling parameters have been overridden by the model's"
     r"|Triton is not installed|Model Runner V2 requires Triton|Reset SSM cache type"
+    # oneDNN multiplies bfloat16 with AVX-512 only (vllm 0.32 model_executor/layers/utils.py:597).
+    r"|Failed to create oneDNN linear"
     r"|lib(tcmalloc|iomp) is not found in LD_PRELOAD"
     # Its reader of outputs sometimes sees the engine close after a drain that is complete (seen in 1 of 2 runs).
     r"|\[async_llm\.py:906\]"
@@ -259,7 +261,7 @@ class TestImage:
         assert vllm.split("+")[0] == labels["ai.nibble.vllm"]
         assert torch.split("+")[0] == labels["ai.nibble.torch"]
         assert labels["ai.nibble.target"] == "cpu"
-        assert labels["ai.nibble.patches"] == "none"
+        assert labels["ai.nibble.patches"].split(",") == [patch.name for patch in load_series("vllm").patches]
         assert re.fullmatch(r"[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
 
     def test_configuration_is_the_promised_one(self, image_config: dict) -> None:
@@ -287,8 +289,8 @@ class TestImage:
 IN_ORDER = {"applied", "unmended", "fixed upstream", "not needed", "not applicable"}
 # Python takes bytecode whose header has the time and size of its source; site-packages cannot be written at run time.
 STALE_BYTECODE = """
-import importlib.util, json, pathlib, struct, vllm
-folder = pathlib.Path(vllm.__file__).parent
+import importlib.util, json, pathlib, struct
+folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
 touched = json.loads((folder / ".nibble-patches" / "record.json").read_text())["after"]
 for path in (folder.parent / name for name in touched):
     header = pathlib.Path(importlib.util.cache_from_source(path)).read_bytes()[8:16]
@@ -317,11 +319,6 @@ class TestPatches:
     def test_bytecode_of_patched_files_is_not_stale(self, cpu_image: str) -> None:
         found = run_once(cpu_image, "python", "-c", STALE_BYTECODE, options=HARDENED)
         assert (found.returncode, found.stdout) == (0, "")
-
-    def test_the_label_names_the_series(self, cpu_image: str) -> None:
-        label = '{{ index .Config.Labels "ai.nibble.patches" }}'
-        named = docker("image", "inspect", "--format", label, cpu_image).stdout.strip()
-        assert named.split(",") == [patch.name for patch in load_series("vllm").patches]
 
     def test_the_checks_of_the_build_leave_nothing_behind(self, cpu_image: str) -> None:
         """Least of all root's folders in the cache volume, which a user could not write to."""
