@@ -2,12 +2,11 @@
 // reads, quantizes and writes. An operation gives it a Source (what the elements are) and a Rule (how a block
 // becomes codes and a scale).
 //
-// A thread has eight elements, two neighbouring threads a block. Loads are 16 bytes a thread and whole lines
-// a warp, which has at once, kSteps times:
-//   linear  256 elements of one row; the steps lie side by side
-//   tiled   64 elements of the four rows whose scales share 16 bytes (a line) of a 128x4 tile; the steps are
-//   two
-//           neighbouring lines of kSteps / 2 tiles
+// A thread has eight elements, two neighbouring threads a block. A warp loads whole lines, 16 bytes a thread,
+// and does so kSteps times before it computes:
+//   linear  256 elements of one row a step, the steps side by side
+//   tiled   64 elements of the four rows whose scales share 16 bytes (a line) of a 128x4 tile a step,
+//           the steps being two neighbouring lines of kSteps / 2 tiles
 #pragma once
 
 #include <cuda_bf16.h>
