@@ -39,15 +39,18 @@ def installed() -> Path:
     if not folder.exists():
         shutil.rmtree(folder.parent, ignore_errors=True)
         unfinished = folder.with_suffix(".unfinished")
-        environ = os.environ | {"TORCH_CUDA_ARCH_LIST": cuda_targets()}
-        subprocess.run([*pip_install(unfinished), str(KERNELS)], check=True, env=environ)
+        pip_install(unfinished, os.environ | {"TORCH_CUDA_ARCH_LIST": cuda_targets()})
         unfinished.rename(folder)
     return folder
 
 
-def pip_install(target: Path) -> list[str]:
-    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
-    return [sys.executable, "-m", "pip", *words, str(target)]
+def pip_install(target: Path, environ: dict[str, str]) -> None:
+    """Install a copy of the sources, because setuptools writes beside them (and keeps what it wrote)."""
+    copy = target.with_suffix(".sources")
+    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", *words, str(copy)], check=True, env=environ)
+    shutil.rmtree(copy)
 
 
 @pytest.fixture(scope="session")

@@ -56,8 +56,7 @@ def test_installed_where_there_is_no_compiler(tmp_path: Path) -> None:
     environ = {
         name: value for name, value in os.environ.items() if name not in {"CXX", "TORCH_CUDA_ARCH_LIST"}
     }
-    command = [*pip_install(tmp_path / "site"), str(KERNELS)]
-    subprocess.run(command, check=True, env=environ | {"PATH": ""})
+    pip_install(tmp_path / "site", environ | {"PATH": ""})
     assert not list(tmp_path.rglob("*.so"))
     assert "not compiled" in run(PROGRAM, tmp_path / "site").stdout
 
