@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
