@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -37,10 +39,13 @@ def installed() -> Path:
             digest.update(path.read_bytes())
     folder = REPO / ".cache/kernels" / digest.hexdigest()[:16]
     if not folder.exists():
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        unfinished = folder.with_suffix(".unfinished")
+        for old in folder.parent.glob("*"):
+            if time.time() - old.stat().st_mtime > 86400:
+                shutil.rmtree(old, ignore_errors=True)
+        unfinished = folder.with_suffix(f".{os.getpid()}")
         pip_install(unfinished, os.environ | {"TORCH_CUDA_ARCH_LIST": cuda_targets()})
-        unfinished.rename(folder)
+        with contextlib.suppress(OSError):  # another session was faster
+            unfinished.rename(folder)
     return folder
 
 

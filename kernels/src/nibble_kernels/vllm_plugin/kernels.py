@@ -1,0 +1,27 @@
+"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU, vLLM's choice elsewhere."""
+
+from __future__ import annotations
+
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+from vllm.platforms import PlatformEnum, current_platform
+
+from nibble_kernels.vllm_plugin.cpu import CpuNvFp4LinearKernel
+
+
+def register_cpu_kernel() -> None:
+    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32 kernels/linear/__init__.py:574)."""
+    linear.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+
+
+def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
+    """vLLM's init_nvfp4_linear_kernel, which for weights alone insists on GPU kernels (line 1179 there)."""
+    if current_platform.is_cpu():
+        return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
+    return linear.init_nvfp4_linear_kernel(use_a16)
+
+
+def is_marlin(kernel: NvFp4LinearKernel) -> bool:
+    """Whether block scales go through Marlin's narrower format."""
+    return isinstance(kernel, MarlinNvFp4LinearKernel)

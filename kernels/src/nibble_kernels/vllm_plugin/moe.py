@@ -1,0 +1,130 @@
+"""NVFP4 experts of ModelOpt and compressed-tensors checkpoints with the scales they were quantized with."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as vllm_compressed,
+)
+from vllm.model_executor.utils import is_weights_pre_processed
+from vllm.platforms import current_platform
+
+from nibble_kernels.merge import ScaleError, lift_experts_for_marlin, merge_gate_up
+from nibble_kernels.vllm_plugin.dense import check_loaded, mark_unloaded, name_of
+from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
+
+LINEAR_IN_UP = ("silu", "gelu", "gelu_tanh")  # values of vLLM's MoEActivation; "relu2" has no up
+
+
+def methods() -> tuple[type, type]:
+    """The classes for ModelOpt and for compressed-tensors on this platform."""
+    if current_platform.is_cpu():
+        from nibble_kernels.vllm_plugin import cpu
+
+        return cpu.CpuModelOptNvFp4MoE, cpu.CpuCompressedTensorsNvFp4MoE
+    return ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod
+
+
+class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
+    """vLLM's method, which dequantizes up with gate's global scale (vllm 0.32 modelopt.py:1032)."""
+
+    def __init__(self, quant_config, moe_config) -> None:
+        if current_options().nvfp4_activations == "bf16":
+            quant_config = copy.copy(quant_config)
+            quant_config.quant_method = "W4A16_NVFP4"
+        self.is_real = weights_are_real()
+        super().__init__(quant_config=quant_config, moe_config=moe_config)
+
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        mark_unloaded(
+            layer, *(f"{w}_{scale}" for w in ("w13", "w2") for scale in ("weight_scale_2", "input_scale"))
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if self.is_real and not is_weights_pre_processed():
+            check_loaded(layer, "w13_weight_scale_2", "w2_weight_scale_2")
+            if not self.use_a16 and not self.per_token_activation:
+                check_loaded(layer, "w13_input_scale", "w2_input_scale")
+            merge_experts(self, layer, "weight_scale_2", "input_scale")
+        super().process_weights_after_loading(layer)
+
+
+class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod):
+    """vLLM's method, which does the same with divisors."""
+
+    def __init__(self, moe, layer_name: str | None = None, use_a16: bool = False) -> None:
+        use_a16 = use_a16 or current_options().nvfp4_activations == "bf16"
+        self.is_real = weights_are_real()
+        super().__init__(moe, layer_name, use_a16=use_a16)
+
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        scales = ("weight_global_scale", "input_global_scale")
+        mark_unloaded(layer, *(f"{w}_{scale}" for w in ("w13", "w2") for scale in scales))
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if self.is_real:
+            check_loaded(layer, "w13_weight_global_scale", "w2_weight_global_scale")
+            if not self.use_a16:
+                check_loaded(layer, "w13_input_global_scale", "w2_input_global_scale")
+            merge_experts(self, layer, "weight_global_scale", "input_global_scale", divisors=True)
+        super().process_weights_after_loading(layer)
+
+
+def merge_experts(
+    method, layer: torch.nn.Module, global_name: str, input_name: str, divisors: bool = False
+) -> None:
+    """Bring w13's two global scales of each expert to one, in place; see merge.merge_gate_up."""
+    w13_global, w2_global = (
+        getattr(layer, f"w13_{global_name}").data,
+        getattr(layer, f"w2_{global_name}").data,
+    )
+    w2_input = getattr(layer, f"w2_{input_name}").data
+
+    def flipped(scale: torch.Tensor) -> torch.Tensor:
+        return 1 / scale if divisors else scale
+
+    try:
+        if method.moe.is_act_and_mul:
+            here = _local_experts(layer, w2_input)
+            merged = merge_gate_up(
+                layer.w13_weight_scale.data,
+                flipped(w13_global),
+                flipped(w2_global),
+                None if method.use_a16 else flipped(w2_input[here]),
+                _is_linear_in_up(method, layer),
+            )
+            layer.w13_weight_scale.data.copy_(merged.w13_scales)
+            w13_global.copy_(flipped(merged.w13_global_scale)[:, None].expand_as(w13_global))
+            w2_global.copy_(flipped(merged.w2_global_scale))
+            if merged.w2_input_scale is not None:
+                w2_input[here] = flipped(merged.w2_input_scale)
+        if method.nvfp4_backend == NvFp4MoeBackend.MARLIN:
+            for w, scale in (("w13", w13_global), ("w2", w2_global)):
+                blocks = getattr(layer, f"{w}_weight_scale").data
+                first = scale[:, 0] if scale.ndim == 2 else scale
+                lifted, multipliers = lift_experts_for_marlin(blocks, flipped(first))
+                if lifted is not blocks:
+                    blocks.copy_(lifted)
+                    scale.copy_(flipped(multipliers).reshape(-1, *[1] * (scale.ndim - 1)).expand_as(scale))
+    except ScaleError as error:
+        raise ScaleError(f"{name_of(layer)}: {error}") from None
+
+
+def _local_experts(layer: torch.nn.Module, w2_input: torch.Tensor) -> torch.Tensor:
+    """Places of this rank's experts in `w2_input`, which has all experts for kernels that take the largest of their scales."""
+    count = layer.w13_weight_scale.shape[0]
+    if w2_input.shape[0] == count:
+        return torch.arange(count, device=w2_input.device)
+    return (layer.expert_map >= 0).nonzero().flatten()
+
+
+def _is_linear_in_up(method, layer: torch.nn.Module) -> bool:
+    limits = (getattr(layer, "swiglu_limit", None), getattr(method.moe, "swiglu_limit", None))
+    biased = getattr(method.moe, "has_bias", False)  # up's bias would need the factor too
+    return layer.activation.value in LINEAR_IN_UP and not biased and all(limit is None for limit in limits)
