@@ -117,6 +117,14 @@ def moe(seed: int, ratios: list[float]) -> tuple[torch.Tensor, ...]:
     )
 
 
+def block_multipliers(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+    """Block scales [E, N, K/16] times factors [E] of each expert, in float64."""
+    result = scales.double()
+    for factor in factors:
+        result = result * factor.double()[:, None, None]
+    return result
+
+
 def test_experts_keep_the_product_of_up_and_w2(merge: ModuleType) -> None:
     ratios = [1.0, 2.9, 0.37, 10.0]
     scales, w13, w2, w2_input = moe(9, ratios)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as vllm_scheme,
@@ -14,11 +13,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import is_weights_pre_processed
 
-from nibble_kernels.merge import ScaleError, merge_scales
 from nibble_kernels.vllm_plugin.kernels import is_marlin
+from nibble_kernels.vllm_plugin.layers import apply_column_scale, check_loaded, mark_unloaded, merge_layer
 from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
-
-COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
 
 
 def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
@@ -84,58 +81,3 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return apply_column_scale(layer, self.kernel, super().apply_weights, x, bias)
-
-
-def mark_unloaded(layer: torch.nn.Module, *names: str) -> None:
-    """Fill scales with NaN: vLLM leaves memory as it was, and a scale that no file has would be whatever lay there."""
-    for name in names:
-        if hasattr(layer, name):
-            getattr(layer, name).data.fill_(float("nan"))
-
-
-def check_loaded(layer: torch.nn.Module, *names: str) -> None:
-    """ScaleError with the layer's name for scales that the checkpoint does not have, or has as NaN."""
-    for name in names:
-        if getattr(layer, name).data.float().isnan().any():
-            action = "`nibble inspect` shows what the checkpoint has"
-            if "input" in name:
-                action = "NIBBLE_NVFP4_ACTIVATIONS=bf16 serves a model without scales for its activations"
-            raise ScaleError(
-                f"{name_of(layer)}.{name} was not loaded, or is NaN; expected a value for each of the layer's tensors; {action}"
-            )
-
-
-def name_of(layer: torch.nn.Module) -> str:
-    """The layer's name in the model, as far as vLLM tells it."""
-    return getattr(layer, "prefix", "") or getattr(layer, "layer_name", "") or type(layer).__name__
-
-
-def merge_layer(layer: torch.nn.Module, name: str, marlin: bool, divisors: bool = False) -> None:
-    """One global scale in all places of `layer.<name>`, new block scales, and a column factor where they do not suffice."""
-    stored = getattr(layer, name).data
-    multipliers = 1 / stored if divisors else stored
-    try:
-        merged = merge_scales(layer.weight_scale.data, multipliers, layer.logical_widths, marlin)
-    except ScaleError as error:
-        raise ScaleError(f"{name_of(layer)}.{name}: {error}") from None
-    # One of the stored values, so that a divisor is not inverted twice.
-    stored.fill_(stored[int((multipliers == merged.global_scale).nonzero()[0])].item())
-    layer.weight_scale.data.copy_(merged.scales)
-    if merged.column_scale is not None:
-        layer.register_parameter(COLUMN_SCALE, Parameter(merged.column_scale, requires_grad=False))
-
-
-def apply_column_scale(
-    layer: torch.nn.Module,
-    kernel: object,
-    apply: Callable[..., Tensor],
-    x: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """`apply` times the column factors, before the bias; a kernel with `fuses_column_scale` has done so itself."""
-    column_scale = getattr(layer, COLUMN_SCALE, None)
-    if column_scale is None or getattr(kernel, "fuses_column_scale", False):
-        return apply(layer, x, bias)
-    out = apply(layer, x, None)
-    scaled = out * column_scale
-    return (scaled if bias is None else scaled + bias).to(out.dtype)

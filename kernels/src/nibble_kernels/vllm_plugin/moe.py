@@ -13,8 +13,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.platforms import current_platform
 
-from nibble_kernels.merge import ScaleError, lift_experts_for_marlin, merge_gate_up
-from nibble_kernels.vllm_plugin.dense import check_loaded, mark_unloaded, name_of
+from nibble_kernels.vllm_plugin.layers import check_loaded, mark_unloaded, merge_experts
 from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
 
 LINEAR_IN_UP = ("silu", "gelu", "gelu_tanh")  # values of vLLM's MoEActivation; "relu2" has no up
@@ -50,7 +49,7 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
             check_loaded(layer, "w13_weight_scale_2", "w2_weight_scale_2")
             if not self.use_a16 and not self.per_token_activation:
                 check_loaded(layer, "w13_input_scale", "w2_input_scale")
-            merge_experts(self, layer, "weight_scale_2", "input_scale")
+            _merge(self, layer, "weight_scale_2", "input_scale")
         super().process_weights_after_loading(layer)
 
 
@@ -72,56 +71,20 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4N
             check_loaded(layer, "w13_weight_global_scale", "w2_weight_global_scale")
             if not self.use_a16:
                 check_loaded(layer, "w13_input_global_scale", "w2_input_global_scale")
-            merge_experts(self, layer, "weight_global_scale", "input_global_scale", divisors=True)
+            _merge(self, layer, "weight_global_scale", "input_global_scale", divisors=True)
         super().process_weights_after_loading(layer)
 
 
-def merge_experts(
-    method, layer: torch.nn.Module, global_name: str, input_name: str, divisors: bool = False
-) -> None:
-    """Bring w13's two global scales of each expert to one, in place; see merge.merge_gate_up."""
-    w13_global, w2_global = (
-        getattr(layer, f"w13_{global_name}").data,
-        getattr(layer, f"w2_{global_name}").data,
+def _merge(method, layer: torch.nn.Module, global_name: str, input_name: str, divisors: bool = False) -> None:
+    merge_experts(
+        layer,
+        global_name,
+        None if method.use_a16 else input_name,
+        gated=method.moe.is_act_and_mul,
+        linear_in_up=_is_linear_in_up(method, layer),
+        marlin=method.nvfp4_backend == NvFp4MoeBackend.MARLIN,
+        divisors=divisors,
     )
-    w2_input = getattr(layer, f"w2_{input_name}").data
-
-    def flipped(scale: torch.Tensor) -> torch.Tensor:
-        return 1 / scale if divisors else scale
-
-    try:
-        if method.moe.is_act_and_mul:
-            here = _local_experts(layer, w2_input)
-            merged = merge_gate_up(
-                layer.w13_weight_scale.data,
-                flipped(w13_global),
-                flipped(w2_global),
-                None if method.use_a16 else flipped(w2_input[here]),
-                _is_linear_in_up(method, layer),
-            )
-            layer.w13_weight_scale.data.copy_(merged.w13_scales)
-            w13_global.copy_(flipped(merged.w13_global_scale)[:, None].expand_as(w13_global))
-            w2_global.copy_(flipped(merged.w2_global_scale))
-            if merged.w2_input_scale is not None:
-                w2_input[here] = flipped(merged.w2_input_scale)
-        if method.nvfp4_backend == NvFp4MoeBackend.MARLIN:
-            for w, scale in (("w13", w13_global), ("w2", w2_global)):
-                blocks = getattr(layer, f"{w}_weight_scale").data
-                first = scale[:, 0] if scale.ndim == 2 else scale
-                lifted, multipliers = lift_experts_for_marlin(blocks, flipped(first))
-                if lifted is not blocks:
-                    blocks.copy_(lifted)
-                    scale.copy_(flipped(multipliers).reshape(-1, *[1] * (scale.ndim - 1)).expand_as(scale))
-    except ScaleError as error:
-        raise ScaleError(f"{name_of(layer)}: {error}") from None
-
-
-def _local_experts(layer: torch.nn.Module, w2_input: torch.Tensor) -> torch.Tensor:
-    """Places of this rank's experts in `w2_input`, which has all experts for kernels that take the largest of their scales."""
-    count = layer.w13_weight_scale.shape[0]
-    if w2_input.shape[0] == count:
-        return torch.arange(count, device=w2_input.device)
-    return (layer.expert_map >= 0).nonzero().flatten()
 
 
 def _is_linear_in_up(method, layer: torch.nn.Module) -> bool:
