@@ -26,12 +26,17 @@ DTYPE_BITS: Mapping[str, int] = {
 
 
 class TensorInfo(NamedTuple):
-    """One tensor as its header states it: safetensors dtype, shape in elements, bytes in the file."""
+    """One tensor as its header states it: safetensors dtype, shape in elements, bytes in the file.
+
+    `file` is the file's path within the checkpoint, `offset` the byte in it at which the tensor begins.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    file: str = ""
+    offset: int = 0
 
     @property
     def elements(self) -> int:
@@ -54,8 +59,11 @@ def header_length(file: str, first_bytes: bytes, file_bytes: int) -> int:
     return length
 
 
-def parse_header(file: str, header: bytes, file_bytes: int) -> dict[str, TensorInfo]:
-    """The tensors of `file` from its N header bytes. Raises MODEL, naming the file, for anything inconsistent."""
+def parse_header(file: str, header: bytes, file_bytes: int, path: str = "") -> dict[str, TensorInfo]:
+    """The tensors of `file` from its N header bytes; `path` becomes their `TensorInfo.file`.
+
+    Raises MODEL, naming `file`, for anything inconsistent.
+    """
     try:
         data = json.loads(header)
     except ValueError:  # UnicodeDecodeError is one
@@ -65,14 +73,17 @@ def parse_header(file: str, header: bytes, file_bytes: int) -> dict[str, TensorI
     data.pop("__metadata__", None)
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, TensorInfo] = {}
+    data_start = LENGTH_BYTES + len(header)
     for name, entry in data.items():
-        tensors[name], begin, end = _tensor(file, name, entry)
+        dtype, shape, begin, end = _tensor(file, name, entry)
+        tensors[name] = TensorInfo(name, dtype, shape, end - begin, path, data_start + begin)
         spans.append((begin, end, name))
-    _check_spans(file, spans, file_bytes - LENGTH_BYTES - len(header))
+    _check_spans(file, spans, file_bytes - data_start)
     return tensors
 
 
-def _tensor(file: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+def _tensor(file: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, byte after the last) of one entry."""
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -88,7 +99,7 @@ def _tensor(file: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     if needed != end - begin:
         what = f"{name} of dtype {dtype} and shape {list(shape)} has {end - begin} bytes"
         raise corrupt(file, what, f"{needed} bytes")
-    return TensorInfo(name, dtype, shape, needed), begin, end
+    return dtype, shape, begin, end
 
 
 def _check_spans(file: str, spans: list[tuple[int, int, str]], data_bytes: int) -> None:

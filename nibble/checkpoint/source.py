@@ -245,7 +245,7 @@ def _read_header(source: Source, file: str) -> Tensors:
         header += source.read(file, len(first), LENGTH_BYTES + length)
     if len(header) < length:
         raise corrupt(name, f"it ends after {LENGTH_BYTES + len(header)} bytes", f"{size} bytes")
-    return parse_header(name, header, size)
+    return parse_header(name, header, size, file)
 
 
 def _name(source: Source, file: str) -> str:

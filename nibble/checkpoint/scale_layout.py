@@ -1,0 +1,157 @@
+"""Are block scales stored in the layout their label says: row by row, or in tiles of 128x4 (formats.md 6.4)?
+
+Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no error. Two tests, on up to 1024
+rows of some tensors:
+
+- Four-over-six. A block scaled to 4 has no code of 6, and only such blocks have scales above 256 (formats.md 2.1). In the right
+  layout that holds for every block with such a scale, in the wrong one for some half of them.
+- Rows and columns. Weights differ in size by output and by input channel. In the right layout the variance of the rows' means
+  and that of the columns' means of log2(scale), both without the noise of averaging, are largest in sum; the wrong layout mixes
+  them. (The rows' variance alone, formats.md 7, is larger in the wrong layout where heads or blocks of input channels differ.)
+
+Random weights without such structure pass both undecided: nothing is refused on weak evidence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Literal
+
+from nibble.checkpoint.nvfp4 import GROUP_SIZE, TILE_COLUMNS, TILE_ROWS, Nvfp4Weight, Problem
+from nibble.checkpoint.scale_values import TensorFiles
+from nibble.errors import ExitCode
+
+MAX_ROWS = 1024
+MAX_TENSORS = 16
+TILE_BYTES = TILE_ROWS * TILE_COLUMNS
+ABOVE_256 = re.compile(rb"[\x79-\x7e]")  # E4M3
+MIN_BLOCKS, MAX_BLOCKS = 16, 256  # for the test of four-over-six
+MIN_EFFECT = 0.003  # octaves squared
+MIN_RATIO = 3.0
+
+Verdict = Literal["right", "wrong", "unclear"]
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """How many tensors were looked at, how many spoke for and against their label, and the problem if it is one."""
+
+    tensors: int
+    right: int
+    wrong: int
+    problem: Problem | None
+
+
+def check_layout(folder: Path, weights: Iterable[Nvfp4Weight]) -> LayoutCheck:
+    """Look at up to 16 tensors spread over the checkpoint. A problem needs two that are wrong and none that is right."""
+    candidates = [
+        weight
+        for weight in weights
+        if weight.scale is not None and weight.tiles_evenly and not weight.experts
+    ]
+    step = max(1, len(candidates) // MAX_TENSORS)
+    chosen = candidates[::step][:MAX_TENSORS]
+    with TensorFiles(folder) as files:
+        verdicts = [_verdict(files, weight) for weight in chosen]
+    right, wrong = verdicts.count("right"), verdicts.count("wrong")
+    problem = None
+    if wrong >= 2 and not right:
+        problem = _problem(chosen[verdicts.index("wrong")], wrong - 1)
+    return LayoutCheck(len(chosen), right, wrong, problem)
+
+
+def _problem(weight: Nvfp4Weight, others: int) -> Problem:
+    rows, tiles = "row by row", "in 128x4 tiles"
+    stored, promised = (rows, tiles) if weight.layout == "quartet2" else (tiles, rows)
+    assert weight.scale is not None
+    what = f"holds its scales {stored}, by their values"
+    return Problem("layout", ExitCode.CONFIG, weight.scale.name, weight.scale.file, what,
+                   f"scales {promised}, as its config says", weight.is_draft, others)  # fmt: skip
+
+
+def _verdict(files: TensorFiles, weight: Nvfp4Weight) -> Verdict:
+    assert weight.scale is not None
+    blocks = weight.columns // GROUP_SIZE
+    rows = min(weight.rows, MAX_ROWS)
+    stored = files.read(weight.scale, 0, rows * blocks)
+    linear_is_right = weight.layout != "quartet2"
+    as_linear, as_tiled = _four_over_six(files, weight, stored)
+    if as_linear is not None and as_tiled is not None and max(as_linear, as_tiled) == 1.0:
+        if min(as_linear, as_tiled) < 0.9:
+            return "right" if (as_linear == 1.0) == linear_is_right else "wrong"
+        return "unclear"
+    linear, tiled = effect(stored, blocks), effect(untile(stored, blocks), blocks)
+    labelled, other = (linear, tiled) if linear_is_right else (tiled, linear)
+    if other > MIN_EFFECT and other > MIN_RATIO * labelled:
+        return "wrong"
+    return "right" if labelled > MIN_EFFECT and labelled > MIN_RATIO * other else "unclear"
+
+
+def untile(stored: bytes, blocks: int) -> bytes:
+    """Tiled scales of whole tiles, [rows, blocks], row by row."""
+    linear = bytearray(len(stored))
+    tiles_across = blocks // TILE_COLUMNS
+    for tile in range(len(stored) // TILE_BYTES):
+        data = stored[tile * TILE_BYTES : (tile + 1) * TILE_BYTES]
+        first = (tile // tiles_across) * TILE_ROWS * blocks + (tile % tiles_across) * TILE_COLUMNS
+        for part in range(16):  # 32 rows apart by quarter, one column
+            start = first + (part // 4) * 32 * blocks + part % 4
+            linear[start : start + 31 * blocks + 1 : blocks] = data[part::16]
+    return bytes(linear)
+
+
+def effect(scales: bytes, blocks: int) -> float:
+    """Variance of row means plus that of column means of log2(scale), in octaves squared, less what noise alone gives.
+
+    An E4M3 byte is log2 of its value times 8 and a constant, within 0.09 octaves.
+    """
+    rows = len(scales) // blocks
+    by_row = pvariance(_means([scales[row * blocks : (row + 1) * blocks] for row in range(rows)]))
+    by_column = pvariance(_means([scales[column::blocks] for column in range(blocks)]))
+    noise = _variance(scales) * (1 / rows + 1 / blocks)
+    return (by_row + by_column - noise) / 64
+
+
+def _means(parts: Sequence[bytes]) -> list[float]:
+    return [sum(part) / len(part) for part in parts]
+
+
+def _variance(scales: bytes) -> float:
+    counted = Counter(scales[:: max(1, len(scales) >> 16)])
+    mean = fmean(counted.keys(), counted.values())
+    return fmean([(byte - mean) ** 2 for byte in counted], counted.values())
+
+
+def _four_over_six(
+    files: TensorFiles, weight: Nvfp4Weight, stored: bytes
+) -> tuple[float, float] | tuple[None, None]:
+    """Of the blocks with a scale above 256, how many have 4 as their largest code: read row by row, and read in tiles."""
+    large = [match.start() for match in ABOVE_256.finditer(stored)]
+    if len(large) < MIN_BLOCKS:
+        return None, None
+    large = large[:: -(-len(large) // MAX_BLOCKS)]
+    blocks = weight.columns // GROUP_SIZE
+    places = ([divmod(index, blocks) for index in large], [_tiled_place(index, blocks) for index in large])
+    linear, tiled = (
+        sum(_is_four(files, weight, *place) for place in listed) / len(large) for listed in places
+    )
+    return linear, tiled
+
+
+def _tiled_place(index: int, blocks: int) -> tuple[int, int]:
+    """(row, block) of a byte of tiled scales."""
+    tile, inside = divmod(index, TILE_BYTES)
+    down, across = divmod(tile, blocks // TILE_COLUMNS)
+    low, rest = divmod(inside, 16)
+    return down * TILE_ROWS + rest // 4 * 32 + low, across * TILE_COLUMNS + rest % 4
+
+
+def _is_four(files: TensorFiles, weight: Nvfp4Weight, row: int, block: int) -> bool:
+    start = row * weight.columns // 2 + block * GROUP_SIZE // 2
+    codes = files.read(weight.weight, start, start + GROUP_SIZE // 2)
+    return max(max(byte & 7, byte >> 4 & 7) for byte in codes) == 6  # the index of 4 in E2M1

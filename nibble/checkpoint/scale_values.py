@@ -1,0 +1,156 @@
+"""Values of scale tensors, read without the weights: damaged ones, and the fp32 scales by name."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
+from nibble.checkpoint.source import FolderSource, Source
+from nibble.disk import not_readable
+from nibble.errors import ExitCode, NibbleError
+
+NAN = 0x7F
+FINITE = bytes(range(NAN))  # E4M3 bytes that are finite and not negative; 0x00 is a block of zeros
+CHUNK_BYTES = 16 << 20
+MAX_GAP_BYTES = 64 << 10  # scalars nearer than this to each other are read at once
+MAX_HUB_REQUESTS = 64
+
+
+@dataclass(frozen=True)
+class ScaleCheck:
+    """What reading every scale showed, and how many tensors and bytes that were."""
+
+    problems: tuple[Problem, ...]
+    tensors: int
+    nbytes: int
+
+
+class TensorFiles:
+    """Safetensors files of a folder, each opened once; a context manager. Reading raises MODEL."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, tensor: TensorInfo, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of `tensor`."""
+        path = self.folder / tensor.file
+        try:
+            if tensor.file not in self._open:
+                self._open[tensor.file] = os.open(path, os.O_RDONLY)
+            data = os.pread(self._open[tensor.file], stop - start, tensor.offset + start)
+        except PermissionError:
+            raise not_readable(path) from None
+        except OSError as error:
+            what = f"{path} cannot be read ({error.strerror})"
+            raise NibbleError(ExitCode.MODEL, what, "", "check the disk, or download it again") from None
+        if len(data) < stop - start:
+            what = f"{path} ends within {tensor.name}"
+            raise NibbleError(ExitCode.MODEL, what, "the whole tensor", "download the file again")
+        return data
+
+    def chunks(self, tensor: TensorInfo) -> Iterator[bytes]:
+        """The bytes of `tensor`, some MiB at a time."""
+        for start in range(0, tensor.nbytes, CHUNK_BYTES):
+            yield self.read(tensor, start, min(start + CHUNK_BYTES, tensor.nbytes))
+
+
+def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
+    """Read every scale of `weights` in `folder`: block scales finite and not negative, fp32 ones finite and above 0."""
+    scales: list[tuple[TensorInfo, bool]] = []
+    for weight in weights:
+        found = (weight.scale, weight.global_scale, weight.input_scale)
+        scales += [(tensor, weight.is_draft) for tensor in found if tensor is not None]
+    scales.sort(key=lambda entry: (entry[0].file, entry[0].offset))
+    problems = []
+    with TensorFiles(folder) as files:
+        for tensor, is_draft in scales:
+            if damage := _damage(tensor, files.chunks(tensor)):
+                kind, what, expected = damage
+                problems.append(
+                    Problem(kind, ExitCode.MODEL, tensor.name, tensor.file, what, expected, is_draft)
+                )
+    return ScaleCheck(gather(problems), len(scales), sum(tensor.nbytes for tensor, _ in scales))
+
+
+def _damage(tensor: TensorInfo, chunks: Iterator[bytes]) -> tuple[str, str, str] | None:
+    """(kind, what, expected) of the first value that no exporter means."""
+    start = 0
+    for data in chunks:
+        if tensor.dtype == "F8_E4M3" and (found := first_damaged(data)):
+            index, byte = found
+            value = "NaN" if byte & NAN == NAN else "negative"
+            what = f"has a {value} scale, byte 0x{byte:02x} at element {start + index}"
+            return "block scale", what, "finite scales, none of them negative"
+        if tensor.dtype == "F32":
+            bad = [value for value in floats(data) if not (math.isfinite(value) and value > 0)]
+            if bad:
+                return "fp32 scale", f"is {bad[0]}", "a finite number above 0"
+        start += len(data)
+    return None
+
+
+def first_damaged(data: bytes) -> tuple[int, int] | None:
+    """(index, byte) of the first E4M3 scale that is NaN or negative."""
+    if data.isascii() and b"\x7f" not in data:  # 8 GB/s where `translate` does 2
+        return None
+    byte = data.translate(None, FINITE)[0]
+    return data.index(byte), byte
+
+
+def floats(data: bytes) -> tuple[float, ...]:
+    """Little-endian F32."""
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def read_floats(source: Source, tensors: Iterable[TensorInfo]) -> Mapping[str, tuple[float, ...]] | None:
+    """The values of F32 `tensors` by name; None where the Hub would have to be asked too often for them."""
+    runs = list(_runs(tensors))
+    if not isinstance(source, FolderSource) and len(runs) > MAX_HUB_REQUESTS:
+        return None
+    found: dict[str, tuple[float, ...]] = {}
+    for run in runs:
+        first, last = run[0], run[-1]
+        data = source.read(first.file, first.offset, last.offset + last.nbytes)
+        for tensor in run:
+            start = tensor.offset - first.offset
+            found[tensor.name] = floats(data[start : start + tensor.nbytes])
+    return found
+
+
+def _runs(tensors: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    """F32 tensors that lie near each other, to be read at once: writers put small ones side by side."""
+    by_file: defaultdict[str, list[TensorInfo]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.dtype == "F32":
+            by_file[tensor.file].append(tensor)
+    for listed in by_file.values():
+        listed.sort(key=lambda tensor: tensor.offset)
+        run = [listed[0]]
+        for tensor in listed[1:]:
+            if tensor.offset - run[-1].offset - run[-1].nbytes > MAX_GAP_BYTES:
+                yield run
+                run = []
+            run.append(tensor)
+        yield run
+
+
+def e4m3_value(byte: int) -> float:
+    """The value of an E4M3 byte below 0x7F."""
+    exponent, mantissa = byte >> 3, byte & 7
+    return (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
