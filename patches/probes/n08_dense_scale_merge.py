@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, not_applicable
+from nibble.patching.probe import Finding, Fix, Row, not_applicable
 from nibble.patching.tree import Tree
 
 ROW = Row(
@@ -12,7 +12,9 @@ ROW = Row(
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
     verdict="KNvfp4Static.process takes weight_scale_2.max() and leaves the block scales: a shard is multiplied by max/own "
     "scale. It warns of reduced accuracy; the error is a gain of several times.",
-    instead="not mended yet: issue 4 folds the ratio into the block scales",
+    instead="nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is an E4M3 value, and "
+    "multiplies the shard's outputs by it elsewhere.",
+    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_layer"),
     references=("vllm 0.32 model_executor/layers/quantization/modelopt.py:2062", "vllm-project/vllm#41769"),
 )
 
@@ -24,3 +26,10 @@ def probe(tree: Tree) -> Finding:
     if not tree.has("vllm/model_executor/layers/quantization/modelopt.py"):
         return not_applicable("there is no ModelOpt reader in this tree")
     return dense_nvfp4.merge_finding(tree, dense_nvfp4.modelopt_layer)
+
+
+def remedy(tree: Tree) -> Finding:
+    """The same layer, its scales merged by the plugin before the tree's code sees them."""
+    from probes.support import dense_nvfp4
+
+    return dense_nvfp4.merge_finding(tree, dense_nvfp4.modelopt_layer, merged=True)

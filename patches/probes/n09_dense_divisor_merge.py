@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, not_applicable
+from nibble.patching.probe import Finding, Fix, Row, not_applicable
 from nibble.patching.tree import Tree
 
 ROW = Row(
@@ -12,7 +12,9 @@ ROW = Row(
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
     verdict="The scheme takes weight_global_scale.max(), and these are divisors: every shard but the one of the smallest "
     "values shrinks.",
-    instead="not mended yet: issue 4 folds the ratio into the block scales",
+    instead="nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is an E4M3 value, and "
+    "multiplies the shard's outputs by it elsewhere.",
+    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_layer"),
     references=(
         "vllm 0.32 model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:111",
         "vllm-project/vllm#47515",
@@ -27,3 +29,10 @@ def probe(tree: Tree) -> Finding:
     if not tree.has("vllm/model_executor/layers/quantization/compressed_tensors"):
         return not_applicable("there is no compressed-tensors reader in this tree")
     return dense_nvfp4.merge_finding(tree, dense_nvfp4.compressed_tensors_layer)
+
+
+def remedy(tree: Tree) -> Finding:
+    """The same layer, its scales merged by the plugin before the tree's code sees them."""
+    from probes.support import dense_nvfp4
+
+    return dense_nvfp4.merge_finding(tree, dense_nvfp4.compressed_tensors_layer, merged=True)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
 from nibble.patching.tree import Tree
+from probes.support import plugin
 from probes.support.nvfp4 import SOUND_ERROR, Packed, dequantize, normal_weights, quantize, shard_errors
 from probes.support.syntax import Sources
 
@@ -28,7 +29,9 @@ ROW = Row(
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
     verdict="Both methods take column 0 of the two scales and only warn. Reported from real checkpoints: 69 % of pairs differ, "
     "by up to ten times (#54974).",
-    instead="not mended yet: issue 4 folds the ratio into the block scales",
+    instead="nibble-kernels' vLLM plugin folds the ratio into the block scales where each product is an E4M3 value; elsewhere it "
+    "keeps gate's scale and multiplies the expert's w2 scale by up/gate, or refuses an activation that is not linear in up.",
+    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_experts"),
     references=(
         "vllm 0.32 model_executor/layers/quantization/modelopt.py:1032",
         "vllm-project/vllm#54974",
@@ -40,12 +43,21 @@ GATE_UP = ((64, 0.02), (64, 0.05))  # rows and standard deviation; the other exp
 
 def probe(tree: Tree) -> Finding:
     """Two experts, one with the larger gate and one with the larger up, through each method the tree has."""
+    return _finding(tree, merged=False)
+
+
+def remedy(tree: Tree) -> Finding:
+    """The same experts, merged by the plugin before the tree's code sees them."""
+    return _finding(tree, merged=True)
+
+
+def _finding(tree: Tree, merged: bool) -> Finding:
     experts = [[quantize(weight) for weight in normal_weights(*sizes)] for sizes in (GATE_UP, GATE_UP[::-1])]
     errors: dict[str, float] = {}
     for name, method, divisors in (("ModelOpt", MODELOPT, False), ("compressed-tensors", COMPRESSED, True)):
         sources = _sources(tree)
         if sources.has(method):
-            errors[name] = max(_errors(sources, method, experts, divisors))
+            errors[name] = max(_errors(sources, method, experts, divisors, merged))
     if not errors:
         return not_applicable("this tree has no NVFP4 MoE method that is known here")
     detail = "largest relative error of a half of w13: " + ", ".join(
@@ -69,10 +81,15 @@ def _sources(tree: Tree) -> Sources:
 
 
 def _errors(
-    sources: Sources, method: str, experts: Sequence[Sequence[Packed]], divisors: bool
+    sources: Sources, method: str, experts: Sequence[Sequence[Packed]], divisors: bool, merged: bool
 ) -> list[float]:
-    """The error of each half of each expert's w13."""
+    """The error of each half of each expert's w13; up's together with the factor of what follows it, w2."""
     layer = _layer(experts, divisors)
+    if merged:
+        plugin.plugin_layers().merge_experts(
+            layer, "weight_global_scale" if divisors else "weight_scale_2", "input_global_scale" if divisors else "input_scale",
+            gated=True, linear_in_up=True, marlin=False, divisors=divisors,
+        )  # fmt: skip
     backends = sources.load(f"{ORACLE}.NvFp4MoeBackend")
     owner = SimpleNamespace(
         moe=SimpleNamespace(is_act_and_mul=True), use_a16=False, per_token_activation=False, experts_cls=object,
@@ -83,7 +100,9 @@ def _errors(
     errors = []
     for expert, shards in enumerate(experts):
         codes, scales = layer.w13_weight[expert].data, layer.w13_weight_scale[expert].data
-        errors += shard_errors(dequantize(codes, scales, layer.w13_weight_scale_2[expert].item()), shards)
+        weight = dequantize(codes, scales, layer.w13_weight_scale_2[expert].item())
+        weight[shards[0].codes.shape[0] :] *= layer.w2_weight_scale_2[expert].item()  # 1 in the checkpoint
+        errors += shard_errors(weight, shards)
     return errors
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 from nibble.patching.probe import Finding, defect, sound
 from nibble.patching.tree import Tree
+from probes.support import plugin
 from probes.support.nvfp4 import SOUND_ERROR, Packed, dequantize, normal_weights, quantize, shard_errors
 from probes.support.syntax import Sources
 
@@ -26,7 +27,7 @@ EMULATION = f"{LINEAR}.nvfp4.emulation.EmulationNvFp4LinearKernel"
 # With 6 as divisor of the activations the rows of an identity are quantized exactly: amax 1, block scale 1, code 6, value 6/6.
 INPUT_DIVISOR = 6.0
 QKV = ((256, 0.02), (64, 0.08), (64, 0.01))  # rows and standard deviation of the shards
-MakeLayer = Callable[[Sources, Sequence[Packed]], "tuple[Any, torch.nn.Module]"]
+MakeLayer = Callable[[Sources, Sequence[Packed], bool], "tuple[Any, torch.nn.Module]"]
 
 
 def emulated(tree: Tree) -> Sources:
@@ -53,40 +54,46 @@ def emulated(tree: Tree) -> Sources:
 
 
 def modelopt_layer(
-    sources: Sources, shards: Sequence[Packed], algorithm: str = "NVFP4"
+    sources: Sources, shards: Sequence[Packed], merged: bool, algorithm: str = "NVFP4"
 ) -> tuple[Any, torch.nn.Module]:
-    """Method and layer of a ModelOpt checkpoint, W4A4 unless the algorithm says otherwise."""
+    """Method and layer of a ModelOpt checkpoint, W4A4 unless the algorithm says otherwise; `merged` by nibble's plugin or not."""
     scales = {"weight_scale_2": [s.scale_2 for s in shards], "input_scale": [1 / INPUT_DIVISOR] * len(shards)}
     if not sources.has(f"{MODELOPT}.resolve"):
         config = SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16)
         method = sources.load(f"{MODELOPT}.ModelOptNvFp4LinearMethod")(config)
-        return method, _processed(method, shards, "weight", scales)
+        return method, _processed(method, shards, "weight", scales, "weight_scale_2" if merged else "")
     spec, context, format_scheme = sources.load(f"{MODELOPT}.resolve")(
         algorithm, SimpleNamespace(group_size=16), "qkv_proj"
     )
     method = sources.load(f"{MODELOPT}.ModelOptLinearMethod")(spec, context, format_scheme)
-    return method, _processed(method, shards, "weight", scales)
+    return method, _processed(method, shards, "weight", scales, "weight_scale_2" if merged else "")
 
 
-def modelopt_w4a16_layer(sources: Sources, shards: Sequence[Packed]) -> tuple[Any, torch.nn.Module]:
+def modelopt_w4a16_layer(
+    sources: Sources, shards: Sequence[Packed], merged: bool
+) -> tuple[Any, torch.nn.Module]:
     """Method and layer of a weight-only ModelOpt checkpoint; W4A4 where the release has no such format."""
-    return modelopt_layer(sources, shards, "W4A16_NVFP4")
+    return modelopt_layer(sources, shards, merged, "W4A16_NVFP4")
 
 
-def compressed_tensors_layer(sources: Sources, shards: Sequence[Packed]) -> tuple[Any, torch.nn.Module]:
+def compressed_tensors_layer(
+    sources: Sources, shards: Sequence[Packed], merged: bool
+) -> tuple[Any, torch.nn.Module]:
     """Method and layer of a compressed-tensors W4A4 checkpoint, which stores the scales as divisors."""
     method = sources.load(COMPRESSED)()
     scales = {
         "weight_global_scale": [1 / s.scale_2 for s in shards],
         "input_global_scale": [INPUT_DIVISOR] * len(shards),
     }
-    return method, _processed(method, shards, "weight_packed", scales)
+    return method, _processed(
+        method, shards, "weight_packed", scales, "weight_global_scale" if merged else ""
+    )
 
 
 def _processed(
-    method: Any, shards: Sequence[Packed], weight: str, scales: dict[str, list[float]]
+    method: Any, shards: Sequence[Packed], weight: str, scales: dict[str, list[float]], merge: str
 ) -> torch.nn.Module:
-    """A layer made by create_weights, filled as the loader fills it, and processed."""
+    """A layer made by create_weights, filled as the loader fills it, its scales `merge` merged by the plugin, and processed."""
     import torch
 
     rows, columns = [s.codes.shape[0] for s in shards], shards[0].codes.shape[1] * 2
@@ -102,6 +109,11 @@ def _processed(
     loaded |= {name: torch.tensor(values) for name, values in scales.items()}
     for name, value in loaded.items():
         layer.get_parameter(name).data.copy_(value)
+    if merge:
+        layer.logical_widths = rows
+        plugin.plugin_layers().merge_layer(
+            layer, merge, marlin=False, divisors=merge == "weight_global_scale"
+        )
     with mock.patch.object(
         torch.Tensor, "cuda", lambda tensor: tensor
     ):  # swizzle_blockscale asks for it anywhere: N28
@@ -114,7 +126,11 @@ def multiplied_weight(method: Any, layer: Any) -> torch.Tensor:
     import torch
 
     apply = getattr(method, "apply_weights", None) or method.apply
-    return apply(layer, torch.eye(layer.input_size_per_partition)).T
+    return (
+        plugin.plugin_layers()
+        .apply_column_scale(layer, None, apply, torch.eye(layer.input_size_per_partition), None)
+        .T
+    )
 
 
 def _unswizzled(scale: torch.Tensor) -> torch.Tensor:
@@ -125,25 +141,28 @@ def _unswizzled(scale: torch.Tensor) -> torch.Tensor:
 
 def _stored_weight(layer: Any) -> torch.Tensor:
     """The weight as the processed tensors say it."""
+    column = layer.weight_column_scale[:, None] if hasattr(layer, "weight_column_scale") else 1
     if hasattr(layer, "weight_packed"):  # compressed-tensors in 0.15.1 keeps its names, and divisors
-        return dequantize(layer.weight_packed.data, layer.weight_scale.data, 1 / layer.weight_global_scale)
+        return column * dequantize(
+            layer.weight_packed.data, layer.weight_scale.data, 1 / layer.weight_global_scale
+        )
     scale = layer.weight_global_scale if hasattr(layer, "weight_global_scale") else layer.weight_scale_2
-    return dequantize(layer.weight.data, layer.weight_scale.data, scale)
+    return column * dequantize(layer.weight.data, layer.weight_scale.data, scale)
 
 
-def merge_finding(tree: Tree, make_layer: MakeLayer, emulate: bool = True) -> Finding:
-    """Fuse q, k and v of different sizes and compare each shard with its own values.
+def merge_finding(tree: Tree, make_layer: MakeLayer, emulate: bool = True, merged: bool = False) -> Finding:
+    """Fuse q, k and v of different sizes, `merged` by nibble's plugin or not, and compare each shard with its own values.
 
     Read through the tree's emulation, or where that is broken (row 3), missing or not asked for, from the processed tensors.
     """
     sources = emulated(tree)
     shards = [quantize(weight) for weight in normal_weights(*QKV)]
     if emulate and sources.has(EMULATION):
-        weight = multiplied_weight(*make_layer(sources, shards))
+        weight = multiplied_weight(*make_layer(sources, shards, merged))
     else:
         # 0.15.1 swizzles block scales for its kernels, which cannot run here: the rows stay as they are.
         sources.given[f"{QUANTIZATION}.utils.quant_utils.swizzle_blockscale"] = _unswizzled
-        weight = _stored_weight(make_layer(sources, shards)[1])
+        weight = _stored_weight(make_layer(sources, shards, merged)[1])
     errors = shard_errors(weight, shards)
     detail = "relative error of q, k, v: " + ", ".join(f"{error:.3g}" for error in errors)
     return sound(detail) if max(errors) < SOUND_ERROR else defect(detail)

@@ -1,0 +1,18 @@
+"""nibble's vLLM plugin for probes: this checkout's sources where there are any, else the installed package."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from nibble.paths import root
+
+
+def plugin_layers() -> ModuleType:
+    """nibble_kernels.vllm_plugin.layers: what the plugin does to a layer's tensors. It imports torch and nothing of vLLM."""
+    sources = root() / "kernels/src"
+    if sources.is_dir() and str(sources) not in sys.path:
+        sys.path.insert(0, str(sources))
+    from nibble_kernels.vllm_plugin import layers
+
+    return layers
