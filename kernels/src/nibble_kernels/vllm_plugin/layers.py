@@ -97,6 +97,8 @@ def _merge_gate_up(
     layer: torch.nn.Module, global_name: str, input_name: str | None, linear_in_up: bool, divisors: bool
 ) -> None:
     w13, w2 = (getattr(layer, f"{weight}_{global_name}").data for weight in ("w13", "w2"))
+    if (w13[:, 0] == w13[:, 1]).all():
+        return  # nothing to do, and divisors are not inverted twice
     w2_input = getattr(layer, f"w2_{input_name}").data if input_name else None
     here = _local_experts(layer, w2_input) if w2_input is not None else None
 
@@ -110,8 +112,6 @@ def _merge_gate_up(
         flipped(w2_input[here]) if w2_input is not None else None,
         linear_in_up,
     )
-    if (w13[:, 0] == w13[:, 1]).all():
-        return  # nothing to do, and divisors are not inverted twice
     layer.w13_weight_scale.data.copy_(merged.w13_scales)
     w13.copy_(flipped(merged.w13_global_scale)[:, None].expand_as(w13))
     w2.copy_(flipped(merged.w2_global_scale))
