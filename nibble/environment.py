@@ -19,6 +19,8 @@ from nibble.settings import closest, options
 OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_VLLM_CPU_WHEEL": "installer: URL or path of the official CPU wheel, with #sha256=…",
     "NIBBLE_TORCH_INDEX": "installer: index that has the CPU build of torch",
+    "NIBBLE_KERNELS_WHEEL": "installer: path of a nibble-kernels wheel to take instead of compiling",
+    "NIBBLE_KERNELS_COMPILE": "installer: 0 leaves nibble-kernels at plain torch code",
     "NIBBLE_RUNTIME": "installer: auto, cpu or cuda",
     "NIBBLE_BUILD_NETWORK": "build.sh: network of the image build, such as host",
     "NIBBLE_BUILD_WHEELS": "build.sh: folder of wheels that no index has",

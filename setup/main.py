@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from setup import decide, pins, shim, venv
+from setup import decide, kernels, pins, shim, venv
 from setup.decide import Choice, SetupError
 from setup.pip_runner import Pip
 
@@ -61,6 +61,9 @@ class Installation:
         self.wheel = decide.parse_official_wheel(os.environ.get("NIBBLE_VLLM_CPU_WHEEL"))
         self.torch_index = os.environ.get("NIBBLE_TORCH_INDEX")
         self.torch_sources = decide.torch_sources(self.torch_index)
+        self.machine = kernels.look(self.runtime.value)
+        # What is to be done again by the next run although this one went on without it.
+        self.unsettled: set[str] = set()
         self.pip = Pip(venv.python_of(self.venv), self.venv / "nibble-setup.log")
 
     def run(self) -> None:
@@ -83,7 +86,7 @@ class Installation:
                 print(f"[{number}/{total}] {title}", flush=True)
                 work()
                 print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
-            done |= {"kind": wanted["kind"], part: wanted[part]}
+            done |= {"kind": wanted["kind"]} | ({} if part in self.unsettled else {part: wanted[part]})
             venv.write_stamp(self.venv, done)
         print(f"{self.venv} is ready ({time.monotonic() - start:.0f} s)", flush=True)
 
@@ -96,6 +99,8 @@ class Installation:
             parts["runtime"] = self._runtime_phases(fresh)
         if parts or stamp.get("patches") != wanted["patches"]:
             parts["patches"] = [("nibble's changes to vLLM", self._apply_patches)]
+        if "runtime" in parts or stamp.get("kernels") != wanted["kernels"]:
+            parts["kernels"] = [("nibble's kernels", self._install_kernels)]
         if self.dev and (fresh or stamp.get("dev") != wanted["dev"]):
             parts["dev"] = [
                 ("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools"))
@@ -116,6 +121,7 @@ class Installation:
             "kind": f"{self.runtime.value}{origin} for Python {platform.python_version()}",
             "runtime": decide.stamp_key([*code, LOCKS / f"{self.runtime.value}.lock"], facts),
             "patches": decide.stamp_key((path for path in PATCHES.glob("*") if path.is_file()), {}),
+            "kernels": self.machine.key(kernels.sources(), kernels.wheels()),
             "dev": decide.stamp_key([LOCKS / "dev.lock"], facts),
         }
 
@@ -254,6 +260,12 @@ class Installation:
         except NibbleError as error:
             raise SetupError(error.code, error.what, error.expected, error.action) from None
         print(f"      patches: {applied} applied", flush=True)
+
+    def _install_kernels(self) -> None:
+        said, settled = kernels.KernelsInstallation(self.venv, self.pip, self.machine).run()
+        print(f"      {said}", flush=True)
+        if not settled:
+            self.unsettled.add("kernels")
 
 
 def answers(url: str, seconds: float) -> bool:

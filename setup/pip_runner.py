@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from setup.decide import SetupError
 
@@ -63,8 +64,10 @@ class Pip:
             )
         return tail
 
-    def attempt(self, args: Iterable[str]) -> tuple[int, list[str]]:
-        """Run pip; return its exit status and its last lines without the noise."""
+    def attempt(
+        self, args: Iterable[str], environ: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[int, list[str]]:
+        """Run pip with `environ` on top; return its exit status and its last lines without the noise."""
         command = [str(self.python), "-m", "pip", *args]
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         with (
@@ -75,7 +78,7 @@ class Pip:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 text=True,
-                env=clean_environment(dict(os.environ)),
+                env=clean_environment({**os.environ, **environ}),
             ) as process,
         ):
             assert process.stdout is not None

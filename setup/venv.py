@@ -19,7 +19,7 @@ def python_of(venv: Path) -> Path:
 
 
 def read_stamp(venv: Path) -> dict[str, str]:
-    """What the last finished run recorded: keys "kind", "runtime", "patches" and "dev"; empty when there is none to trust."""
+    """What the last run finished ("kind", "runtime", "patches", "kernels", "dev"); empty when there is none to trust."""
     try:
         stamp = json.loads((venv / STAMP).read_text())
     except (OSError, ValueError):

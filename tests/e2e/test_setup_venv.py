@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,91 @@ def test_a_vllm_that_pip_installs_again_over_the_patches_is_patched_again(tmp_pa
     assert "not applied" in states()
     installation._apply_patches()
     assert states() <= {"applied", "not applicable"}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A virtual environment with the packages of ours, in a copy of the checkout; finished but for nibble-kernels."""
+    for name in ("setup", "nibble", "kernels", "patches/vllm", "requirements", "pyproject.toml"):
+        source, to = root() / name, tmp_path / name
+        to.parent.mkdir(exist_ok=True)
+        shutil.copytree(source, to) if source.is_dir() else shutil.copy(source, to)
+    folder = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python3.*/site-packages")
+    (site / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    code = (
+        "from setup import main, venv; made = main.Installation(main.parse(['--runtime', 'cpu'])); "
+        "venv.write_stamp(made.venv, {**made._wanted(), 'kernels': ''})"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    return folder
+
+
+def set_up(folder: Path, **environ: str) -> str:
+    """`make setup`'s command; what it said, less the times."""
+    given = {"HOME": os.environ.get("HOME", "/"), "PIP_NO_INDEX": "1", **environ}
+    command = [sys.executable, str(folder.parent / "setup/install.py"), "--runtime", "cpu"]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return "\n".join(line.strip() for line in done.stdout.splitlines() if "kernels" in line)
+
+
+QUANTIZE = """
+import torch, nibble_kernels
+from nibble_kernels.nvfp4_quant import nvfp4_quant
+codes, _ = nvfp4_quant(torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([448.0]))
+assert codes.unique().tolist() == [0x77]
+print(nibble_kernels.__file__, nibble_kernels.implementations()["cpu"])
+"""
+
+
+def computes(folder: Path) -> str:
+    """Quantizes to NVFP4 in the environment, with no program on PATH; how the operators are implemented there."""
+    done = subprocess.run(
+        [str(folder / "bin/python"), "-P", "-c", QUANTIZE],
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    package, _, how = done.stdout.strip().partition(" ")
+    assert package.startswith(str(folder))
+    return how
+
+
+PLAIN = "[1/1] nibble's kernels\nkernels: plain torch ({}): NVFP4 on the CPU will be slow; {} and run make setup again"
+
+
+def test_without_a_compiler_setup_says_so_in_one_line_and_nvfp4_computes_in_plain_torch(
+    environment: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    nothing = str(tmp_path / "empty")
+    assert set_up(environment, PATH=nothing) == PLAIN.format("no C++ compiler found", "install g++")
+    assert computes(environment) == "not compiled when it was installed"
+    assert set_up(environment, PATH=nothing) == ""
+
+
+def test_a_compiler_installed_later_is_picked_up_and_the_third_run_does_nothing(
+    environment: Path, tmp_path: Path
+) -> None:
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    set_up(environment, PATH="")
+    assert set_up(environment, PATH=os.environ["PATH"]) == "[1/1] nibble's kernels\nkernels: compiled here"
+    assert computes(environment) == "compiled"
+    assert set_up(environment, PATH=os.environ["PATH"]) == ""
+
+
+def test_a_compiler_that_fails_costs_one_line_with_the_log(environment: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    log = environment / "nibble-setup.log"
+    why = f"compiling C++ failed, see {log}"
+    mend = "mend that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,"
+    given = {"PATH": os.environ["PATH"], "CXX": str(broken)}
+    assert set_up(environment, **given) == PLAIN.format(why, mend)
+    assert str(broken) in log.read_text()
+    assert computes(environment) == "not compiled when it was installed"

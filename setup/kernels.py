@@ -1,0 +1,201 @@
+"""nibble-kernels in the environment: a wheel that build.sh made, else compiled here, else plain torch; what works first stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from setup import venv
+from setup.decide import SetupError, stamp_key
+from setup.pip_runner import Pip, clean_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "kernels"
+WHEELS = ROOT / "dist"
+SUFFIXES = {".py", ".toml", ".h", ".cuh", ".cpp", ".cu"}
+NOT_COPIED = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+# Names every NVIDIA GPU of a machine without starting a process.
+GPUS = Path("/proc/driver/nvidia/gpus")
+INSTALL = ("install", "--no-deps", "--no-build-isolation", "--no-index", "--force-reinstall")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides how nibble-kernels can be compiled here. Paths are empty where there is none."""
+
+    runtime: str
+    compiler: str
+    nvcc: str
+    gpus: str
+    chosen_wheel: str
+
+    def key(self, sources: list[Path], wheels: list[Path]) -> str:
+        """For the stamp: changes with the sources, the wheels, the compilers and the GPUs."""
+        facts = {name: str(value) for name, value in vars(self).items()}
+        for wheel in wheels:
+            facts[str(wheel)] = str(wheel.stat().st_mtime_ns)
+        return stamp_key(sources, facts)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to install the package: what pip installs, in which environment, and the devices it must be compiled for."""
+
+    what: str
+    source: Path
+    environ: Mapping[str, str]
+    devices: tuple[str, ...]
+
+
+def look(runtime: str, environ: Mapping[str, str] = os.environ) -> Machine:
+    """Compilers by their real paths, so that another version is another machine; starts nothing."""
+    path = environ.get("PATH")
+    compiler = nvcc = ""
+    if environ.get("NIBBLE_KERNELS_COMPILE") != "0":
+        compiler = shutil.which(environ.get("CXX") or "c++", path=path) or ""
+    if runtime == "cuda" and compiler:
+        # In the order of torch 2.13 utils/cpp_extension.py:_find_cuda_home.
+        home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+        nvcc = (home and f"{home}/bin/nvcc") or shutil.which("nvcc", path=path) or "/usr/local/cuda/bin/nvcc"
+    models = sorted(file.read_text() for file in GPUS.glob("*/information")) if runtime == "cuda" else []
+    return Machine(
+        runtime=runtime,
+        compiler=os.path.realpath(compiler) if compiler else "",
+        nvcc=os.path.realpath(nvcc) if Path(nvcc).is_file() else "",
+        gpus="".join(models),
+        chosen_wheel=environ.get("NIBBLE_KERNELS_WHEEL", ""),
+    )
+
+
+def sources() -> list[Path]:
+    """Every file that the package is built from."""
+    files = [*KERNELS.glob("*.*"), *(KERNELS / "src").rglob("*")]
+    return [path for path in files if path.suffix in SUFFIXES]
+
+
+def wheels() -> list[Path]:
+    """What build.sh left for this processor, whatever its target; oldest first."""
+    found = WHEELS.glob(f"*/nibble_kernels-*_{platform.machine()}.whl")
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+class KernelsInstallation:
+    """One installation into `folder`, a virtual environment that has torch and setuptools."""
+
+    def __init__(self, folder: Path, pip: Pip, machine: Machine) -> None:
+        self.folder = folder
+        self.pip = pip
+        self.machine = machine
+        self.targets = _targets() if machine.runtime == "cuda" else {"cpu": ""}
+
+    def run(self) -> tuple[str, bool]:
+        """Install the first form that works. Returns the sentence for the user, and whether every form tried worked."""
+        failed: list[str] = []
+        for form in self._forms():
+            path = f"{self.folder / 'bin'}:{os.environ.get('PATH', '')}"  # the environment's ninja first
+            environ = {**form.environ, "PATH": path}
+            if self.pip.attempt([*INSTALL, str(form.source)], environ)[0]:
+                failed.append(f"{form.what} failed, see {self.pip.log}")
+                continue
+            found = self._implementations()
+            wrong = [found[device] for device in form.devices if found.get(device) != "compiled"]
+            if not wrong:
+                return self._sentence(found, form, "; ".join(failed)), not failed
+            failed.append(f"{form.what}: {wrong[0]}")
+        what = f"nibble-kernels cannot be installed ({failed[-1]})"
+        raise SetupError(6, what, "pip and setuptools in the environment", f"remove {self.folder}, run again")
+
+    def _forms(self) -> Iterator[Form]:
+        """In the order of preference; the last one needs no compiler."""
+        cuda = self.machine.runtime == "cuda"
+        if wheel := self._wheel():
+            yield Form(f"the wheel {wheel}", wheel, {}, ("cpu", "cuda") if cuda else ("cpu",))
+        here = self._copy()
+        arch_list = ";".join(sorted({arch for arch in self.targets.values() if arch}))
+        if self.machine.compiler and self.machine.nvcc and arch_list:
+            yield Form("compiling CUDA", here, {"TORCH_CUDA_ARCH_LIST": arch_list}, ("cpu", "cuda"))
+        if self.machine.compiler:
+            yield Form("compiling C++", here, {"TORCH_CUDA_ARCH_LIST": ""}, ("cpu",))
+        yield Form("installing plain torch code", here, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
+
+    def _wheel(self) -> Path | None:
+        """NIBBLE_KERNELS_WHEEL, else the newest of this machine's target that is no older than the sources."""
+        if self.machine.chosen_wheel:
+            path = Path(self.machine.chosen_wheel).expanduser().resolve()
+            if path.suffix == ".whl" and path.is_file():
+                return path
+            raise SetupError(
+                2, f"NIBBLE_KERNELS_WHEEL: {path} is no wheel", "a .whl file", "correct the path"
+            )
+        newest_source = max(path.stat().st_mtime for path in sources())
+        for wheel in reversed(wheels()):
+            if list(self.targets) == [wheel.parent.name] and wheel.stat().st_mtime >= newest_source:
+                return wheel
+        return None
+
+    def _copy(self) -> Path:
+        """The sources where setuptools may write beside them; what was compiled before stays, and ninja uses it again."""
+        copy = self.folder / "nibble-setup" / "kernels"
+        for stale in [copy / "src", *copy.glob("build/lib*")]:
+            shutil.rmtree(stale, ignore_errors=True)
+        shutil.copytree(KERNELS, copy, ignore=NOT_COPIED, dirs_exist_ok=True)
+        return copy
+
+    def _implementations(self) -> dict[str, str]:
+        """What nibble_kernels.implementations() says in the environment: device -> "compiled" or the reason why not."""
+        code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
+        done = subprocess.run(
+            [str(venv.python_of(self.folder)), "-P", "-c", code],
+            env=clean_environment(dict(os.environ)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return {"cpu": (done.stderr.strip().splitlines() or ["it does not load"])[-1]}
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def _sentence(self, found: Mapping[str, str], form: Form, failed: str) -> str:
+        """`failed` is why the better forms did not work, empty where nothing was tried."""
+        slow = "NVFP4 on the CPU" if self.machine.runtime == "cpu" else "what nibble computes itself"
+        if not form.devices:
+            why, mend = "no C++ compiler found", "install g++"
+            if failed:
+                why, mend = (
+                    failed,
+                    "mend that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,",
+                )
+            elif os.environ.get("NIBBLE_KERNELS_COMPILE") == "0":
+                why, mend = "NIBBLE_KERNELS_COMPILE=0", "unset that"
+            return f"kernels: plain torch ({why}): {slow} will be slow; {mend} and run make setup again"
+        origin = f"from {form.source}" if form.source.suffix == ".whl" else "compiled here"
+        if self.machine.runtime == "cpu":
+            return f"kernels: {origin}" + (f" ({failed})" if failed else "")
+        if found.get("cuda") == "compiled":
+            return f"kernels: {origin} for the CPU and {', '.join(self.targets) or 'the GPU'}"
+        why = failed or ("no target of this GPU" if self.machine.nvcc else "no nvcc found")
+        return f"kernels: {origin} for the CPU, plain torch on the GPU ({why}): {slow} will be slow there"
+
+
+def _targets() -> dict[str, str]:
+    """Target of targets/ -> its TORCH_CUDA_ARCH_LIST, for every NVIDIA GPU here that has one."""
+    from nibble.targets import target_for_capability  # standard library only, as what applies the patches
+
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    except OSError:
+        return {}
+    targets: dict[str, str] = {}
+    for line in said.split():
+        major, _, minor = line.partition(".")
+        found = target_for_capability((int(major), int(minor))) if minor.isdigit() else None
+        if found is not None:
+            targets[found.name] = found.torch_cuda_arch_list
+    return targets
