@@ -1,7 +1,7 @@
 // nibble::nvfp4_quant and the operators that fuse something before it, on the CPU: reference.py with vector
 // instructions.
-#include "nibble/cpu.h"
 #include "nibble/exact.h"
+#include "nibble/nvfp4_weight.h"
 
 namespace nibble::cpu {
 namespace {
@@ -16,6 +16,17 @@ NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, float global
     encode_block(x, value == 0.0f ? 0.0f : 1.0f / (value * global_scale), codes);
     pack_block(codes, packed);
     scales[block] = static_cast<uint8_t>(scale);
+  }
+}
+
+NIBBLE_CPU_LEVELS void dequantize_row(const uint8_t* packed, const uint8_t* scales, int64_t blocks,
+                                      float* x) {
+  for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
+    const float scale = e4m3_decode(scales[block]);
+    for (uint32_t i = 0; i < kBlock / 2; ++i) {
+      x[2 * i] = e2m1_decode(packed[i] & 15) * scale;
+      x[2 * i + 1] = e2m1_decode(packed[i] >> 4) * scale;
+    }
   }
 }
 
@@ -141,6 +152,14 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, 
 }
 
 }  // namespace
+
+void round_to_nvfp4(float* x, int64_t columns, float global_scale_inv) {
+  thread_local std::vector<uint8_t> packed, scales;
+  packed.resize(columns / 2);
+  scales.resize(columns / kBlock);
+  quantize_row(x, columns / kBlock, global_scale_inv, packed.data(), scales.data());
+  dequantize_row(packed.data(), scales.data(), columns / kBlock, x);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
   library.impl("nvfp4_quant", TORCH_BOX(&nvfp4_quant));

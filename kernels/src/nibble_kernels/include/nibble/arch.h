@@ -14,8 +14,10 @@
 // arithmetic is the same in each: nothing is contracted (setup.py), and std::fma rounds once with or without
 // the instruction.
 #if defined(__x86_64__) && !defined(__clang__) && !defined(__CUDACC__) && __GNUC__ >= 12
+#define NIBBLE_HAS_X86_LEVELS 1
 #define NIBBLE_CPU_LEVELS [[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
 #else
+#define NIBBLE_HAS_X86_LEVELS 0
 #define NIBBLE_CPU_LEVELS
 #endif
 

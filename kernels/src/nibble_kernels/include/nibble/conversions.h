@@ -54,7 +54,7 @@ NIBBLE_FUNCTION uint32_t e4m3_encode(float x) {
          (std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xf);  // multiples of 2^-9
 }
 
-NIBBLE_FUNCTION float e4m3_decode(uint32_t code) {
+NIBBLE_FUNCTION constexpr float e4m3_decode(uint32_t code) {
   const uint32_t sign = (code & 0x80) << 24, magnitude = code & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000);
   if (magnitude < 8)
