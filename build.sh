@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Builds an image of nibble: ./build.sh TARGET [--from source|wheel] [--remote HOST] [--push]
+# or nibble-kernels' wheel alone, into dist/TARGET, where `make setup` finds it: ./build.sh TARGET --kernels [--remote HOST]
 # TARGET is one of gb10, sm120, b200, hopper, cpu; the image is $IMAGE:TARGET (IMAGE defaults to nibble).
 # Also read: BASE_IMAGE, RUNTIME_IMAGE, MAX_JOBS, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host; NIBBLE_BUILD_WHEELS, a
 # folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE, which reach the build as secrets, not as layers.
@@ -11,20 +12,53 @@ die() {
   exit 2
 }
 
-target='' from='' remote='' push=''
+# The CPU's wheel is compiled here, with the environment of `make setup`, and tried in an environment of its own.
+cpu_wheel() {
+  [[ -x .venv/bin/python ]] || die "no .venv" "the environment that has torch and setuptools" "make setup"
+  command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler" "g++ 12 or newer, or CXX" "install g++"
+  local scratch wheel found
+  scratch=$(mktemp -d)
+  # shellcheck disable=SC2064
+  trap "rm -rf '${scratch}'" EXIT
+  cp -r kernels "${scratch}/kernels" # setuptools writes beside its sources
+  TORCH_CUDA_ARCH_LIST='' PATH="${PWD}/.venv/bin:${PATH}" .venv/bin/pip wheel --quiet --no-deps --no-build-isolation \
+    --no-index --wheel-dir "${scratch}/dist" "${scratch}/kernels"
+  wheel=$(basename "${scratch}"/dist/*.whl)
+  .venv/bin/python -m venv --without-pip "${scratch}/venv"
+  # torch from here, nibble-kernels from the wheel: what lies in the environment itself is found first.
+  printf '%s\n' .venv/lib/python3*/site-packages | sed "s|^|${PWD}/|" >"$(echo "${scratch}"/venv/lib/python3*/site-packages)/outer.pth"
+  .venv/bin/pip --python "${scratch}/venv/bin/python" install --quiet --no-deps --no-index --force-reinstall \
+    "${scratch}/dist/${wheel}"
+  found=$("${scratch}/venv/bin/python" -P -c \
+    'import nibble_kernels as kernels; print(kernels.__file__, kernels.implementations()["cpu"])')
+  [[ ${found} == "${scratch}/venv/"*" compiled" ]] ||
+    die "the wheel does not compute: ${found}" "compiled" "another compiler with CXX"
+  mkdir -p dist/cpu
+  mv "${scratch}/dist/${wheel}" dist/cpu/
+  echo "dist/cpu/${wheel}"
+}
+
+target='' from='' remote='' push='' kernels=''
 while (($#)); do
   case $1 in
     --from) from=${2:-} && shift ;;
     --remote) remote=${2:-} && shift ;;
     --push) push=yes ;;
+    --kernels) kernels=yes ;;
     gb10 | sm120 | b200 | hopper | cpu) target=$1 ;;
-    -h | --help) sed -n '2,6s/^# //p' "$0" && exit 0 ;;
+    -h | --help) sed -n '2,7s/^# //p' "$0" && exit 0 ;;
     *) die "unknown argument '$1'" "a target (gb10 sm120 b200 hopper cpu) and its options" "./build.sh --help" ;;
   esac
   shift
 done
 [[ -n ${target} ]] || die "no target" "gb10, sm120, b200, hopper or cpu" "./build.sh cpu"
-case ${from:=$([[ ${target} == cpu ]] && echo wheel || echo source)} in
+[[ -z ${kernels} || -z ${push} ]] || die "--kernels with --push" "one of them" "./build.sh ${target} --kernels"
+if [[ -n ${kernels} && ${target} == cpu && -z ${remote} ]]; then
+  cpu_wheel
+  exit
+fi
+# The kernels' wheel needs torch, not a vLLM compiled for hours.
+case ${from:=$([[ ${target} == cpu || -n ${kernels} ]] && echo wheel || echo source)} in
   source | wheel) ;;
   *) die "--from ${from}" "source or wheel" "./build.sh ${target} --from wheel" ;;
 esac
@@ -82,16 +116,24 @@ if [[ -n ${buildx} ]]; then
   [[ -z ${NIBBLE_BUILD_NETWORK:-} ]] ||
     options+=(--set "${target}.network=${NIBBLE_BUILD_NETWORK}" --allow "network.${NIBBLE_BUILD_NETWORK}")
   # Several platforms and attestations only fit in a registry; the local engine gets its own platform.
-  if [[ -n ${push} ]]; then options+=(--push); else options+=(--load --set "${target}.platform=linux/${engine_arch}" --set "*.attest="); fi
+  if [[ -n ${push} ]]; then options+=(--push); else options+=(--set "${target}.platform=linux/${engine_arch}" --set "*.attest="); fi
+  if [[ -n ${kernels} ]]; then
+    options+=(--set "${target}.target=kernels-wheel" --set "${target}.output=type=local,dest=dist/${target}")
+  elif [[ -z ${push} ]]; then
+    options+=(--load)
+  fi
 fi
 if [[ ${target} == gb10 && ${engine_arch} != arm64 && (-z ${buildx} || -z ${push}) ]]; then
   die "gb10 is linux/arm64 and this engine is ${engine_arch}" "an arm64 engine" "./build.sh gb10 --remote HOST"
 fi
-echo "building ${image} (vLLM from ${from}) with ${engine[*]}" >&2
+what=${image}
+[[ -z ${kernels} ]] || what="dist/${target}/nibble_kernels-*.whl"
+echo "building ${what} (vLLM from ${from}) with ${engine[*]}" >&2
 if [[ -n ${buildx} ]]; then
   exec "${engine[@]}" buildx bake "${options[@]}"
 fi
-options=(--file "docker/Dockerfile.${target}" --tag "${image}" --progress plain)
+options=(--file "docker/Dockerfile.${target}" --progress plain)
+if [[ -n ${kernels} ]]; then options+=(--target kernels-wheel --output "dist/${target}"); else options+=(--tag "${image}"); fi
 for argument in "${arguments[@]}"; do options+=(--build-arg "${argument}"); done
 for secret in "${secrets[@]}"; do options+=(--secret "${secret}"); done
 [[ -z ${NIBBLE_BUILD_NETWORK:-} ]] || options+=(--network "${NIBBLE_BUILD_NETWORK}")
