@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from nibble.gemma4 import check_gemma4
 from nibble.hardware import Hardware
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, choose_alias
+from nibble.nvfp4_options import check_nvfp4_options, with_served_activations
 from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
-from nibble.quantized_layers import exclusion_override
+from nibble.quantized_layers import quantization_override
 from nibble.recipes import ResolvedRecipe
 from nibble.risks import Risks, rule_environment, weigh_risks
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
@@ -154,6 +155,8 @@ def make_plan(parts: Ingredients) -> Plan:
     args |= _tensor_parallel(parts, args)
     values = {name: choice.value for name, choice in args.items()}
     check_model(parts.checkpoint, parts.target, values)
+    check_nvfp4_options(parts.checkpoint, values)
+    parts = replace(parts, checkpoint=with_served_activations(parts.checkpoint, values))
     check_gemma4(settings, parts.target, parts.checkpoint, values, parts.can_compile)
     tensor, pipeline = (
         int(values.get("--tensor-parallel-size", 1)),
@@ -163,7 +166,7 @@ def make_plan(parts: Ingredients) -> Plan:
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
-    args |= exclusion_override(parts.checkpoint, args)
+    args |= quantization_override(parts.checkpoint, args)
     args |= _cpu_kv_cache(parts, args)
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(

@@ -16,9 +16,12 @@ from nibble.gemma4 import FLAGS as GEMMA4_FLAGS
 from nibble.gemma4 import REASON as GEMMA4_REASON
 from nibble.hardware import Hardware
 from nibble.moe_configs import TunedConfigs
+from nibble.nvfp4_options import FLAG as NVFP4_FLAG
+from nibble.nvfp4_options import OPTIONS as NVFP4_OPTIONS
+from nibble.nvfp4_options import REASON as NVFP4_REASON
 from nibble.recipes import ResolvedRecipe
 from nibble.rules import TURBOQUANT_COST
-from nibble.settings import Loaded, options
+from nibble.settings import Loaded, default_of, options
 from nibble.targets import Target
 from nibble.vllm_args import merge
 
@@ -144,7 +147,7 @@ def _settings_layer(parts: Ingredients, *layers: str) -> Choices:
 
 
 def _switches(parts: Ingredients, *layers: str) -> Choices:
-    """--debug, --tq and --gemma4-attention, which stand for several flags or a value."""
+    """Options that stand for several flags or for a key of one."""
     found: Choices = {}
     settings, origins = parts.loaded.settings, parts.loaded.origins
     if settings.debug and origins["debug"].layer in layers:
@@ -156,4 +159,8 @@ def _switches(parts: Ingredients, *layers: str) -> Choices:
     if origins["gemma4_attention"].layer in layers:
         for flag, value in GEMMA4_FLAGS[settings.gemma4_attention].items():
             found[flag] = Choice(value, str(origins["gemma4_attention"]), GEMMA4_REASON)
+    ours = {name: getattr(settings, name) for name in NVFP4_OPTIONS if origins[name].layer in layers}
+    if ours := {name: value for name, value in ours.items() if value != default_of(name)}:
+        source = " and ".join(str(origins[name]) for name in ours)
+        found[NVFP4_FLAG] = Choice({"nibble": ours}, source, NVFP4_REASON)
     return found

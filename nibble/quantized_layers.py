@@ -1,19 +1,22 @@
-"""`--hf-overrides` where a checkpoint's tensors and its list of unquantized layers disagree; MTP refused where no flag can help.
+"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's; MTP refused where no flag can help.
 
-vLLM 0.32 sets a dictionary in `--hf-overrides` in the place of the whole one in config.json (config/model.py:544), so the flag
-carries the checkpoint's quantization config with another list. It reaches the draft of multi-token prediction too, which is
-built with the target's config, but for those models whose draft reads config.json again (config/speculative.py:1084).
+That is one in a form vLLM reads (checkpoint/vllm_config.py), with a list of layers that agrees with the tensors
+(checkpoint/exclusions.py). vLLM 0.32 sets a dictionary in `--hf-overrides` in the place of the whole one in config.json
+(config/model.py:544). It reaches the draft of multi-token prediction too, which is built with the target's config, but for those
+models whose draft reads config.json again (config/speculative.py:1084).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
-from nibble.checkpoint.exclusions import Correction, correct
+from nibble.checkpoint.exclusions import MAX_OVERRIDE_BYTES, Correction, correct, is_empty_map
 from nibble.errors import ExitCode, NibbleError
 from nibble.precedence import Choice, Choices
+from nibble.rules import drafts_from_itself
 from nibble.vllm_args import merge
 
 FLAG = "--hf-overrides"
@@ -30,26 +33,56 @@ DRAFT_READS_THE_FILE = (
 UNQUANTIZED_DRAFT_LAYER = "mtp.fc"
 
 
-def exclusion_override(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
+def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
     """The flag joined with the user's own, or nothing. Raises CONFIG for MTP that vLLM 0.32 could only load wrongly."""
     given = args.get(FLAG)
-    if checkpoint is None or checkpoint.modules is None or (given and not _may_be_joined(given.value)):
+    if checkpoint is None or checkpoint.vllm_config is None or (given and not _may_be_joined(given.value)):
         return {}
-    with_draft = _drafts_from_itself(args)
+    speculative = args.get("--speculative-config")
+    with_draft = drafts_from_itself(speculative.value if speculative else None)
+    found = _correction(checkpoint, with_draft)
+    if checkpoint.modules is not None and found is None and is_empty_map(checkpoint.modules.config):
+        what = f"{checkpoint.id} is MIXED_PRECISION and names no quantized layer, nor do its tensors say how they are stored"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "quantized_layers in its config", "choose another export of this model"
+        )
+    reasons = [*checkpoint.vllm_config.reasons, *([_list_reason(found)] if found else ())]
+    if not reasons:
+        return {}
+    if with_draft and checkpoint.model_type in DRAFT_READS_THE_FILE:
+        _check_draft(checkpoint, found)
+    config = found.config if found else checkpoint.vllm_config.config
+    if len(json.dumps(config)) > MAX_OVERRIDE_BYTES:
+        what = (
+            f"{checkpoint.id} needs another quantization config ({reasons[0]}), too long for a command line"
+        )
+        expected = f"at most {MAX_OVERRIDE_BYTES} bytes"
+        raise NibbleError(ExitCode.CONFIG, what, expected, "put a shorter one into its config.json")
+    return {FLAG: _joined(config, "; ".join(reasons), given)}
+
+
+def _correction(checkpoint: Checkpoint, with_draft: bool) -> Correction | None:
+    modules = checkpoint.modules
+    if modules is None:
+        return None
     forced = _forced(checkpoint)
-    if with_draft and forced & checkpoint.modules.quantized:
+    if with_draft and forced & modules.quantized:
         what = f"{UNQUANTIZED_DRAFT_LAYER} of {checkpoint.id} is quantized, and vLLM 0.32 takes it as unquantized"
         raise _no_draft(what, "another checkpoint for multi-token prediction")
-    found = correct(checkpoint.modules, with_draft, forced)
-    if found is None:
-        return {}
-    wrong_draft = sorted(set(found.wrong) & checkpoint.modules.draft)
-    if with_draft and wrong_draft and checkpoint.model_type in DRAFT_READS_THE_FILE:
-        what = (
-            f"config.json of {checkpoint.id} is wrong about the quantization of {wrong_draft[0]} in its draft"
-        )
+    return correct(modules, with_draft, forced)
+
+
+def _check_draft(checkpoint: Checkpoint, found: Correction | None) -> None:
+    """Raise CONFIG where a draft that reads config.json again would read what the flag puts right."""
+    assert checkpoint.vllm_config is not None
+    draft = checkpoint.modules.draft if checkpoint.modules else frozenset()
+    wrong = sorted(set(found.wrong) & draft) if found else []
+    if wrong:
+        what = f"config.json of {checkpoint.id} is wrong about the quantization of {wrong[0]} in its draft"
         raise _no_draft(what, "a quantization config that agrees with the tensors")
-    return {FLAG: _joined(found, given)}
+    if checkpoint.vllm_config.reasons:
+        what = f"the draft of {checkpoint.id} reads a config that vLLM 0.32 cannot: {checkpoint.vllm_config.reasons[0]}"
+        raise _no_draft(what, "a quantization_config in config.json")
 
 
 def _may_be_joined(value: Any) -> bool:
@@ -60,13 +93,6 @@ def _may_be_joined(value: Any) -> bool:
     return "quantization_config" not in value and not (
         isinstance(text, Mapping) and "quantization_config" in text
     )
-
-
-def _drafts_from_itself(args: Mapping[str, Choice]) -> bool:
-    """Whether the draft is the checkpoint's own MTP layers."""
-    speculative = args.get("--speculative-config")
-    config = speculative.value if speculative and isinstance(speculative.value, Mapping) else {}
-    return "mtp" in str(config.get("method")) and "model" not in config
 
 
 def _forced(checkpoint: Checkpoint) -> frozenset[str]:
@@ -80,11 +106,14 @@ def _no_draft(what: str, expected: str) -> NibbleError:
     return NibbleError(ExitCode.CONFIG, what, expected, "serve it without --speculative-config")
 
 
-def _joined(found: Correction, given: Choice | None) -> Choice:
+def _list_reason(found: Correction) -> str:
     first, others = found.wrong[0], len(found.wrong) - 1
     shown = f"{first} and {others} more" if others else first
-    reason = f"by its tensors, the checkpoint's list of unquantized layers is wrong about {shown}"
-    ours = {"quantization_config": dict(found.config)}
+    return f"by its tensors, the checkpoint's list of layers is wrong about {shown}"
+
+
+def _joined(config: Mapping[str, Any], reason: str, given: Choice | None) -> Choice:
+    ours = {"quantization_config": dict(config)}
     if given is None:
         return Choice(ours, "nibble's default", reason)
     return Choice(merge(ours, given.value), f"nibble's default + {given.source}", reason)

@@ -56,7 +56,7 @@ def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str
     """What checkpoint and target rule out together."""
     if checkpoint is not None:
         _check_architecture(checkpoint)
-        _check_scheme(checkpoint, target)
+        _check_scheme(checkpoint, args)
         _check_context(checkpoint, args.get("--max-model-len"))
     _check_turboquant(checkpoint, target, str(args.get("--kv-cache-dtype", "")))
     _check_remote_code(checkpoint, args)
@@ -70,20 +70,21 @@ def _check_architecture(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_scheme(checkpoint: Checkpoint, target: Target) -> None:
+def _check_scheme(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
     scheme = checkpoint.scheme
     if scheme.unsupported_reason:
         raise NibbleError(ExitCode.CONFIG, f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}", "",
                           "choose another quantization of this model")  # fmt: skip
-    if target.device == "cpu" and scheme.is_nvfp4:
-        # vllm 0.32 model_executor/kernels/linear/__init__.py:574 has no CPU entry for NVFP4.
-        what = f"{checkpoint.id} is {scheme.name}, and vLLM 0.32 has no NVFP4 kernel for the CPU"
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what,
-            "a BF16 checkpoint on the CPU",
-            "serve it on a GPU or choose the BF16 model",
-        )
+    with_draft = drafts_from_itself(args.get("--speculative-config"))
+    for problem in checkpoint.problems:
+        if with_draft or not problem.is_draft:
+            raise problem.error(checkpoint.where)
+
+
+def drafts_from_itself(speculative_config: Any) -> bool:
+    """Whether --speculative-config makes the checkpoint's own MTP layers the draft."""
+    config = speculative_config if isinstance(speculative_config, Mapping) else {}
+    return "mtp" in str(config.get("method")) and "model" not in config
 
 
 def _check_context(checkpoint: Checkpoint, asked: Any) -> None:

@@ -20,6 +20,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.launch import serve as launch
 from nibble.localize import Fetch, localize
 from nibble.moe_configs import make_folder
+from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
@@ -38,6 +39,8 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
         say(notice)
     for warning in run_checks(plan, accepted):
         say(f"warning: {warning}")
+    for line in check_nvfp4(plan, plan.vllm_environ(accepted)):
+        say(line)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     key = resolve_api_key(

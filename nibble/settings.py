@@ -120,6 +120,12 @@ class Settings(BaseSettings):
         "Attention of Gemma 4 on gb10 and sm120: `triton` (vLLM's own), `per-layer` (FlashAttention 2 for sliding layers) or"
         " `flashinfer`; unmeasured.", "NIBBLE_GEMMA4_ATTENTION", flag="--gemma4-attention",
         expected="triton, per-layer or flashinfer")
+    nvfp4_activations: Literal["checkpoint", "bf16"] = _option("checkpoint", "Engine",
+        "Activations of NVFP4 layers: as the checkpoint was made for, or `bf16`: a W4A4 checkpoint served weight-only.",
+        "NIBBLE_NVFP4_ACTIVATIONS", flag="--nvfp4-activations", expected="checkpoint or bf16")
+    quantize_lm_head: Literal["off", "nvfp4"] = _option("off", "Engine",
+        "`nvfp4` quantizes an unquantized output head when it is loaded.", "NIBBLE_QUANTIZE_LM_HEAD",
+        flag="--quantize-lm-head", expected="off or nvfp4")
     debug: bool = _option(False, "Engine", "Eager mode, no CUDA graphs, verbose logs.", "NIBBLE_DEBUG", flag="--debug",
         expected="1 or 0")
     cute_wo_split: int = _option(1, "Engine", "K-split of the CuTe output projection; only 1 exists until that kernel does.",
@@ -207,6 +213,11 @@ def option_of(field: FieldInfo) -> Option:
 def options() -> dict[str, Option]:
     """Field name -> declaration, in the order of the docs table."""
     return {name: option_of(field) for name, field in Settings.model_fields.items()}
+
+
+def default_of(name: str) -> Any:
+    """The default of an option by field name."""
+    return Settings.model_fields[name].default
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from nibble.checkpoint.exclusions import Modules, read_modules
+from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
 from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
 from nibble.checkpoint.layers import head_dim as _head_dim
-from nibble.checkpoint.scheme import Scheme, detect_scheme
+from nibble.checkpoint.mixed_layers import labels
+from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, find_weights, header_problems
+from nibble.checkpoint.scheme import Scheme, detect_scheme, is_w4a4, weight_only
 from nibble.checkpoint.source import Source, download_bytes, open_source, read_json, read_tensors
+from nibble.checkpoint.vllm_config import VllmConfig, config_for_vllm, declared_config
 from nibble.checkpoint.weights import Weights, expert_counts, measure
 from nibble.errors import ExitCode, NibbleError
 
@@ -35,8 +39,9 @@ class Checkpoint:
 
     `path` is None while the files are on the Hub only; `is_local` means a folder was given instead of an id.
     `weights` is None until headers can be read, `layers` where the architecture is not known; `modules` is there for a
-    quantization config that excludes by a list, once headers can be read. `files` maps each
-    path to its bytes, `download_bytes` are those of the files a server needs.
+    quantization config that lists layers, once headers can be read. `nvfp4` are the NVFP4 weights and `problems` what their
+    headers show to be wrong. `vllm_config` is the quantization config vLLM needs. `files` maps each path to its bytes,
+    `download_bytes` are those of the files a server needs.
     """
 
     id: str
@@ -66,6 +71,15 @@ class Checkpoint:
     files: Mapping[str, int] = field(repr=False)
     config: Mapping[str, Any] = field(repr=False)
     text_config: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
+    nvfp4: tuple[Nvfp4Weight, ...] = field(default=(), repr=False)
+    problems: tuple[Problem, ...] = ()
+    vllm_config: VllmConfig | None = None
+
+    @property
+    def where(self) -> str:
+        """The folder or id its files are in, as errors name it."""
+        return str(self.path or self.id)
 
     @property
     def is_local(self) -> bool:
@@ -85,7 +99,11 @@ def read_checkpoint(
     Raises NibbleError MODEL (4) for what is unknown, gated, unreadable, corrupt or not to be had; its `unreachable`
     is set where only the network or a download is missing.
     """
-    source = open_source(model, revision, os.environ if environ is None else environ, path)
+    return read_source(open_source(model, revision, os.environ if environ is None else environ, path))
+
+
+def read_source(source: Source) -> Checkpoint:
+    """Read the checkpoint at `source`, as `read_checkpoint` does."""
     config = _read_config(source)
     tensors = read_tensors(source)
     return _assemble(source, config, read_json(source, "hf_quant_config.json"), tensors)
@@ -137,7 +155,10 @@ def _read_config(source: Source) -> dict[str, Any]:
 
 
 def _assemble(
-    source: Source, config: dict[str, Any], hf_quant: dict[str, Any] | None, tensors: Mapping[str, Any] | None
+    source: Source,
+    config: dict[str, Any],
+    hf_quant: dict[str, Any] | None,
+    tensors: Mapping[str, TensorInfo] | None,
 ) -> Checkpoint:
     text = text_config(config)
     experts, chosen = expert_counts(text)
@@ -149,6 +170,10 @@ def _assemble(
             raise NibbleError(ExitCode.MODEL, what, "the weights of a model", "download the model again")
         weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
     found = layers(config)
+    scheme, nvfp4, problems = _nvfp4(
+        detect_scheme(config, hf_quant, tensors), config, hf_quant, tensors, count
+    )
+    needed = config_for_vllm(config, hf_quant, scheme)
     return Checkpoint(
         id=source.id,
         path=source.path,
@@ -156,10 +181,10 @@ def _assemble(
         source_kind=source.kind,
         architecture=next(iter(config.get("architectures") or []), None),
         model_type=config.get("model_type") or text.get("model_type"),
-        scheme=detect_scheme(config, hf_quant, tensors),
+        scheme=scheme,
         weights=weights,
         layers=found,
-        modules=read_modules(config, hf_quant, tensors, count),
+        modules=read_modules(config, hf_quant, tensors, count, needed.config if needed else None),
         max_model_len=_max_model_len(text),
         num_attention_heads=_whole(text, "num_attention_heads", "n_heads", "n_head", "heads"),
         num_key_value_heads=_whole(
@@ -187,7 +212,52 @@ def _assemble(
         files=source.files,
         config=config,
         text_config=text,
+        tensors=tensors or {},
+        nvfp4=nvfp4,
+        problems=problems,
+        vllm_config=needed,
     )
+
+
+ONLY_NVFP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4A16", "quartet2-packed")
+
+
+def _nvfp4(
+    scheme: Scheme,
+    config: Mapping[str, Any],
+    hf_quant: Mapping[str, Any] | None,
+    tensors: Mapping[str, TensorInfo] | None,
+    num_layers: int | None,
+) -> tuple[Scheme, tuple[Nvfp4Weight, ...], tuple[Problem, ...]]:
+    """The scheme as the tensors have it, the NVFP4 weights, and what is wrong with them by their headers."""
+    if tensors is None or not (scheme.is_nvfp4 or scheme.vllm_quantization == "modelopt_mixed"):
+        return scheme, (), ()
+    weights = find_weights(
+        tensors,
+        is_quartet2=scheme.vllm_quantization == "quartet2",
+        only_nvfp4=scheme.name in ONLY_NVFP4,
+        num_layers=num_layers,
+    )
+    label = _label(scheme, config, hf_quant)
+    w4a4 = [weight for weight in weights if label(weight.module) == "NVFP4"]
+    served = [weight for weight in w4a4 if not weight.is_draft] or w4a4
+    if served and all(weight.input_scale is None for weight in served):
+        scheme, w4a4 = weight_only(scheme), []
+    scheme = replace(scheme, is_nvfp4=scheme.is_nvfp4 or bool(weights))  # a map may name none of them
+    return scheme, weights, header_problems(weights, {weight.module for weight in w4a4})
+
+
+def _label(
+    scheme: Scheme, config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None
+) -> Callable[[str], str]:
+    """What the config says of a module: "NVFP4" for W4A4, where it says it."""
+    if scheme.vllm_quantization != "modelopt_mixed":
+        label = "NVFP4" if is_w4a4(scheme) else ""
+        return lambda _: label
+    declared = declared_config(config, hf_quant) or {}
+    places = (declared, declared.get("quantization"), (hf_quant or {}).get("quantization"))
+    found = (place.get("quantized_layers") for place in places if isinstance(place, Mapping))
+    return labels(next((layers for layers in found if isinstance(layers, Mapping)), {}))
 
 
 def _whole(config: Mapping[str, Any], *keys: str) -> int | None:

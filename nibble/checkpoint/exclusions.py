@@ -3,7 +3,7 @@
 vLLM 0.32 builds a layer quantized unless the config excludes it by name, and exporters write that list from patterns: ModelOpt's
 `mtp.layers.0*` leaves `mtp.fc` out, whose weight is BF16 (ModelOpt unified_export_hf.py _add_mtp_exclusions; vllm#38832),
 GLM's MTP layer is left out whole (Model-Optimizer#750). Where list and tensors disagree the list is written anew here, and
-`--hf-overrides` puts it in the place of the checkpoint's. MIXED_PRECISION names what is quantized, so that nothing is left out.
+`--hf-overrides` puts it in the place of the checkpoint's. MIXED_PRECISION names what is quantized instead (mixed_layers.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.mixed_layers import algorithm_of, corrected_map
+from nibble.checkpoint.vllm_config import algorithm, declared_config, one_expert_a_layer
 from nibble.checkpoint.weights import kind_of
 
+MIXED = "MIXED_PRECISION"
 PLAIN = ("BF16", "F16", "F32")
 MAX_OVERRIDE_BYTES = 120_000  # Linux takes 128 KiB in one word of a command
 _EXPERTS = re.compile(
@@ -36,17 +39,19 @@ class Modules:
     """Linear modules by their tensors, the routed experts of a layer as one module `….experts`.
 
     `config` is the quantization config as vLLM 0.32 finds it. `draft` names those of both that only a draft (MTP) uses.
+    `algorithms` is how each quantized module is stored, for MIXED_PRECISION.
     """
 
     config: Mapping[str, Any] = field(repr=False)
     quantized: frozenset[str] = field(repr=False)
     plain: frozenset[str] = field(repr=False)
     draft: frozenset[str] = field(repr=False)
+    algorithms: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A quantization config with another list of exclusions, and the modules the old list was wrong about."""
+    """A quantization config with another list of layers, and the modules the old list was wrong about."""
 
     config: Mapping[str, Any] = field(repr=False)
     wrong: tuple[str, ...]
@@ -57,11 +62,17 @@ def read_modules(
     hf_quant_config: Mapping[str, Any] | None,
     tensors: Mapping[str, TensorInfo] | None,
     num_layers: int | None,
+    declared: Mapping[str, Any] | None = None,
 ) -> Modules | None:
-    """The modules of a checkpoint whose config excludes by a list; None for other formats or without headers."""
-    declared = _declared(config, hf_quant_config)
-    if tensors is None or declared is None or not (_is_modelopt(declared) or _is_compressed(declared)):
+    """The modules of a checkpoint whose config lists layers; None for other formats or without headers.
+
+    `declared`: the quantization config that vLLM will be given, where that is not the checkpoint's own.
+    """
+    declared = declared or declared_config(config, hf_quant_config)
+    if tensors is None or declared is None or not (algorithm(declared) or _is_compressed(declared)):
         return None
+    is_mixed = algorithm(declared) == MIXED
+    algorithms: dict[str, str] = {}
     quantized: set[str] = set()
     plain: set[str] = set()
     draft: set[str] = set()
@@ -74,8 +85,16 @@ def read_modules(
             name = _name_of_draft_in_vllm(name, config)
             draft.add(name)
         (plain if tensor.dtype in PLAIN else quantized).add(name)
+        if is_mixed and tensor.dtype not in PLAIN:
+            algorithms[name] = algorithm_of(tensor, tensors)
     both = quantized & plain  # experts of one layer in two forms: vLLM builds all of them alike
-    return Modules(declared, frozenset(quantized - both), frozenset(plain - both), frozenset(draft - both))
+    return Modules(
+        declared,
+        frozenset(quantized - both),
+        frozenset(plain - both),
+        frozenset(draft - both),
+        {name: found for name, found in algorithms.items() if name not in both},
+    )
 
 
 def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> Correction | None:
@@ -84,6 +103,8 @@ def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> C
     `with_draft`: whether vLLM will build the draft's modules. `forced`: modules that vLLM builds unquantized of itself.
     """
     unused = frozenset() if with_draft else modules.draft
+    if algorithm(modules.config) == MIXED:
+        return _correct_map(modules, unused)
     quantized = modules.quantized - unused
     plain = [
         name for name in modules.plain - unused if name not in forced and _is_meant(name, modules.config)
@@ -104,6 +125,28 @@ def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> C
     return Correction(corrected, tuple(sorted(missing + hidden)))
 
 
+def _correct_map(modules: Modules, unused: frozenset[str]) -> Correction | None:
+    """MIXED_PRECISION: the map of quantized layers follows the tensors."""
+    inner = modules.config.get("quantization")
+    place = inner if isinstance(inner, Mapping) else modules.config
+    layers = place.get("quantized_layers")
+    quantized = {name: found for name, found in modules.algorithms.items() if name not in unused}
+    found = corrected_map(layers if isinstance(layers, Mapping) else {}, quantized, modules.plain - unused)
+    if found is None or not found[1]:
+        return None
+    changed = {**place, "quantized_layers": one_expert_a_layer(found[0])}
+    changed.pop("config_groups", None)  # they repeat the map, and vLLM does not read them here
+    config = {**modules.config, "quantization": changed} if place is inner else changed
+    return Correction(config, tuple(found[1])) if len(json.dumps(config)) <= MAX_OVERRIDE_BYTES else None
+
+
+def is_empty_map(declared: Mapping[str, Any]) -> bool:
+    """MIXED_PRECISION without a map of layers, which vLLM 0.32 refuses (modelopt.py:1655)."""
+    inner = declared.get("quantization")
+    place = inner if isinstance(inner, Mapping) else declared
+    return algorithm(declared) == MIXED and not place.get("quantized_layers")
+
+
 def excluded(declared: Mapping[str, Any]) -> list[str]:
     """The list vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241), with nibble's patch for N15."""
     inner = declared.get("quantization")
@@ -119,25 +162,6 @@ def _with_excluded(declared: Mapping[str, Any], entries: list[str]) -> dict[str,
     if isinstance(inner, Mapping):
         return {**declared, "quantization": {**inner, "exclude_modules": entries}}
     return {**declared, "ignore": entries}
-
-
-def _declared(
-    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
-    """In vLLM's order: transformers_utils/config.py:890-902, then weight_utils.py:235-242."""
-    text = config.get("text_config")
-    places = (
-        config.get("quantization_config"), hf_quant_config,
-        text.get("quantization_config") if isinstance(text, Mapping) else None, config.get("compression_config"),
-    )  # fmt: skip
-    return next((place for place in places if isinstance(place, Mapping) and place), None)
-
-
-def _is_modelopt(declared: Mapping[str, Any]) -> bool:
-    """A ModelOpt config with a list of exclusions."""
-    inner = declared.get("quantization")
-    place = inner if isinstance(inner, Mapping) else declared
-    return str(place.get("quant_algo") or "MIXED_PRECISION").upper() != "MIXED_PRECISION"
 
 
 def _is_compressed(declared: Mapping[str, Any]) -> bool:

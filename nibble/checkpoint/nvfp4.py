@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -125,14 +125,14 @@ def _split(name: str) -> tuple[str, str] | None:
     return ("stacked", name) if STACKED_EXPERTS.search(name) else None
 
 
-def header_problems(weights: Iterable[Nvfp4Weight], needs_input_scale: bool) -> tuple[Problem, ...]:
+def header_problems(weights: Iterable[Nvfp4Weight], w4a4: Container[str]) -> tuple[Problem, ...]:
     """What the headers alone show: missing tensors, wrong types and shapes. One problem a kind, the first of it named.
 
-    `needs_input_scale`: the checkpoint is W4A4, so that a missing activation scale would be uninitialised memory in vLLM 0.32
-    (modelopt.py KNvfp4Static: torch.empty).
+    `w4a4`: modules whose activations are NVFP4 too, so that vLLM 0.32 would take uninitialised memory for a missing activation
+    scale (modelopt.py KNvfp4Static: torch.empty).
     """
     known = list(weights)
-    found = [problem for weight in known for problem in _weight_problems(weight, needs_input_scale)]
+    found = [problem for weight in known for problem in _weight_problems(weight, weight.module in w4a4)]
     return gather([*found, *_expert_problems(known)])
 
 

@@ -50,6 +50,7 @@ OTHER_METHODS: Mapping[str, tuple[int | None, str, bool]] = {
     "hqq": (None, "bf16", False),
     "eetq": (8, "bf16", False),
 }
+QUARTET2_PRODUCER = "cloverlm_converter"  # writes tiled scales under ModelOpt's names
 VLLM_NAMES = {"auto-round": "inc", "fp-quant": "fp_quant"}
 
 
@@ -60,7 +61,7 @@ class Scheme:
     `vllm_quantization` is the value vLLM's --quantization would resolve to (None: not quantized). `weight_bits` are
     those of the bulk of the linear layers; `activations` the type they are multiplied in; `kv_cache` the vLLM
     dtype the checkpoint declares. `notes` are contradictions and traps; `unsupported_reason` is empty when vLLM
-    0.32 can load it.
+    0.32 can load it. `is_relabelled`: W4A4 by its config, weight-only by its tensors.
     """
 
     name: str
@@ -72,11 +73,12 @@ class Scheme:
     notes: tuple[str, ...] = ()
     is_nvfp4: bool = False
     unsupported_reason: str = ""
+    is_relabelled: bool = False
 
 
 def detect_scheme(config: Config, hf_quant_config: Config | None, tensors: Tensors | None) -> Scheme:
     """The scheme of a checkpoint from config.json, hf_quant_config.json and, where known, its tensors."""
-    if _text_value(config, "model_type") == "cloverlm":
+    if _text_value(config, "model_type") == "cloverlm" or _producer(hf_quant_config) == QUARTET2_PRODUCER:
         return _cloverlm(config, hf_quant_config, tensors)
     declared = quantization_config(config)
     if declared is None and hf_quant_config is not None:
@@ -87,8 +89,40 @@ def detect_scheme(config: Config, hf_quant_config: Config | None, tensors: Tenso
     if method.startswith("modelopt") or (not method and _algorithm(declared)):
         return _modelopt(declared, tensors)
     if method == "compressed-tensors":
-        return _compressed_tensors(declared, tensors)
+        return _compressed_tensors(declared)
     return _other(method, declared)
+
+
+def _producer(declared: Config | None) -> str:
+    producer = (declared or {}).get("producer")
+    return str(producer.get("name", "")) if isinstance(producer, Mapping) else ""
+
+
+def is_w4a4(scheme: Scheme) -> bool:
+    """Whether every NVFP4 weight of the scheme has activations in NVFP4 too, by its config."""
+    kinds = scheme.name.split("+")
+    return (
+        scheme.is_nvfp4
+        and scheme.vllm_quantization != "quartet2"
+        and "NVFP4" in kinds
+        and "NVFP4A16" not in kinds
+    )
+
+
+def weight_only(scheme: Scheme) -> Scheme:
+    """A W4A4 scheme whose checkpoint has no activation scale at all: served with activations in the model's type.
+
+    ModelOpt before 0.45 gave weight-only exports the label NVFP4; vLLM 0.32 would take uninitialised memory for the scales.
+    """
+    names = {"NVFP4": "W4A16_NVFP4" if scheme.vllm_quantization == "modelopt_fp4" else "NVFP4A16"}
+    name = "+".join(names.get(part, part) for part in scheme.name.split("+"))
+    note = f"labelled {scheme.name} (W4A4) and without any activation scale: served weight-only"
+    activations = "+".join(
+        dict.fromkeys("bf16" if part == "fp4" else part for part in scheme.activations.split("+"))
+    )
+    return replace(
+        scheme, name=name, activations=activations, notes=(*scheme.notes, note), is_relabelled=True
+    )
 
 
 def quantization_config(config: Config) -> Config | None:
@@ -140,7 +174,7 @@ def _is_packed_nvfp4(tensor: TensorInfo, tensors: Tensors) -> bool:
     if tensor.dtype not in ("U8", "F4"):
         return False
     stem = tensor.name.removesuffix("_packed")
-    scale = tensors.get(f"{stem}_scale")
+    scale = tensors.get(f"{stem}_scale") or tensors.get(f"{stem}_weight_scale")
     return scale is not None and scale.dtype == "F8_E4M3"
 
 
@@ -148,21 +182,10 @@ def _is_packed_nvfp4(tensor: TensorInfo, tensors: Tensors) -> bool:
 
 
 def _from_hf_quant_config(hf: Config, tensors: Tensors | None) -> Scheme:
-    """Only hf_quant_config.json, as ModelOpt <= 0.29 exports."""
-    producer = str((hf.get("producer") or {}).get("name", ""))
+    """Only hf_quant_config.json, as ModelOpt <= 0.29 exports; what vLLM does not read of it, vllm_config.py rewrites."""
     scheme = _modelopt(hf, tensors)
-    algorithm = _algorithm(hf)
-    notes = ("only hf_quant_config.json says how it is quantized; config.json has no quantization_config",)
-    reason = scheme.unsupported_reason
-    # vllm 0.32 model_arch_config_convertor.py:285: it knows four names there and raises for the rest.
-    if producer == "modelopt" and algorithm in ("W4A16_NVFP4", "MIXED_PRECISION", "MXFP8"):
-        reason = (
-            f"vLLM 0.32 does not read {algorithm} from hf_quant_config.json alone;"
-            " it needs a quantization_config in config.json"
-        )
-    elif producer != "modelopt":
-        reason = f"hf_quant_config.json is by {producer or 'nobody'}, and vLLM 0.32 reads only ModelOpt's"
-    return replace(scheme, notes=(*notes, *scheme.notes), unsupported_reason=reason)
+    note = "only hf_quant_config.json says how it is quantized; config.json has no quantization_config"
+    return replace(scheme, notes=(note, *scheme.notes))
 
 
 def _algorithm(declared: Config) -> str:
@@ -177,7 +200,7 @@ def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
     algorithm = _algorithm(declared)
     kv_cache = modelopt_kv_cache(declared)
     if algorithm == "MIXED_PRECISION":
-        return _mixed(place, kv_cache, tensors)
+        return _mixed(place, kv_cache)
     if algorithm not in MODELOPT:
         known = ", ".join((*MODELOPT, "MIXED_PRECISION"))
         bits = 4 if "4" in algorithm else 8
@@ -186,47 +209,28 @@ def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
                       unsupported_reason=reason)  # fmt: skip
     name, vllm_name, bits, activations = MODELOPT[algorithm]
     scheme = Scheme(name, vllm_name, bits, activations, kv_cache, is_nvfp4="NVFP4" in name)
+    if scheme.is_nvfp4 and place.get("group_size") not in (None, 16):
+        reason = f"its config says groups of {place['group_size']}, and NVFP4 has groups of 16"
+        return replace(scheme, unsupported_reason=reason)
     if algorithm == "NVFP4":
-        return _check_input_scales(scheme, declared, tensors)
+        return _without_activations(scheme, declared)
     if algorithm == "W4A16_NVFP4" and tensors and any(n.endswith(".input_scale") for n in tensors):
         note = "it is labelled W4A16_NVFP4 and has input_scale tensors, which vLLM ignores"
         return replace(scheme, notes=(note,))
     return scheme
 
 
-def _check_input_scales(scheme: Scheme, declared: Config, tensors: Tensors | None) -> Scheme:
-    """NVFP4 is W4A4 only with activation scales; ModelOpt before 0.45 gave weight-only exports the same label."""
+def _without_activations(scheme: Scheme, declared: Config) -> Scheme:
+    """NVFP4 whose config groups quantize no activations: vLLM 0.32 takes its W4A16 method."""
     groups = (declared.get("config_groups") or {}).values()
     if groups and not any(isinstance(g, Mapping) and g.get("input_activations") for g in groups):
-        # vllm 0.32 reroutes it to its W4A16 method.
         return replace(
             scheme, name="W4A16_NVFP4", activations="bf16", detail="no config group quantizes activations"
         )
-    if tensors is None:
-        return scheme
-    quantized = [
-        t.name for t in tensors.values() if t.name.endswith(".weight") and _is_packed_nvfp4(t, tensors)
-    ]
-    without = [name for name in quantized if f"{name.removesuffix('weight')}input_scale" not in tensors]
-    if quantized and len(without) == len(quantized):
-        note = (
-            "labelled NVFP4 (W4A4) but it has no input_scale tensor: a weight-only export of ModelOpt before 0.45;"
-            " vLLM 0.32 would compute with uninitialised activation scales"
-        )
-        reason = "its activation scales are missing; set quant_algo to W4A16_NVFP4 in config.json"
-        return replace(
-            scheme, name="W4A16_NVFP4", activations="bf16", notes=(note,), unsupported_reason=reason
-        )
-    if without:
-        note = (
-            f"{len(without)} of {len(quantized)} NVFP4 weights have no input_scale, the first is {without[0]}"
-        )
-        reason = f"{note}; vLLM 0.32 would compute with uninitialised memory"
-        return replace(scheme, notes=(note,), unsupported_reason=reason)
     return scheme
 
 
-def _mixed(place: Config, kv_cache: str | None, tensors: Tensors | None) -> Scheme:
+def _mixed(place: Config, kv_cache: str | None) -> Scheme:
     layers = place.get("quantized_layers") or {}
     counts = Counter(str((entry or {}).get("quant_algo", "?")).upper() for entry in layers.values())
     detail = ", ".join(f"{count} {name}" for name, count in counts.most_common())
@@ -234,11 +238,7 @@ def _mixed(place: Config, kv_cache: str | None, tensors: Tensors | None) -> Sche
     reason = f"it mixes in {unknown[0]}, which vLLM 0.32 does not know" if unknown else ""
     activations = "+".join(sorted({MODELOPT[name][3] for name in counts if name in MODELOPT})) or "unknown"
     bits = 4 if any("4" in name for name in counts) else 8
-    notes = (
-        ()
-        if layers
-        else ("MIXED_PRECISION without quantized_layers: every layer would be loaded unquantized",)
-    )
+    notes = () if layers else ("MIXED_PRECISION without quantized_layers: they are taken from the tensors",)
     return Scheme("MIXED_PRECISION", "modelopt_mixed", bits, activations, kv_cache, detail, notes,
                   any("NVFP4" in name for name in counts), reason)  # fmt: skip
 
@@ -266,7 +266,7 @@ def modelopt_kv_cache(declared: Config) -> str | None:
 # --- compressed-tensors ----------------------------------------------------------------------------------------------
 
 
-def _compressed_tensors(declared: Config, tensors: Tensors | None) -> Scheme:
+def _compressed_tensors(declared: Config) -> Scheme:
     groups = [group for group in (declared.get("config_groups") or {}).values() if isinstance(group, Mapping)]
     kinds = [_compressed_group(group) for group in groups]
     scheme_kv = declared.get("kv_cache_scheme")
@@ -282,7 +282,7 @@ def _compressed_tensors(declared: Config, tensors: Tensors | None) -> Scheme:
     detail = str(declared.get("format", ""))
     scheme = Scheme(name, "compressed-tensors", min(bits for _, bits, _ in kinds), activations, kv_cache, detail,
                     is_nvfp4=is_nvfp4)  # fmt: skip
-    return _check_global_scales(scheme, names, tensors)
+    return scheme
 
 
 def _compressed_group(group: Config) -> tuple[str, int, str]:
@@ -308,18 +308,6 @@ def _compressed_group(group: Config) -> tuple[str, int, str]:
         name = "MXFP8" if weights.get("group_size") == 32 else "FP8"
         return f"{name}_BLOCK" if strategy == "block" else name, bits, activation
     return f"W{bits}A{activation[3:] if activation.startswith('int') else 16}", bits, activation
-
-
-def _check_global_scales(scheme: Scheme, names: list[str], tensors: Tensors | None) -> Scheme:
-    """A W4A4 export has an input_global_scale for each packed weight unless activations are scaled at run time."""
-    if tensors is None or "NVFP4" not in names:
-        return scheme
-    packed = [name for name in tensors if name.endswith(".weight_packed")]
-    without = [n for n in packed if f"{n.removesuffix('weight_packed')}input_global_scale" not in tensors]
-    if without and len(names) == 1:
-        note = f"{len(without)} of {len(packed)} packed weights have no input_global_scale, the first is {without[0]}"
-        return replace(scheme, notes=(note,))
-    return scheme
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
@@ -369,5 +357,8 @@ def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Sch
         notes.append(
             "its hf_quant_config.json makes vLLM 0.32 refuse --quantization quartet2 without an override"
         )
+    reason = "" if _text_value(config, "model_type") == "cloverlm" else (
+        "its scales are in the 128x4 tiled layout, which vLLM 0.32 reads for no such model; `nibble convert` makes it ModelOpt's"
+    )  # fmt: skip
     return Scheme("quartet2-packed", "quartet2", 4, "fp4", detail="F4 weights, tiled E4M3 scales",
-                  notes=tuple(notes), is_nvfp4=True)  # fmt: skip
+                  notes=tuple(notes), is_nvfp4=True, unsupported_reason=reason)  # fmt: skip

@@ -194,9 +194,14 @@ def is_packed(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether a U8 tensor holds two 4-bit weights a byte: it is named so or a block scale stands beside it."""
     if tensor.name.endswith(("weight_packed", "_blocks")):
         return True
-    beside = (f"{tensor.name}_scale", f"{tensor.name}_scales", f"{tensor.name}.quant_state.bitsandbytes__nf4",
-              f"{tensor.name}.quant_state.bitsandbytes__fp4")  # fmt: skip
-    return any(name in tensors for name in beside)
+    ends = (
+        "_scale",
+        "_scales",
+        "_weight_scale",
+        ".quant_state.bitsandbytes__nf4",
+        ".quant_state.bitsandbytes__fp4",
+    )
+    return any(tensor.name + end in tensors for end in ends)
 
 
 def _integer_bits(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:

@@ -1,0 +1,66 @@
+"""What would make an NVFP4 checkpoint compute wrongly, found before it is loaded: damaged scales, a missing plugin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.scale_layout import check_layout
+from nibble.checkpoint.scale_values import check_values
+from nibble.disk import gib
+from nibble.errors import ExitCode, NibbleError
+from nibble.nvfp4_options import asked
+from nibble.plan import Plan
+from nibble.rules import drafts_from_itself
+
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nibble"
+
+
+def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
+    """Lines to print for a start of `plan` with the environment `child`; reads every scale of the checkpoint.
+
+    Raises MODEL for damaged scales, CONFIG for scales in another layout than the config says and for a plugin that is not
+    there and cannot be done without.
+    """
+    checkpoint = plan.checkpoint
+    if checkpoint is None or not checkpoint.scheme.is_nvfp4:
+        return []
+    values = {name: choice.value for name, choice in plan.args.items()}
+    lines = check_scales(checkpoint, drafts_from_itself(values.get("--speculative-config")))
+    return lines + check_plugin(plan, child)
+
+
+def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
+    """How much was read and how long it took. Raises MODEL or CONFIG, naming the first tensor that is wrong."""
+    weights = [weight for weight in checkpoint.nvfp4 if with_draft or not weight.is_draft]
+    if checkpoint.path is None or not weights:
+        return []
+    start = time.monotonic()
+    values = check_values(checkpoint.path, weights)
+    for problem in values.problems:
+        raise problem.error(checkpoint.where)
+    if problem := check_layout(checkpoint.path, weights).problem:
+        raise problem.error(checkpoint.where)
+    seconds = time.monotonic() - start
+    return [f"checked {values.tensors} NVFP4 scale tensors ({gib(values.nbytes)}) in {seconds:.1f} s"]
+
+
+def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
+    """A warning where vLLM will not load nibble's plugin; raises CONFIG where the plan needs it."""
+    allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        what, action = "VLLM_PLUGINS leaves nibble's plugin out", f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+    elif not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
+        what, action = "nibble-kernels, which has nibble's vLLM plugin, is not installed", "run `make setup`"
+    else:
+        return []
+    assert plan.checkpoint is not None
+    options = asked({name: choice.value for name, choice in plan.args.items()})
+    if plan.target.device == "cpu" or options:
+        needed = f"it is needed for {plan.checkpoint.scheme.name} " + (
+            "on the CPU" if plan.target.device == "cpu" else f"with {', '.join(options)}"
+        )
+        raise NibbleError(ExitCode.CONFIG, f"{what}, and {needed}", "", action)
+    return [f"warning: {what}: fused projections whose parts have different scales compute wrongly; {action}"]
