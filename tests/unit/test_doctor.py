@@ -24,7 +24,9 @@ from nibble.doctor import (
     folder_check,
     hardware_checks,
     hub_check,
+    implementations,
     installed,
+    kernels_check,
     memory_check,
     patch_checks,
     python_checks,
@@ -146,6 +148,7 @@ def test_report_of_this_machine_is_json_and_names_every_subject(environ: dict[st
     assert data["exit_code"] == report.exit_code == ExitCode.OK
     subjects = {"python", "nibble", "vllm", "torch", "settings", "gpu", "target", "memory", "nibble cache"}
     subjects |= {"hugging face cache", "vllm cache", "PORT", "NIBBLE_CONTROL_PORT", "hub", "hf token"}
+    subjects |= {"kernels"}
     subjects |= {"open files", "shared memory", "container", "patches", "probes"}
     assert subjects <= {check["name"] for check in data["checks"]}
     assert all(check["fix"] for check in data["checks"] if check["status"] == "fail")
@@ -200,6 +203,59 @@ def test_caches_are_measured(environ: dict[str, str], tmp_path: Path) -> None:
 def test_a_broken_installation_ends_in_6() -> None:
     assert Report((Check("vllm", "fail", "not installed"),)).exit_code is ExitCode.VERIFY
     assert Report((Check("hub", "warning", "unreachable"),)).exit_code is ExitCode.OK
+
+
+KERNELS = {"nibble-kernels": "0.1.0"}
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point as nibble-kernels has it."""
+    info = tmp_path / "site" / "nibble_kernels-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nibble-kernels\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nnibble = nibble_kernels.vllm_plugin:register\n"
+    )
+    monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
+
+
+def test_compiled_kernels_with_their_plugin_are_ok(plugin: None) -> None:
+    check = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {})
+    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM's plugin is there")
+
+
+def test_kernels_in_plain_torch_are_a_warning_with_the_reason(plugin: None) -> None:
+    found = {"cpu": "compiled", "cuda": "not compiled when it was installed"}
+    check = kernels_check(KERNELS, lambda: found, {})
+    assert check.status == "warning"
+    assert "cuda: not compiled when it was installed" in check.what
+    assert "g++" in check.fix
+
+
+def test_absent_or_broken_kernels_fail(plugin: None) -> None:
+    assert kernels_check({}, dict, {}).status == "fail"
+    check = kernels_check(KERNELS, lambda: {"error": "ImportError: no torch"}, {})
+    assert (check.status, check.what) == ("fail", "0.1.0 cannot be imported: ImportError: no torch")
+
+
+def test_a_plugin_that_vllm_will_not_load_is_told(plugin: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {"VLLM_PLUGINS": "mine,other"})
+    assert (left_out.status, left_out.fix) == ("warning", "add nibble to VLLM_PLUGINS or unset it")
+    assert kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {"VLLM_PLUGINS": "mine,nibble"}).status == "ok"
+    monkeypatch.setattr("sys.path", [])
+    assert kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {}).status == "fail"
+
+
+def test_kernels_are_asked_in_another_process(tmp_path: Path) -> None:
+    """torch would take seconds and hundreds of megabytes of nibble's own process."""
+    loaded = "torch" in sys.modules
+    assert implementations()["cpu"]
+    assert ("torch" in sys.modules) == loaded
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'ImportError: no torch' >&2; exit 1\n")
+    program.chmod(0o755)
+    assert implementations(str(program)) == {"error": "ImportError: no torch"}
 
 
 @pytest.fixture
