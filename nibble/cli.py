@@ -62,6 +62,23 @@ def plan(words: Words = None) -> None:
 
 
 @app.command(context_settings=FREE_WORDS)
+def inspect(words: Words = None) -> None:
+    """Show what a checkpoint holds, whether it loads exactly, and what vLLM alone would get wrong."""
+    from nibble.inspection import inspect_model
+    from nibble.prepare import read_wishes
+
+    asked = read_wishes(_wanted(words, "inspect"), dict(os.environ), ("--json", "--deep"))
+    found = inspect_model(asked, "--deep" in asked.command.rest)
+    if "--json" in asked.command.rest:
+        _print_json(found.to_json())
+    else:
+        from nibble.show_inspection import show_inspection
+
+        show_inspection(found)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command(context_settings=FREE_WORDS)
 def pull(words: Words = None) -> None:
     """Download a model completely and verify it."""
     from nibble.serve import pull_model as run

@@ -55,11 +55,16 @@ def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
 def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
     """What checkpoint and target rule out together."""
     if checkpoint is not None:
-        _check_architecture(checkpoint)
-        _check_scheme(checkpoint, args)
+        check_checkpoint(checkpoint, args)
         _check_context(checkpoint, args.get("--max-model-len"))
     _check_turboquant(checkpoint, target, str(args.get("--kv-cache-dtype", "")))
     _check_remote_code(checkpoint, args)
+
+
+def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
+    """What a checkpoint rules out by itself, on every target."""
+    _check_architecture(checkpoint)
+    _check_scheme(checkpoint, args)
 
 
 def _check_architecture(checkpoint: Checkpoint) -> None:

@@ -251,6 +251,11 @@ def show_verb_help(verb: str) -> None:
         "other variables, these over the user's TOML file, the recipe, the target, and the defaults.",
         markup=False,
     )
+    if verb == "inspect":
+        console.print(
+            "--deep reads every block scale of a folder, however many; --json prints everything.",
+            markup=False,
+        )
     for group in dict.fromkeys(option.group for option in options().values()):
         table = Table(
             title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False

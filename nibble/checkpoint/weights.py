@@ -164,6 +164,11 @@ def kind_of(name: str, num_layers: int | None = None) -> str:
     return _classify(name, num_layers)[0]
 
 
+def is_scale(name: str) -> bool:
+    """Whether the tensor `name` holds scales, zero points or factors of a quantized weight."""
+    return _classify(name, None)[1]
+
+
 def _classify(name: str, num_layers: int | None) -> tuple[str, bool]:
     """(kind, whether it holds scales) of the tensor `name`."""
     kind, is_scale = _classify_skeleton(INDEX.sub(".0", name))
