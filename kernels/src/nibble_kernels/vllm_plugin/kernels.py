@@ -11,13 +11,17 @@ from nibble_kernels.vllm_plugin.cpu import CpuNvFp4LinearKernel
 
 
 def register_cpu_kernel() -> None:
-    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32 kernels/linear/__init__.py:574)."""
-    linear.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32 kernels/linear/__init__.py:574).
+
+    vLLM's emulation comes second, for --linear-backend emulation.
+    """
+    for kernel in (CpuNvFp4LinearKernel, linear.EmulationNvFp4LinearKernel):
+        linear.register_linear_kernel(kernel, PlatformEnum.CPU, "nvfp4")
 
 
 def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
-    """vLLM's init_nvfp4_linear_kernel, which for weights alone insists on GPU kernels (line 1179 there)."""
-    if current_platform.is_cpu():
+    """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines 1132 and 1179 there)."""
+    if use_a16 and current_platform.is_cpu():
         return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
     return linear.init_nvfp4_linear_kernel(use_a16)
 

@@ -26,7 +26,7 @@ from nibble_kernels.nvfp4_weights import quantize
 from nibble_kernels.vllm_plugin.kernels import nvfp4_linear_kernel
 from nibble_kernels.vllm_plugin.options import current_options
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 DEFAULT_NAME = "lm_head"
 
 

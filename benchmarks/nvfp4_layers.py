@@ -1,0 +1,237 @@
+"""One fused q/k/v layer with unequal global scales through vLLM's own layer classes and every kernel there is: errors.
+
+    python benchmarks/nvfp4_layers.py [--device cuda] [--out results.json]
+
+The weights are those of formats.md 5.2 (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64 rows t5 * .008, numpy seed 7),
+each quantized by itself, loaded by vLLM's weight loaders as ModelOpt and as compressed-tensors checkpoints, W4A4 and W4A16.
+`own` is vLLM alone, `merged` the same with nibble's plugin. Each error is the relative Frobenius norm of one part's outputs
+against float64: `original` against the unquantized weights and activations, `stored` against what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+COLUMNS, ROWS, TOKENS = 1024, {"q": 256, "k": 64, "v": 64}, 64
+LINEAR_KERNELS = {"cpu": ("auto", "emulation"), "cuda": ("marlin", "humming", "emulation")}
+
+
+def main() -> None:
+    """Run every case in a process of its own and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(run_case(*options.case.split(","), options.device)))
+        return
+    cases = [
+        (form, activations, kernel, plugin)
+        for form in ("modelopt", "compressed-tensors")
+        for activations in ("fp4", "bf16")
+        for kernel in LINEAR_KERNELS[options.device]
+        for plugin in ("own", "merged")
+    ]
+    results = []
+    for case in cases:
+        words = [sys.executable, __file__, "--device", options.device, "--case", ",".join(case)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        found = json.loads(lines[-1]) if lines else {"refused": done.stderr.strip().splitlines()[-1][-200:]}
+        results.append(dict(zip(("form", "activations", "kernel", "scales"), case, strict=True)) | found)
+        print(show(results[-1]), flush=True)
+    if options.out:
+        options.out.write_text(
+            json.dumps({"machine": machine(options.device), "cases": results}, indent=1) + "\n"
+        )
+
+
+def show(result: dict[str, Any]) -> str:
+    """One line of the table."""
+    words = f"{result['form']:19}{result['activations']:6}{result['kernel']:10}{result['scales']:8}"
+    if "refused" in result:
+        return words + result["refused"]
+    parts = "  ".join(
+        f"{part} {errors['original']:7.2%} ({errors['stored']:.1e})"
+        for part, errors in result["errors"].items()
+    )
+    return f"{words}{result['class']:28}{parts}"
+
+
+def machine(device: str) -> dict[str, str]:
+    """What it ran on."""
+    import vllm
+
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:
+    """Errors of q, k and v, and the kernel's class."""
+    with vllm_environment(kernel, device):
+        if scales == "merged":
+            from nibble_kernels.vllm_plugin import register
+
+            register()
+        elif device == "cpu":
+            give_cpu_the_emulation()
+        weights = parts()
+        layer, loaded = make_layer(form, activations, weights, device)
+        x = torch.randn(TOKENS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+        out = layer(x.to(device))[0].cpu().double()
+        chosen = type(getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel).__name__
+        is_quantized = activations == "fp4" and chosen not in ("MarlinNvFp4LinearKernel",)
+        errors = {}
+        for (name, weight), columns in zip(weights.items(), out.split(list(ROWS.values()), 1), strict=True):
+            stored = x_as_computed(x, loaded["input_scale"], is_quantized) @ loaded[name].T
+            errors[name] = {
+                "original": relative(columns, x.double() @ weight.double().T),
+                "stored": relative(columns, stored),
+            }
+        return {"class": chosen.removesuffix("LinearKernel"), "errors": errors}
+
+
+def parts() -> dict[str, Tensor]:
+    """The BF16 weights of formats.md 5.2."""
+    rng = np.random.default_rng(7)
+    drawn = {
+        "q": rng.standard_normal((ROWS["q"], COLUMNS)) * 0.02,
+        "k": rng.standard_normal((ROWS["k"], COLUMNS)) * 0.05,
+        "v": rng.standard_t(5, (ROWS["v"], COLUMNS)) * 0.008,
+    }
+    return {name: torch.tensor(values, dtype=torch.float32).bfloat16() for name, values in drawn.items()}
+
+
+@contextmanager
+def vllm_environment(kernel: str, device: str) -> Iterator[None]:
+    """A vLLM configuration for one process, with this --linear-backend."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_PLUGINS": ""}
+    from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    torch.set_default_dtype(torch.bfloat16)
+    config = VllmConfig(kernel_config=KernelConfig(linear_backend=kernel))
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device == "cuda" else "gloo"
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
+        initialize_model_parallel(1)
+        yield
+
+
+def give_cpu_the_emulation() -> None:
+    """The one row that vLLM's table of kernels lacks; it is vLLM's own kernel."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    linear.register_linear_kernel(linear.EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+
+
+def make_layer(
+    form: str, activations: str, weights: dict[str, Tensor], device: str
+) -> tuple[Any, dict[str, Tensor]]:
+    """vLLM's QKVParallelLinear, loaded and processed; and what its tensors mean in float64."""
+    from nibble_kernels.nvfp4_weights import dequantize, quantize
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    heads = {"head_size": 64, "total_num_heads": ROWS["q"] // 64, "total_num_kv_heads": 1}
+    config = CONFIGS[form](activations)
+    with torch.device(device):
+        layer = QKVParallelLinear(COLUMNS, **heads, bias=False, quant_config=config, prefix="qkv_proj")
+    amax_x, divisor = 4.5, form == "compressed-tensors"  # of 65536 normal numbers
+    input_scale = torch.tensor(amax_x / 2688, dtype=torch.float32)
+    loaded: dict[str, Tensor] = {"input_scale": input_scale}
+    for name, weight in weights.items():
+        quantized = quantize(weight)
+        loaded[name] = dequantize(quantized).double()
+        tensors = {
+            "weight_packed" if divisor else "weight": quantized.packed,
+            "weight_scale": quantized.scales,
+            "weight_global_scale" if divisor else "weight_scale_2": (
+                1 / quantized.global_scale if divisor else quantized.global_scale
+            ),
+        }
+        if activations == "fp4":
+            tensors["input_global_scale" if divisor else "input_scale"] = (
+                1 / input_scale if divisor else input_scale
+            )
+        for suffix, tensor in tensors.items():
+            parameter = getattr(layer, suffix)
+            parameter.weight_loader(
+                parameter, tensor.reshape(1) if divisor and not tensor.ndim else tensor, name
+            )
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, loaded
+
+
+def _modelopt(activations: str) -> Any:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    return ModelOptNvFp4Config("NVFP4" if activations == "fp4" else "W4A16_NVFP4", True, None, [], 16)
+
+
+def _compressed_tensors(activations: str) -> Any:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    numbers = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"dynamic": False},
+        "input_activations": numbers | {"dynamic": "local"} if activations == "fp4" else None,
+    }
+    text = {"format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}, "ignore": []}
+    return CompressedTensorsConfig.from_config(text)
+
+
+CONFIGS: dict[str, Callable[[str], Any]] = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors}
+
+
+def x_as_computed(x: Tensor, input_scale: Tensor, is_quantized: bool) -> Tensor:
+    """The activations as the product sees them, in float64."""
+    if not is_quantized:
+        return x.double()
+    from nibble_kernels.conversions import e2m1_decode
+    from nibble_kernels.nvfp4_quant import nvfp4_quant
+
+    codes, scales = nvfp4_quant(x, (1 / input_scale).reshape(1), tiled=False)
+    return (e2m1_decode(codes).double().unflatten(-1, (-1, 16)) * scales.double()[..., None]).flatten(
+        -2
+    ) * input_scale.double()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius norm of the difference."""
+    return float((found - expected).norm() / expected.norm())
+
+
+if __name__ == "__main__":
+    main()
