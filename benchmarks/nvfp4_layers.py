@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -50,17 +52,23 @@ def main() -> None:
         for plugin in ("own", "merged")
     ]
     results = []
-    for case in cases:
-        words = [sys.executable, __file__, "--device", options.device, "--case", ",".join(case)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        found = json.loads(lines[-1]) if lines else {"refused": done.stderr.strip().splitlines()[-1][-200:]}
-        results.append(dict(zip(("form", "activations", "kernel", "scales"), case, strict=True)) | found)
-        print(show(results[-1]), flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for result in pool.map(lambda case: in_a_process(case, options.device), cases):
+            results.append(result)
+            print(show(result), flush=True)
     if options.out:
         options.out.write_text(
             json.dumps({"machine": machine(options.device), "cases": results}, indent=1) + "\n"
         )
+
+
+def in_a_process(case: tuple[str, ...], device: str) -> dict[str, Any]:
+    """The case with its errors, or with the line that refused it."""
+    words = [sys.executable, __file__, "--device", device, "--case", ",".join(case)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {"refused": done.stderr.strip().splitlines()[-1][-200:]}
+    return dict(zip(("form", "activations", "kernel", "scales"), case, strict=True)) | found
 
 
 def show(result: dict[str, Any]) -> str:

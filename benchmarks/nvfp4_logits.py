@@ -1,0 +1,155 @@
+"""The demo models' log-probabilities through every NVFP4 path of a machine, against float32 arithmetic on the same weights.
+
+    python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …]
+
+The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in transformers. Every path is a
+vLLM of its own that scores the same tokens. For each position the whole distribution is compared: the largest difference of a
+log-probability among tokens above 0.1 %, the mean Kullback-Leibler divergence in nats, and how often the likeliest token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvfp4_layers import machine
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4")
+QUESTIONS = 24
+# name -> device, activations, --linear-backend, --moe-backend
+PATHS: dict[str, tuple[str, str, str, str]] = {
+    "nibble on the CPU, W4A4": ("cpu", "checkpoint", "auto", "auto"),
+    "nibble on the CPU, W4A16": ("cpu", "bf16", "auto", "auto"),
+    "Marlin, W4A16": ("cuda", "bf16", "marlin", "marlin"),
+    "Humming, W4A16": ("cuda", "bf16", "humming", "humming"),
+    "Marlin given W4A4": ("cuda", "checkpoint", "marlin", "marlin"),
+    "Humming given W4A4": ("cuda", "checkpoint", "humming", "humming"),
+    "emulation, W4A4": ("cuda", "checkpoint", "emulation", "emulation"),
+}
+
+
+def main() -> None:
+    """Score every model on every path of the device and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--jobs", type=int, default=1, help="vLLMs at a time")
+    parser.add_argument("--score", nargs=6, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.score:
+        score(*options.score)
+        return
+    names = [
+        name
+        for name, path in PATHS.items()
+        if path[0] == options.device and (name in options.only or not options.only)
+    ]
+    results = []
+    for model in MODELS:
+        references = {activations: reference(model, activations) for activations in ("checkpoint", "bf16")}
+        with ThreadPoolExecutor(options.jobs) as pool:
+            found = list(pool.map(lambda name, model=model: run_path(model, name), names))
+        for name, logprobs in zip(names, found, strict=True):
+            result: dict[str, Any] = {"model": model, "path": name}
+            if isinstance(logprobs, str):
+                result["failed"] = logprobs
+            else:
+                result |= {f"to {'W4A4' if kind == 'checkpoint' else 'W4A16'}": compare(logprobs, wanted)
+                           for kind, wanted in references.items()}  # fmt: skip
+            results.append(result)
+            print(json.dumps(result), flush=True)
+    if options.out:
+        about = machine(options.device) | {"questions": QUESTIONS}
+        options.out.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+
+
+def prompts(model: str) -> list[list[int]]:
+    """Token ids of the first questions with their answers, which are what every path scores."""
+    sys.path.insert(0, str(ROOT / "models"))
+    from demo_dialogues import read_questions
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / model)
+    found = []
+    for row in read_questions()[:QUESTIONS]:
+        messages = [{"role": "user", "content": row.question}, {"role": "assistant", "content": row.answer}]
+        found.append(tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False)))
+    return found
+
+
+@torch.inference_mode()
+def reference(model: str, activations: str) -> Tensor:
+    """Log-probabilities [positions, vocabulary] in float32."""
+    sys.path.insert(0, str(ROOT / "models"))
+    sys.path.insert(0, str(ROOT))
+    from emulate_nvfp4 import nvfp4_model
+
+    def without_input_scales(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".input_scale")]:
+            del tensors[name]
+
+    change = without_input_scales if activations == "bf16" else (lambda tensors: None)
+    with nvfp4_model(ROOT / "models" / model, change) as network:
+        rows = [network(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in prompts(model)]
+    return torch.cat(rows)
+
+
+def run_path(model: str, name: str) -> Tensor | str:
+    """Log-probabilities [positions, vocabulary] of one path, or the last line of what went wrong."""
+    device, activations, linear, moe = PATHS[name]
+    file = Path(f"/tmp/nvfp4-logits-{os.getpid()}-{abs(hash((model, name)))}.pt")
+    words = [sys.executable, __file__, "--score", model, device, activations, linear, moe, str(file)]
+    environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environ)
+    if not file.exists():
+        return " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])[-400:]
+    found = torch.load(file)
+    file.unlink()
+    return found
+
+
+def score(model: str, device: str, activations: str, linear: str, moe: str, out: str) -> None:
+    """Write the log-probabilities of every token at every position."""
+    from vllm import LLM, SamplingParams
+
+    memory = {"kv_cache_memory_bytes": 64 << 20} if device == "cpu" else {"gpu_memory_utilization": 0.1}
+    llm = LLM(
+        str(ROOT / "models" / model), max_model_len=256, max_num_seqs=4, max_logprobs=-1, enforce_eager=True,
+        enable_prefix_caching=False, linear_backend=linear, moe_backend=moe,
+        additional_config={"nibble": {"nvfp4_activations": activations}}, **memory,
+    )  # fmt: skip
+    options = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
+    batch = [{"prompt_token_ids": ids} for ids in prompts(model)]
+    rows = []
+    for output in llm.generate(batch, options, use_tqdm=False):
+        for position in output.prompt_logprobs[1:]:
+            rows.append(torch.tensor([position[token].logprob for token in range(len(position))]))
+    torch.save(torch.stack(rows), out)
+
+
+def compare(found: Tensor, wanted: Tensor) -> dict[str, float]:
+    """How far two sets of log-probabilities [positions, vocabulary] are apart."""
+    wanted = wanted[:, : found.shape[1]]
+    likely = wanted > torch.log(torch.tensor(1e-3))
+    divergence = (wanted.exp() * (wanted - found)).sum(-1)
+    return {
+        "max_logprob_difference": round(float((found - wanted)[likely].abs().max()), 4),
+        "mean_kl_nats": float(f"{float(divergence.mean()):.3g}"),
+        "other_top_token": round(float((found.argmax(-1) != wanted.argmax(-1)).float().mean()), 5),
+    }
+
+
+if __name__ == "__main__":
+    main()
