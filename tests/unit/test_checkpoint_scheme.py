@@ -116,17 +116,15 @@ def test_plain_weights_are_named_by_their_tensors_not_by_config(
 def test_nvfp4_without_input_scales_is_the_old_weight_only_label(tmp_path: Path) -> None:
     found = scheme(tmp_path, tensors("w4a16"), MODELOPT_NVFP4)
     assert (found.name, found.activations, found.is_nvfp4) == ("W4A16_NVFP4", "bf16", True)
-    assert "before 0.45" in found.notes[0]
-    assert "quant_algo to W4A16_NVFP4" in found.unsupported_reason
+    assert found.is_relabelled and found.unsupported_reason == ""
+    assert "served weight-only" in found.notes[0]
 
 
-def test_one_missing_input_scale_is_named(tmp_path: Path) -> None:
+def test_one_missing_input_scale_is_no_weight_only_export(tmp_path: Path) -> None:
     weights = tensors("nvfp4")
     del weights["model.layers.0.mlp.up_proj.input_scale"]
     found = scheme(tmp_path, weights, MODELOPT_NVFP4)
-    assert found.name == "NVFP4"
-    assert "1 of 7" in found.notes[0]
-    assert "model.layers.0.mlp.up_proj.weight" in found.unsupported_reason
+    assert (found.name, found.activations, found.is_relabelled) == ("NVFP4", "fp4", False)
 
 
 def test_nvfp4_whose_groups_have_no_activations_is_weight_only(tmp_path: Path) -> None:
@@ -142,12 +140,12 @@ def test_old_hf_quant_config_alone_is_enough_for_vllm(algorithm: str, form: str,
     assert "only hf_quant_config.json" in found.notes[0]
 
 
-@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "MIXED_PRECISION", "MXFP8"])
-def test_algorithm_that_vllm_does_not_read_from_hf_quant_config_alone_is_unsupported(
+@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "MXFP8"])
+def test_algorithm_that_vllm_does_not_read_from_hf_quant_config_alone_is_supported(
     algorithm: str, tmp_path: Path
 ) -> None:
     found = scheme(tmp_path, tensors("w4a16"), hf=hf_quant(algorithm))
-    assert "quantization_config in config.json" in found.unsupported_reason
+    assert (found.name, found.unsupported_reason) == (algorithm, "")
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "NVFP4_SVD"])
@@ -163,9 +161,9 @@ def test_packed_weights_without_any_quantization_config_are_not_called_bf16(tmp_
     assert "no quantization_config" in found.unsupported_reason
 
 
-def test_compressed_w4a4_without_global_input_scales_is_said(tmp_path: Path) -> None:
+def test_compressed_w4a4_without_global_input_scales_is_weight_only(tmp_path: Path) -> None:
     found = scheme(tmp_path, tensors("ct"), compressed(group(INPUTS)))
-    assert "no input_global_scale" in found.notes[0]
+    assert (found.name, found.activations, found.is_relabelled) == ("NVFP4A16", "bf16", True)
 
 
 def test_unknown_method_is_named(tmp_path: Path) -> None:

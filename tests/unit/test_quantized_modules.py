@@ -155,12 +155,8 @@ def test_hf_quant_config_alone_is_corrected_in_its_own_form(tmp_path: Path) -> N
 
 def test_without_headers_or_for_other_formats_nothing_is_known(tmp_path: Path) -> None:
     config = {"quantization_config": MODELOPT_NVFP4 | {"ignore": []}}
-    mixed = MODELOPT_NVFP4 | {
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {"a": {"quant_algo": "NVFP4"}},
-    }
     assert read_checkpoint(str(write_checkpoint(tmp_path / "none", None, config))).modules is None
-    for name, weights, given in (("bf16", tensors("bf16"), {}), ("mixed", tensors("nvfp4"), {"quantization_config": mixed}),
+    for name, weights, given in (("bf16", tensors("bf16"), {}),
                                  ("awq", tensors("awq"), {"quantization_config": {"quant_method": "awq"}})):  # fmt: skip
         assert read_checkpoint(str(write_checkpoint(tmp_path / name, weights, given))).modules is None
 

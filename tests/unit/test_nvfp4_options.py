@@ -1,0 +1,142 @@
+"""NIBBLE_NVFP4_ACTIVATIONS and NIBBLE_QUANTIZE_LM_HEAD: what reaches vLLM's --additional-config, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import linear, tensors, write_checkpoint
+from tiny_model import MODELOPT_NVFP4
+
+from nibble import nvfp4_checks
+from nibble.errors import ExitCode, NibbleError
+from nibble.nvfp4_checks import check_plugin
+from nibble.plan import Plan
+from nibble.prepare import plan_for, read_wishes
+
+FLAG = "--additional-config"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4})
+
+
+def plan(folder: Path, *words: str, target: str = "gb10", **environ: str) -> Plan:
+    return plan_for(read_wishes([str(folder), "--target", target, *words], environ))
+
+
+def refused(folder: Path, *words: str) -> NibbleError:
+    with pytest.raises(NibbleError) as caught:
+        plan(folder, *words)
+    assert caught.value.code == ExitCode.CONFIG
+    return caught.value
+
+
+def test_defaults_are_not_written(model: Path) -> None:
+    assert FLAG not in plan(model).args
+    assert FLAG not in plan(model, "--nvfp4-activations", "checkpoint", "--quantize-lm-head", "off").args
+
+
+def test_options_become_one_key_of_vllms_additional_config(model: Path) -> None:
+    found = plan(model, "--quantize-lm-head", "nvfp4", NIBBLE_NVFP4_ACTIVATIONS="bf16")
+    both = {"nibble": {"nvfp4_activations": "bf16", "quantize_lm_head": "nvfp4"}}
+    assert found.args[FLAG].value == both
+    assert "environment NIBBLE_NVFP4_ACTIVATIONS" in found.args[FLAG].source
+    assert "command line --quantize-lm-head" in found.args[FLAG].source
+    words = found.argv()
+    assert json.loads(words[words.index(FLAG) + 1]) == both
+
+
+def test_a_users_additional_config_is_joined_key_by_key(model: Path) -> None:
+    own = {"other": 1, "nibble": {"nvfp4_activations": "checkpoint"}}
+    found = plan(model, "--quantize-lm-head", "nvfp4", FLAG, json.dumps(own), NIBBLE_NVFP4_ACTIVATIONS="bf16")
+    expected = {"other": 1, "nibble": {"nvfp4_activations": "checkpoint", "quantize_lm_head": "nvfp4"}}
+    assert found.args[FLAG].value == expected
+
+
+def test_bf16_activations_are_those_the_known_risks_are_held_against(tmp_path: Path) -> None:
+    # The rule sm120-unaligned-k is about W4A4 kernels; served weight-only it has nothing to say.
+    weights = tensors("nvfp4") | linear("model.layers.0.mlp.down_proj", 64, 48, "nvfp4")
+    folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4})
+    assert plan(folder, target="sm120").rules.count("sm120-unaligned-k") == 1
+    served = plan(folder, "--nvfp4-activations", "bf16", target="sm120")
+    assert "sm120-unaligned-k" not in served.rules
+    assert served.checkpoint is not None and served.checkpoint.scheme.activations == "bf16"
+
+
+def test_bf16_activations_for_a_model_that_is_not_nvfp4_are_refused(tmp_path: Path) -> None:
+    error = refused(write_checkpoint(tmp_path / "m", tensors("bf16")), "--nvfp4-activations", "bf16")
+    assert "is for NVFP4 checkpoints" in error.what and "is bf16" in error.what
+
+
+def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) -> None:
+    declared = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
+    folder = write_checkpoint(tmp_path / "m", tensors("w4a16"), {"quantization_config": declared})
+    assert plan(folder, "--nvfp4-activations", "bf16").args[FLAG].value["nibble"] == {
+        "nvfp4_activations": "bf16"
+    }
+
+
+HEADS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "tied": ({"tie_word_embeddings": True}, "bf16", "it is the embedding (tie_word_embeddings)"),
+    "tied in the text config": ({"text_config": {"tie_word_embeddings": True, "hidden_size": 64}}, "bf16", "it is the embedding"),
+    "quantized": ({"quantization_config": MODELOPT_NVFP4 | {"ignore": []}}, "nvfp4", "it is quantized already (U8)"),
+    "quantized to fp8": ({}, "fp8", "it is quantized already (F8_E4M3)"),
+    "odd size": ({"hidden_size": 72}, "bf16", "its hidden size 72 is no multiple of 16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_output_head_that_cannot_be_quantized_is_refused(name: str, tmp_path: Path) -> None:
+    config, form, message = HEADS[name]
+    weights = {n: t for n, t in tensors("bf16").items() if not n.startswith("lm_head.")}
+    weights |= linear("lm_head", 128, 64, form)
+    error = refused(write_checkpoint(tmp_path / "m", weights, config), "--quantize-lm-head", "nvfp4")
+    assert message in error.what and "NIBBLE_QUANTIZE_LM_HEAD" in error.line()
+
+
+def test_a_model_without_an_output_head_is_refused(tmp_path: Path) -> None:
+    weights = {name: tensor for name, tensor in tensors("bf16").items() if not name.startswith("lm_head.")}
+    error = refused(write_checkpoint(tmp_path / "m", weights), "--quantize-lm-head", "nvfp4")
+    assert "it has none of its own" in error.what
+
+
+def test_a_plain_output_head_of_a_plain_model_may_be_quantized(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", tensors("bf16"))
+    assert plan(folder, "--quantize-lm-head", "nvfp4").args[FLAG].value["nibble"] == {
+        "quantize_lm_head": "nvfp4"
+    }
+
+
+# --- the plugin ------------------------------------------------------------------------------------------------------
+
+
+def with_plugin(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    point = importlib.metadata.EntryPoint(
+        "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
+    )
+    monkeypatch.setattr(nvfp4_checks, "entry_points", lambda **_: [point] if installed else [])
+
+
+def test_without_the_plugin_nvfp4_is_refused_on_the_cpu_and_warned_of_on_a_gpu(
+    model: Path, monkeypatch
+) -> None:
+    with_plugin(monkeypatch, False)
+    with pytest.raises(NibbleError) as caught:
+        check_plugin(plan(model, target="cpu"), {})
+    assert caught.value.code == ExitCode.CONFIG and "nibble-kernels" in caught.value.line()
+    assert ["warning: " in line for line in check_plugin(plan(model), {})] == [True]
+    with pytest.raises(NibbleError, match="quantize_lm_head"):
+        check_plugin(plan(model, "--quantize-lm-head", "nvfp4"), {})
+
+
+def test_vllm_plugins_that_leave_nibble_out_count_as_no_plugin(model: Path, monkeypatch) -> None:
+    with_plugin(monkeypatch, True)
+    assert check_plugin(plan(model, target="cpu"), {}) == []
+    assert check_plugin(plan(model, target="cpu"), {"VLLM_PLUGINS": "other,nibble"}) == []
+    with pytest.raises(NibbleError, match="VLLM_PLUGINS"):
+        check_plugin(plan(model, target="cpu"), {"VLLM_PLUGINS": "other"})
