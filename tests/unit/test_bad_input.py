@@ -190,7 +190,10 @@ def test_harmless_input_is_ignored_with_a_notice(
     entry: Ignored, place: Place, used_port: int, monkeypatch, capfd
 ) -> None:
     env = environment(dict(entry.env), place, used_port) | {"NIBBLE_TARGET": "hopper"}
-    code = run(["plan", str(place.model), "--json"], env, monkeypatch)
+    if entry.prepare:
+        entry.prepare(place)
+    model = place.tmp / "broken" if entry.prepare else place.model
+    code = run(["plan", str(model), "--json"], env, monkeypatch)
     captured = capfd.readouterr()
     assert (code, captured.err) == (0, "")
     assert entry.notice in captured.out
