@@ -93,3 +93,20 @@ def activations(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> T
 def fitting_scale(x: Tensor, factor: float = 1.0) -> Tensor:
     """The reciprocal of an input_scale calibrated on x; a factor above 1 makes the largest elements saturate."""
     return (448 * 6 / x.float().abs().max() * factor).reshape(1)
+
+
+def packed_weight(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random codes, and scales of every finite byte of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 254, (rows, columns // 16), dtype=torch.uint8, generator=generator)
+    scales += scales >= 127  # not 0x7F, and not 0xFF
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def values_of(weight: Tensor, scales: Tensor) -> Tensor:
+    """The weight in float64, without the package's code."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    table = torch.cat((table, -table))
+    values = torch.stack((table[(weight & 15).int()], table[(weight >> 4).int()]), -1).flatten(-2)
+    return values * scales.double().repeat_interleave(16, -1)

@@ -50,12 +50,6 @@ NIBBLE_CPU_LEVELS void scale_row(const float* x, const float* weight, float inve
   for (int64_t i = 0; i < columns; ++i) result[i] = x[i] * inverse * weight[i];
 }
 
-// A row rounded to the tensors' type and back.
-template <class T>
-void round_row(float* x, int64_t columns) {
-  for (int64_t i = 0; i < columns; ++i) x[i] = static_cast<float>(static_cast<T>(x[i]));
-}
-
 // Quantizes rows that `make_row(row, floats)` writes.
 template <class F>
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Shape& shape, const Tensor& global_scale_inv,

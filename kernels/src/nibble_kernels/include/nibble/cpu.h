@@ -19,6 +19,12 @@ void store(const float* from, int64_t count, T* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
 }
 
+// A row rounded to the tensors' type and back.
+template <class T>
+void round_row(float* x, int64_t columns) {
+  for (int64_t i = 0; i < columns; ++i) x[i] = static_cast<float>(static_cast<T>(x[i]));
+}
+
 // Calls f(row) for every row, with rows shared out among torch's threads by about 16 K elements.
 template <class F>
 void for_rows(int64_t rows, int64_t columns, const F& f) {

@@ -1,0 +1,127 @@
+"""nibble::nvfp4_moe: experts whose weights stay in NVFP4, with activations as they are or quantized too."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nibble_kernels.library import operator
+from nibble_kernels.nvfp4_linear import check_factor, check_weight, shape
+from nibble_kernels.nvfp4_moe import reference
+
+__all__ = ["nvfp4_moe"]
+
+_nvfp4_moe = operator(
+    "nvfp4_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w13_scale, Tensor w13_global_scale, "
+    "Tensor w2, Tensor w2_scale, Tensor w2_global_scale, Tensor? w13_input_scale, Tensor? w2_input_scale, "
+    "bool weight_on_input, str function, bool gated, bool interleaved, float limit, float alpha, float beta) -> Tensor",
+    reference.nvfp4_moe,
+    lambda x, *rest: x.new_empty(x.shape),
+)
+
+
+class Activation(NamedTuple):
+    """The arguments of reference.activate."""
+
+    function: str
+    gated: bool = True
+    interleaved: bool = False
+    limit: float = math.inf
+    alpha: float = 1.0
+    beta: float = 0.0
+
+
+# By the values of vLLM's MoEActivation (vllm 0.32 fused_moe/activation.py:20), which says what each computes from line 352.
+ACTIVATIONS = {
+    "silu": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "swigluoai": Activation("silu", interleaved=True, limit=7.0, alpha=1.702, beta=1.0),
+    "swigluoai_uninterleave": Activation("silu"),
+    "swiglustep": Activation("swiglustep", limit=7.0),
+    "silu_no_mul": Activation("silu", gated=False),
+    "gelu_no_mul": Activation("gelu", gated=False),
+    "gelu_tanh_no_mul": Activation("gelu_tanh", gated=False),
+    "relu2_no_mul": Activation("relu2", gated=False),
+}
+
+
+def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> Activation:
+    """What `name` computes. Raises ValueError for a name that is not in ACTIVATIONS and for parameters it does not take."""
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"experts with the activation {name!r} are not supported; expected one of {', '.join(ACTIVATIONS)}"
+        )
+    activation = ACTIVATIONS[name]
+    if name == "swigluoai_uninterleave":
+        if limit is None:
+            raise ValueError("the activation swigluoai_uninterleave needs swiglu_limit")
+        return activation._replace(limit=limit, alpha=1.0 if alpha is None else alpha, beta=beta or 0.0)
+    if name == "silu" and limit is not None:
+        return activation._replace(limit=limit)
+    return activation
+
+
+def nvfp4_moe(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_global_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_global_scale: Tensor,
+    activation: str,
+    *,
+    w13_input_scale: Tensor | None = None,
+    w2_input_scale: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+) -> Tensor:
+    """The experts' outputs for x [T, H], times topk_weights [T, k] and summed, [T, H] in x's type; formula: reference.py.
+
+    topk_ids [T, k] (int32 or int64) are rows of the weights; one below 0 is skipped. w13 is uint8 [E, 2I, H/2] with
+    float8_e4m3fn scales [E, 2I, H/16], gate's rows first, and float32 global scales [E, 2] of gate and up; without gate
+    [E, I, H/2] and [E, 1]. w2 [E, H, I/2], [E, H, I/16], [E]. `activation` is a value of vLLM's MoEActivation; the swiglu
+    parameters matter to "silu" (limit alone) and "swigluoai_uninterleave". Input scales (float32 [E], both or none) make it
+    W4A4. apply_router_weight_on_input multiplies x instead of the output. Raises ValueError where arguments do not fit.
+    """
+    chosen = activation_of(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
+    experts, rows = w13.shape[:2]
+    shards = 2 if chosen.gated else 1
+    if x.ndim != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != x.shape[:1]:
+        raise ValueError(
+            f"expected x [T, H] and [T, k] weights and ids; got {shape(x)}, {shape(topk_weights)} and {shape(topk_ids)}"
+        )
+    check_weight(x.shape[1], w13, w13_scale, "w13")
+    check_weight(rows // shards, w2, w2_scale, "w2")
+    if w2.shape[:2] != (experts, x.shape[1]):
+        raise ValueError(f"w2 must be [{experts}, {x.shape[1]}, ...], as w13 and x are; got {shape(w2)}")
+    check_factor(w13_global_scale, (experts, shards), "w13_global_scale")
+    check_factor(w2_global_scale, (experts,), "w2_global_scale")
+    if (w13_input_scale is None) != (w2_input_scale is None):
+        raise ValueError("input scales must be given for both w13 and w2, or for neither")
+    if w13_input_scale is not None and w2_input_scale is not None:
+        check_factor(w13_input_scale, (experts,), "w13_input_scale")
+        check_factor(w2_input_scale, (experts,), "w2_input_scale")
+    return _nvfp4_moe(
+        x,
+        topk_weights.to(torch.float32),
+        topk_ids.to(torch.int64),
+        w13,
+        w13_scale,
+        w13_global_scale,
+        w2,
+        w2_scale,
+        w2_global_scale,
+        w13_input_scale,
+        w2_input_scale,
+        apply_router_weight_on_input,
+        *chosen,
+    )

@@ -1,0 +1,93 @@
+"""Experts with NVFP4 weights, in plain torch float32: the specification.
+
+For each token and each of its experts e, with w the router's weight:
+
+    gate, up = x · w13[e]ᵀ · w13_global_scale[e, gate or up]     h = function(gate) · up, rounded to x's type
+    y = h · w2[e]ᵀ · w2_global_scale[e]                           the token's output gains w · y
+
+and the output is rounded to x's type at the end; everything between is float32, and the order of sums is not specified.
+With input scales, x and h are first rounded to NVFP4 by nvfp4_quant, each expert with its own scale. An expert id below 0 is
+an expert of another process and adds nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble_kernels import exact
+from nibble_kernels.nvfp4_linear.reference import matmul, round_to_nvfp4
+
+
+def activate(
+    h: Tensor, function: str, gated: bool, interleaved: bool, limit: float, alpha: float, beta: float
+) -> Tensor:
+    """function(gate) · (up + beta) of h [..., 2I], or function(h) of [..., I] where not gated, in float32.
+
+    Gate and up are halves or, interleaved, every other column. gate is clamped to at most limit and up to ±limit before
+    ("silu": x · sigmoid(alpha · x), "gelu", "gelu_tanh", "relu2"); with "swiglustep" silu(gate) is clamped instead of gate.
+    """
+    if not gated:
+        return apply(h, function, alpha)
+    gate, up = (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
+    up = up.clamp(-limit, limit) + beta
+    if function == "swiglustep":
+        return exact.silu(gate).clamp(max=limit) * up
+    return apply(gate.clamp(max=limit), function, alpha) * up
+
+
+def apply(x: Tensor, function: str, alpha: float) -> Tensor:
+    if function == "silu":
+        return x / (1 + exact.exp(-(alpha * x)))
+    if function == "relu2":
+        return x.relu().square()
+    return torch.nn.functional.gelu(x, approximate="tanh" if function == "gelu_tanh" else "none")
+
+
+def nvfp4_moe(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_global_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_global_scale: Tensor,
+    w13_input_scale: Tensor | None,
+    w2_input_scale: Tensor | None,
+    weight_on_input: bool,
+    function: str,
+    gated: bool,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    beta: float,
+) -> Tensor:
+    """The operator nibble::nvfp4_moe."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
+        token, place = (topk_ids == expert).nonzero(as_tuple=True)
+        rows, weights = x[token].float(), topk_weights[token, place][:, None].float()
+        if weight_on_input:
+            rows, weights = (rows * weights).to(x.dtype).float(), torch.ones_like(weights)
+        scales = w13_global_scale[expert]
+        factors = (
+            scales.repeat(w13.shape[1] // 2)
+            if interleaved
+            else scales.repeat_interleave(w13.shape[1] // len(scales))
+        )
+        h = _multiply(rows, w13[expert], w13_scale[expert], factors, w13_input_scale, expert)
+        h = activate(h, function, gated, interleaved, limit, alpha, beta).to(x.dtype).float()
+        y = _multiply(h, w2[expert], w2_scale[expert], w2_global_scale[expert], w2_input_scale, expert)
+        out.index_add_(0, token, y * weights)
+    return out.to(x.dtype)
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, scales: Tensor, factors: Tensor, input_scale: Tensor | None, expert: int
+) -> Tensor:
+    if input_scale is None:
+        return matmul(x, weight, scales) * factors
+    inverse = 1 / input_scale[expert]
+    return matmul(round_to_nvfp4(x, inverse), weight, scales) * (factors * (1 / inverse))
