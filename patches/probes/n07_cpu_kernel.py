@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
 from nibble.patching.tree import Tree
 from probes.support.syntax import Sources
 
@@ -16,7 +16,8 @@ ROW = Row(
     expect={"0.32.0": "defect"},
     verdict="The table of NVFP4 kernels has no row for the CPU, though EmulationNvFp4LinearKernel claims to be the last "
     "resort anywhere.",
-    instead="not mended yet: issue 4",
+    instead="nibble-kernels' vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a method for experts.",
+    fix=Fix("plugin", "nibble_kernels.vllm_plugin.kernels.register_cpu_kernel"),
     references=("vllm 0.32 model_executor/kernels/linear/__init__.py:574", "vllm-project/vllm#45779"),
 )
 
@@ -31,6 +32,22 @@ def probe(tree: Tree) -> Finding:
     except ValueError as error:
         return defect(" ".join(str(error).split()))
     return sound(f"the CPU runs NVFP4 layers with {type(kernel).__name__}")
+
+
+def remedy(tree: Tree) -> Finding:
+    """Ask the tree again once nibble's plugin has registered its kernel: for W4A4 and for weights alone."""
+    from probes.support import plugin
+
+    plugin.become_cpu()
+    plugin.find_nibble_kernels()
+    from nibble_kernels.vllm_plugin import kernels
+
+    kernels.register_cpu_kernel()
+    try:
+        found = {type(kernels.nvfp4_linear_kernel(use_a16)).__name__ for use_a16 in (False, True)}
+    except ValueError as error:
+        return defect(" ".join(str(error).split()))
+    return sound(f"the CPU runs NVFP4 layers with {', '.join(sorted(found))}")
 
 
 def on_cpu(tree: Tree) -> Sources:

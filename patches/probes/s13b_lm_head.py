@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import tempfile
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
 from nibble.patching.tree import Tree
 from probes.support.syntax import find, parse, python_files
 
@@ -16,8 +17,9 @@ ROW = Row(
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
     verdict="The ModelOpt reader of 0.32.0 handles ParallelLMHead; a model that does not pass quant_config still builds a plain "
     "head, and its loader stops at lm_head.weight_scale.",
-    instead="not mended, and nibble does not refuse it before the load: vLLM's own error names the tensor. ModelOpt's default "
-    "recipes leave lm_head in BF16.",
+    instead="nibble-kernels' vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's register_oot) that takes the model's "
+    "own quantization config where a model class passes none; the checkpoint's ignore list decides about the head.",
+    fix=Fix("plugin", "nibble_kernels.vllm_plugin.lm_head.register_head"),
     references=("vllm-project/vllm#45102", "vllm 0.32 model_executor/models/qwen3_next.py:851"),
 )
 
@@ -43,6 +45,31 @@ def probe(tree: Tree) -> Finding:
     if without:
         return defect(f"{detail}: {', '.join(sorted(set(without)))}")
     return sound(detail) if knows == "reads" else defect(detail)
+
+
+def remedy(tree: Tree) -> Finding:
+    """A head made as those models make it, in a model whose checkpoint quantizes it, once nibble's plugin is in place."""
+    from probes.support import plugin
+
+    plugin.become_cpu()
+    plugin.find_nibble_kernels()
+    from nibble_kernels.vllm_plugin import kernels, lm_head
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    modelopt.init_nvfp4_linear_kernel = kernels.nvfp4_linear_kernel
+    lm_head.register_head()
+    config = VllmConfig()
+    config.quant_config = modelopt.ModelOptNvFp4Config("W4A16_NVFP4", True, None, [], 16)
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        initialize_model_parallel(1)
+        head = ParallelLMHead(256, 128)
+    names = sorted(name for name, _ in head.named_parameters())
+    detail = f"a head made without quant_config has the tensors {', '.join(names)}"
+    return sound(detail) if "weight_scale_2" in names else defect(detail)
 
 
 def _reader_knows_the_head(tree: Tree) -> bool:

@@ -65,6 +65,18 @@ ANSWERS: dict[str, tuple[str, str, str, str]] = {
         "",
         "def merge_layer(*_, **__): return None",
     ),
+    "cpu kernel": (
+        "n07_cpu_kernel",
+        "kernels/src/nibble_kernels/vllm_plugin/kernels.py",
+        "",
+        "def register_cpu_kernel(): pass",
+    ),
+    "head": (
+        "s13b_lm_head",
+        "kernels/src/nibble_kernels/vllm_plugin/lm_head.py",
+        "",
+        "def register_head(): pass",
+    ),
     "expert merge": ("n10_moe_w13_scale", LAYERS, "", "def merge_experts(*_, **__): return None"),
     "gemma4": ("s17_gemma4_attention", "nibble/gemma4.py", "", "FLAGS = {name: {} for name in FLAGS}"),
 }

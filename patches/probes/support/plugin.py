@@ -10,9 +10,22 @@ from nibble.paths import root
 
 def plugin_layers() -> ModuleType:
     """nibble_kernels.vllm_plugin.layers: what the plugin does to a layer's tensors. It imports torch and nothing of vLLM."""
-    sources = root() / "kernels/src"
-    if sources.is_dir() and str(sources) not in sys.path:
-        sys.path.insert(0, str(sources))
+    find_nibble_kernels()
     from nibble_kernels.vllm_plugin import layers
 
     return layers
+
+
+def find_nibble_kernels() -> None:
+    """Make nibble_kernels importable."""
+    sources = root() / "kernels/src"
+    if sources.is_dir() and str(sources) not in sys.path:
+        sys.path.insert(0, str(sources))
+
+
+def become_cpu() -> None:
+    """Have the tree's vLLM run on its CPU platform, whatever it was built for. Comes before anything else of vllm is imported."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms.current_platform = CpuPlatform()
