@@ -1,6 +1,6 @@
 """Are block scales stored in the layout their label says: row by row, or in tiles of 128x4 (formats.md 6.4)?
 
-Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no error. Two tests, on up to 1024
+Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no error. Two tests, on the first
 rows of some tensors:
 
 - Four-over-six. A block scaled to 4 has no code of 6, and only such blocks have scales above 256 (formats.md 2.1). In the right
@@ -26,7 +26,7 @@ from nibble.checkpoint.nvfp4 import GROUP_SIZE, TILE_COLUMNS, TILE_ROWS, Nvfp4We
 from nibble.checkpoint.scale_values import TensorFiles
 from nibble.errors import ExitCode
 
-MAX_ROWS = 1024
+MAX_BYTES = 128 << 10  # of the scales of one tensor, but at least 128 rows
 MAX_TENSORS = 16
 TILE_BYTES = TILE_ROWS * TILE_COLUMNS
 ABOVE_256 = re.compile(rb"[\x79-\x7e]")  # E4M3
@@ -77,7 +77,7 @@ def _problem(weight: Nvfp4Weight, others: int) -> Problem:
 def _verdict(files: TensorFiles, weight: Nvfp4Weight) -> Verdict:
     assert weight.scale is not None
     blocks = weight.columns // GROUP_SIZE
-    rows = min(weight.rows, MAX_ROWS)
+    rows = min(weight.rows, max(1, MAX_BYTES // (TILE_ROWS * blocks)) * TILE_ROWS)
     stored = files.read(weight.scale, 0, rows * blocks)
     linear_is_right = weight.layout != "quartet2"
     as_linear, as_tiled = _four_over_six(files, weight, stored)
