@@ -21,13 +21,14 @@ cpu_wheel() {
   # shellcheck disable=SC2064
   trap "rm -rf '${scratch}'" EXIT
   cp -r kernels "${scratch}/kernels" # setuptools writes beside its sources
-  TORCH_CUDA_ARCH_LIST='' PATH="${PWD}/.venv/bin:${PATH}" .venv/bin/pip wheel --quiet --no-deps --no-build-isolation \
+  TORCH_CUDA_ARCH_LIST='' PATH="${PWD}/.venv/bin:${PATH}" .venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation \
     --no-index --wheel-dir "${scratch}/dist" "${scratch}/kernels"
   wheel=$(basename "${scratch}"/dist/*.whl)
   .venv/bin/python -m venv --without-pip "${scratch}/venv"
   # torch from here, nibble-kernels from the wheel: what lies in the environment itself is found first.
-  printf '%s\n' .venv/lib/python3*/site-packages | sed "s|^|${PWD}/|" >"$(echo "${scratch}"/venv/lib/python3*/site-packages)/outer.pth"
-  .venv/bin/pip --python "${scratch}/venv/bin/python" install --quiet --no-deps --no-index --force-reinstall \
+  .venv/bin/python -P -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
+    >"$(echo "${scratch}"/venv/lib/python3*/site-packages)/outer.pth"
+  .venv/bin/python -m pip --python "${scratch}/venv/bin/python" install --quiet --no-deps --no-index --force-reinstall \
     "${scratch}/dist/${wheel}"
   found=$("${scratch}/venv/bin/python" -P -c \
     'import nibble_kernels as kernels; print(kernels.__file__, kernels.implementations()["cpu"])')

@@ -175,3 +175,16 @@ def test_a_compiler_that_fails_costs_one_line_with_the_log(environment: Path, tm
     assert set_up(environment, **given) == PLAIN.format(why, mend)
     assert str(broken) in log.read_text()
     assert computes(environment) == "not compiled when it was installed"
+
+
+def test_a_wheel_of_build_sh_is_installed_where_there_is_no_compiler(environment: Path) -> None:
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    shutil.copy(root() / "build.sh", environment.parent)
+    build = [str(environment.parent / "build.sh"), "cpu", "--kernels"]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wheel = environment.parent / done.stdout.strip()
+    assert wheel.parent == environment.parent / "dist/cpu"
+    assert set_up(environment, PATH="") == f"[1/1] nibble's kernels\nkernels: from {wheel}"
+    assert computes(environment) == "compiled"

@@ -286,6 +286,29 @@ class TestImage:
         assert result.returncode == 0, result.stdout + result.stderr
 
 
+PLUGIN = """
+import nibble_kernels, vllm.plugins
+loaded = vllm.plugins.load_plugins_by_group("vllm.general_plugins")
+loaded["nibble"]()
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+print(nibble_kernels.implementations()["cpu"], ModelOptNvFp4FusedMoE.__module__.split(".")[0])
+"""
+
+
+class TestKernels:
+    def test_they_are_compiled_and_vllm_loads_their_plugin(self, cpu_image: str) -> None:
+        result = run_once(
+            cpu_image, "python", "-c", PLUGIN, options=[*HARDENED, "--tmpfs", "/var/cache/nibble"]
+        )
+        assert result.stdout == "compiled nibble_kernels\n", result.stderr
+
+    def test_doctor_finds_them(self, cpu_image: str) -> None:
+        report = json.loads(run_once(cpu_image, "nibble", "doctor", "--json", options=HARDENED).stdout)
+        (check,) = (check for check in report["checks"] if check["name"] == "kernels")
+        assert check["status"] == "ok", check
+        assert "cpu: compiled" in check["what"]
+
+
 IN_ORDER = {"applied", "unmended", "fixed upstream", "not needed", "not applicable"}
 # Python takes bytecode whose header has the time and size of its source; site-packages cannot be written at run time.
 STALE_BYTECODE = """

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from containers import builder, docker, run_once
+from cuda_tools import CUDA, NVCC
 
 from nibble.patching.apply import RECORD_FOLDER
 from nibble.patching.series import load_series
@@ -56,6 +57,13 @@ def test_system_stage_builds_on_the_stand_in_base(target: str, build_environ: di
     assert found.stdout.split() == ["/usr/bin/tini", "2000", "2000:0:2775"]
 
 
+@pytest.mark.slow
+def test_kernels_that_were_not_compiled_stop_the_build_in_one_line(build_environ: dict[str, str]) -> None:
+    with pytest.raises(AssertionError) as refused:
+        build_stage("sm120", "kernels-wheel", build_environ, "VLLM_FROM=wheel")
+    assert "error: nibble-kernels was not compiled for sm120" in str(refused.value)
+
+
 def test_a_base_without_cuda_13_is_refused_in_one_line(build_environ: dict[str, str]) -> None:
     """The compile stage starts here, finds no nvcc and says so before it installs gigabytes."""
     with pytest.raises(AssertionError) as refused:
@@ -69,10 +77,32 @@ def test_a_wrong_checksum_is_refused_in_one_line(build_environ: dict[str, str]) 
     assert "does not have the pinned sha256" in str(refused.value)
 
 
+@pytest.fixture
+def cuda_base(base_image: str) -> str:
+    """The stand-in base with the CUDA toolkit of this machine, which compiles nibble-kernels."""
+    if not NVCC.exists():
+        pytest.skip(f"no {NVCC}: CUDA_HOME names another toolkit")
+    tag = f"{base_image}-cuda"
+    text = f"FROM {base_image}\nCOPY . /usr/local/cuda\n"
+    command = [builder(), "build", "--tag", tag, "--file", "-", str(CUDA.resolve())]
+    done = subprocess.run(
+        command,
+        input=text,
+        env=os.environ | {"DOCKER_BUILDKIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return tag
+
+
 @pytest.mark.slow
-def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(build_environ: dict[str, str]) -> None:
+def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(
+    build_environ: dict[str, str], cuda_base: str
+) -> None:
     """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, the series and nibble on top."""
-    image = build_stage("sm120", "runtime", build_environ, "VLLM_FROM=wheel")
+    image = build_stage("sm120", "runtime", build_environ | {"BASE_IMAGE": cuda_base}, "VLLM_FROM=wheel")
     ask = "from importlib.metadata import version as v; print(v('vllm'), v('torch'))"
     try:
         found = run_once(image, "python", "-c", ask)
@@ -84,6 +114,7 @@ def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(build_environ: d
         words = {line["id"]: line["word"] for line in report["patches"]}
         assert words["N1"] == words["N12"] == "applied", "FlashInfer is in this image"
         assert not {"needed", "failed"} & {*words.values()}
+        assert checks["kernels"]["what"].startswith("0.1.0; cpu: compiled; cuda: compiled"), checks["kernels"]
         left = run_once(image, "find", "/tmp", "/var/cache/nibble", "-mindepth", "1")
         assert left.stdout == "/var/cache/nibble/home\n", "what the probes made"
     finally:

@@ -146,6 +146,7 @@ def build(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
         (("h100",), "unknown argument 'h100'"),
         (("cpu", "--from", "git"), "--from git"),
         (("cpu", "--push"), "IMAGE with a registry"),
+        (("sm120", "--kernels", "--push"), "--kernels with --push"),
     ],
 )
 def test_build_refuses_wrong_arguments_in_one_line(args: tuple[str, ...], said: str) -> None:
