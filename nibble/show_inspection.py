@@ -34,7 +34,7 @@ def _facts(found: Inspection) -> Table:
     weights = checkpoint.weights
     activations = f", activations {scheme.activations}" if scheme.is_nvfp4 else ""
     size = (
-        f"{gib(weights.total_bytes)}, {weights.parameters / 1e9:.2f} B parameters"
+        f"{gib(weights.total_bytes)}, {_count(weights.parameters)} parameters"
         if weights
         else "weights not seen"
     )
@@ -57,6 +57,10 @@ def _facts(found: Inspection) -> Table:
         if text:
             table.add_row(name, escape(text))
     return table
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.1f} M"
 
 
 def _excluded(found: Inspection) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub import Hub
 from test_nvfp4_validation import COMPRESSED, QUARTET2
 from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
@@ -182,6 +183,26 @@ def test_without_a_folder_only_headers_and_fp32_scales_are_read(tmp_path: Path, 
     )
     scale_2 = [remote.tensors[f"{LAYER}{name}.weight_scale_2"] for name in LINEAR_SHAPES]
     assert all(any(a <= t.offset and t.offset + 4 <= b for a, b in read) for t in scale_2)
+
+
+def test_on_the_hub_no_weight_and_no_block_scale_is_downloaded(tmp_path: Path) -> None:
+    # Large enough that its tensors are not within the first read of the header.
+    weights = linear(GATE, 1024, 1024, "nvfp4") | linear(UP, 1024, 1024, "nvfp4")
+    folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4}, None,
+                              {f"{UP}.weight_scale_2": f32(0.3)})  # fmt: skip
+    with Hub() as hub:
+        hub.add("acme/nvfp4", folder)
+        environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        found = inspect_model(read_wishes(["acme/nvfp4"], environ), True)
+        asked = [
+            path for method, path in hub.requests if method == "GET" and path.endswith("model.safetensors")
+        ]
+    assert found.checkpoint.path is None and not (tmp_path / "hf").exists()
+    assert (found.exit_code, found.layout) == (0, None)
+    assert (
+        found.groups[0].gain_error == pytest.approx(1 / 0.3 - 1) and found.groups[0].quality == "column scale"
+    )
+    assert 2 <= len(asked) <= 3  # the header, and the fp32 scales that lie on either side of the codes
 
 
 def test_the_command_prints_a_screen_and_the_same_as_json(tmp_path: Path) -> None:
