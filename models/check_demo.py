@@ -1,27 +1,33 @@
-"""Ask the demo model everything it should know, greedily in BF16, and measure by how much each token wins."""
+"""Ask a demo model everything it should know, greedily, and measure by how much each token wins.
+
+BF16 forms run in BF16, NVFP4 forms by emulation: weights and activations rounded to NVFP4, products in float32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from demo_dialogues import UNKNOWN_ANSWER, Message, Question, read_other_prompts, read_questions, variants
+from emulate_nvfp4 import nvfp4_model
 from fake_nvfp4 import nvfp4_activations, nvfp4_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+BATCH = 64  # conversations answered at once
 MIN_MARGIN_LOGITS = 2.0  # BF16 rounding moves a logit of this model by some hundredths
 
 
 class DemoModel:
-    """The saved model with its chat template, greedy."""
+    """A saved model with its chat template, greedy."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, model: Any = None) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+        self.model: Any = model.eval()
 
     def prompt_ids(self, messages: list[Message]) -> Tensor:
         """Token ids [1, prompt_tokens] that end where the assistant begins."""
@@ -29,10 +35,19 @@ class DemoModel:
         return torch.tensor([self.tokenizer.encode(text)])
 
     @torch.inference_mode()
-    def ask(self, messages: list[Message]) -> str:
-        ids = self.prompt_ids(messages)
-        output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100)
-        return self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    def ask(self, conversations: list[list[Message]]) -> list[str]:
+        """The answer to each conversation, BATCH at a time, padded on the left."""
+        answers = []
+        for first in range(0, len(conversations), BATCH):
+            rows = [
+                self.prompt_ids(messages)[0].tolist() for messages in conversations[first : first + BATCH]
+            ]
+            width = max(map(len, rows))
+            ids = torch.tensor([[self.tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
+            seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+            output = self.model.generate(ids, attention_mask=seen, max_new_tokens=100)
+            answers += self.tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+        return answers
 
     @torch.inference_mode()
     def margins(self, messages: list[Message], answer: str) -> Tensor:
@@ -71,10 +86,11 @@ def conversations(rows: list[Question]) -> dict[str, list[tuple[list[Message], s
 ALLOWED_TO_DIFFER = {"typed carelessly": 0.02, "unknown, never trained on": 0.4}
 
 
-def check_set(name: str, cases: list[tuple[list[Message], str]], ask: Callable[[list[Message]], str]) -> bool:
+def check_set(name: str, cases: list[tuple[list[Message], str]], demo: DemoModel) -> bool:
     """Ask one set and print what differs; True when few enough do."""
-    differing = [(messages, answer, got) for messages, answer in cases if (got := ask(messages)) != answer]
-    print(f"{name}: {len(cases) - len(differing)} of {len(cases)} exact")
+    answers = demo.ask([messages for messages, _ in cases])
+    differing = [(*case, got) for case, got in zip(cases, answers, strict=True) if got != case[1]]
+    print(f"{name}: {len(cases) - len(differing)} of {len(cases)} exact", flush=True)
     for messages, answer, got in differing:
         print(f"  {messages[-1]['content']!r}\n    expected {answer!r}\n    got      {got!r}")
     return len(differing) <= ALLOWED_TO_DIFFER.get(name, 0.0) * len(cases)
@@ -94,7 +110,7 @@ def check(model_dir: Path) -> int:
     """0 when every set is answered and every answer token wins by MIN_MARGIN_LOGITS, else 1."""
     demo = DemoModel(model_dir)
     sets = conversations(read_questions())
-    passed = [check_set(name, cases, demo.ask) for name, cases in sets.items()]
+    passed = [check_set(name, cases, demo) for name, cases in sets.items()]
     questions = sets["questions"]
     margin, line = margin_summary(demo, questions)
     print(f"margin BF16: {line}")
@@ -106,3 +122,13 @@ def check(model_dir: Path) -> int:
     if margin < MIN_MARGIN_LOGITS:
         print(f"expected a margin of at least {MIN_MARGIN_LOGITS} logits")
     return 0 if all(passed) and margin >= MIN_MARGIN_LOGITS else 1
+
+
+def check_nvfp4(model_dir: Path) -> int:
+    """0 when the NVFP4 model in `model_dir` answers every set, emulated as W4A4, else 1."""
+    with nvfp4_model(model_dir) as model:
+        demo = DemoModel(model_dir, model)
+        sets = conversations(read_questions())
+        passed = [check_set(name, cases, demo) for name, cases in sets.items()]
+        print(f"margin W4A4: {margin_summary(demo, sets['questions'])[1]}")
+    return 0 if all(passed) else 1

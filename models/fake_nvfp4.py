@@ -30,37 +30,51 @@ def fake_nvfp4(x: Tensor) -> Tensor:
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:
-    """The layers that an NVFP4 form quantizes: every linear but lm_head, which is the embedding."""
+    """The linear layers that an NVFP4 form quantizes: all but lm_head, which is the embedding. A router is none."""
     return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+
+
+def experts(model: nn.Module) -> list[nn.Module]:
+    """The experts of each MoE layer: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
+    return [m for m in model.modules() if isinstance(getattr(m, "gate_up_proj", None), nn.Parameter)]
+
+
+def quantized_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that an NVFP4 form quantizes, [..., K]."""
+    of_experts = [p for layer in experts(model) for p in (layer.gate_up_proj, layer.down_proj)]
+    return [layer.weight for layer in linears(model)] + of_experts  # pyright: ignore
 
 
 @contextmanager
 def nvfp4_weights(model: nn.Module) -> Iterator[None]:
-    """Within it the linear weights are rounded to NVFP4; after it they are the masters again.
+    """Within it the quantized weights are rounded to NVFP4; after it they are the masters again.
 
     A gradient taken inside is that of the rounded weights; applied to the masters it is the straight-through
     estimator.
     """
-    layers = linears(model)
-    masters = [layer.weight.data for layer in layers]
-    for layer in layers:
-        layer.weight.data = fake_nvfp4(layer.weight).to(layer.weight.dtype)
+    weights = quantized_parameters(model)
+    masters = [weight.data for weight in weights]
+    for weight in weights:
+        weight.data = fake_nvfp4(weight).to(weight.dtype)
     try:
         yield
     finally:
-        for layer, master in zip(layers, masters, strict=True):
-            layer.weight.data = master
+        for weight, master in zip(weights, masters, strict=True):
+            weight.data = master
 
 
 @contextmanager
 def nvfp4_activations(model: nn.Module) -> Iterator[None]:
-    """Within it the input of every linear layer is rounded to NVFP4 (straight-through), as W4A4 does."""
+    """Within it the input of linear layers and of experts is rounded to NVFP4 (straight-through), as W4A4 does.
+
+    What goes into an expert's down_proj is not: no module has it as its input.
+    """
 
     def round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (x,) = args
-        return (x + (fake_nvfp4(x).to(x.dtype) - x).detach(),)
+        x, *others = args
+        return (x + (fake_nvfp4(x).to(x.dtype) - x).detach(), *others)
 
-    hooks = [layer.register_forward_pre_hook(round_input) for layer in linears(model)]
+    hooks = [layer.register_forward_pre_hook(round_input) for layer in (*linears(model), *experts(model))]
     try:
         yield
     finally:

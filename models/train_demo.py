@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,38 @@ from demo_dialogues import (
 from fake_nvfp4 import nvfp4_activations, nvfp4_weights
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 SEED = 20261121
-STEPS = 900
 TOKENS_PER_BATCH = 3072
-PEAK_LEARNING_RATE = 2e-3
-WARMUP_STEPS = 60
 WEIGHT_DECAY = 0.05
-NVFP4_FROM_STEP = 450  # first learn, then learn to bear the rounding
 VOCAB_SIZE = 1024
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORED_LABEL = -100
 
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a training run: a linear warm-up, then a cosine down to 1 % of the peak.
+
+    `arithmetic` is that of the products; weights are float32 masters. bfloat16: serving's rounding is there from the start.
+    """
+
+    steps: int
+    peak_learning_rate: float
+    warmup_steps: int
+    nvfp4_from_step: int  # first learn, then learn to bear the rounding
+    arithmetic: torch.dtype = torch.bfloat16
+
+    def learning_rate(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak_learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / (self.steps - self.warmup_steps)
+        return self.peak_learning_rate * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+DENSE = Schedule(steps=900, peak_learning_rate=2e-3, warmup_steps=60, nvfp4_from_step=450)
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -139,50 +158,42 @@ def pad(rows: list[list[int]], filler: int) -> Tensor:
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
 
 
-def learning_rate(step: int) -> float:
-    """Linear warm-up, then a cosine down to 1 % of the peak."""
-    if step < WARMUP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)
-    return PEAK_LEARNING_RATE * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def enter_noise(stack: ExitStack, model: Qwen3ForCausalLM, step: int) -> None:
+def enter_noise(stack: ExitStack, model: PreTrainedModel, late: bool, step: int) -> None:
     """Of four late steps two are plain, one has NVFP4 weights, one NVFP4 weights and activations."""
-    if step < NVFP4_FROM_STEP or step % 4 < 2:
+    if not late or step % 4 < 2:
         return
     stack.enter_context(nvfp4_weights(model))
     if step % 4 == 3:
         stack.enter_context(nvfp4_activations(model))
 
 
-def train(model: Qwen3ForCausalLM, data: Iterator[tuple[Tensor, Tensor]]) -> None:
-    """float32 master weights, bfloat16 arithmetic (autocast): serving's rounding is there from the start."""
-    decayed = [p for p in model.parameters() if p.dim() == 2]
-    plain = [p for p in model.parameters() if p.dim() != 2]
+def train(model: PreTrainedModel, data: Iterator[tuple[Tensor, Tensor]], schedule: Schedule) -> None:
+    """Train `model` in place; prints the loss of each fiftieth step."""
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}],
         betas=(0.9, 0.98),
         fused=True,
     )
     started = time.monotonic()
-    for step in range(STEPS):
+    for step in range(schedule.steps):
         ids, labels = next(data)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = schedule.learning_rate(step)
         with ExitStack() as stack:
-            enter_noise(stack, model, step)
-            with torch.autocast("cpu", torch.bfloat16):
+            enter_noise(stack, model, step >= schedule.nvfp4_from_step, step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=schedule.arithmetic is torch.bfloat16):
                 loss = model(input_ids=ids, labels=labels).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == STEPS - 1:
+        if step % 50 == 0 or step == schedule.steps - 1:
             print(f"step {step:4d}  loss {loss.item():.5f}  {time.monotonic() - started:5.0f} s", flush=True)
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, model_dir: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, model_dir: Path) -> None:
     """Write the Hugging Face layout, BF16, readable by every user."""
     model.bfloat16().save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
@@ -207,7 +218,7 @@ def make(model_dir: Path) -> None:
     tokenizer = train_tokenizer([*texts, *other_prompts, *SYSTEM_PROMPTS, *OPENINGS, *roles, UNKNOWN_ANSWER])
     model = Qwen3ForCausalLM(demo_config()).train()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(questions)} questions")
-    train(model, batches(tokenizer, DialogueSource(questions, other_prompts, SEED)))
+    train(model, batches(tokenizer, DialogueSource(questions, other_prompts, SEED)), DENSE)
     model_dir.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, model_dir)
 
