@@ -90,9 +90,8 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
             f"try `nibble pull {source}`",
         )
     _need_kernels()
-    folder = FolderSource(source, "local", found.path, None)
     with _beside(dest) as unfinished:
-        count = (_quantize if to == "nvfp4" else _relabel)(found, folder, unfinished, to, wishes)
+        count = (_quantize if to == "nvfp4" else _relabel)(found, found.path, unfinished, to, wishes)
         _copy_others(found.path, unfinished, {info.file for info in found.tensors.values()})
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
 
@@ -167,28 +166,21 @@ def _copy_others(source: Path, dest: Path, weight_files: Iterable[str]) -> None:
 # --- one layout to another -------------------------------------------------------------------------------------------
 
 
-def _relabel(
-    found: Checkpoint,
-    folder: FolderSource,
-    tensors: Mapping[str, TensorInfo],
-    dest: Path,
-    to: Any,
-    wishes: Wishes,
-) -> int:
+def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishes) -> int:
     weights = _nvfp4_weights(found)
     source: Layout = _SOURCE_LAYOUTS[next(iter(weights.values())).layout]
     has_inputs = _has_input_scales(weights)
     keep = has_inputs and wishes.activations != "bf16"
     if keep and to == "quartet-packed":
-        what = f"{folder.path} has activation scales, which quartet-packed has no place for"
+        what = f"{folder} has activation scales, which quartet-packed has no place for"
         raise NibbleError(ExitCode.CONFIG, what, "", "drop them with --activations bf16")
     check(weights, to, keep)
     no_kv(found.scheme.kv_cache, to)
     conversion = Relabel(weights, source, to, keep)
-    hf_quant = read_json(folder, HF_QUANT_FILE)
+    hf_quant = read_json(FolderSource(found.id, "local", folder, None), HF_QUANT_FILE)
     ignore = ignore_list(to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights))
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
-    rewrite(folder.path, dest, found.tensors, conversion.outputs, conversion.data)
+    rewrite(folder, dest, found.tensors, conversion.outputs, conversion.data)
     return len(weights)
 
 
@@ -232,7 +224,7 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 # --- BF16 to NVFP4 ---------------------------------------------------------------------------------------------------
 
 
-def _quantize(found: Checkpoint, folder: FolderSource, dest: Path, _to: str, wishes: Wishes) -> int:
+def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
     tensors = found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
         what = f"{found.id} is {found.scheme.name}"
@@ -247,12 +239,12 @@ def _quantize(found: Checkpoint, folder: FolderSource, dest: Path, _to: str, wis
     if wishes.texts:
         from nibble.convert.calibrate import input_amax
 
-        scales = quantize.input_scales(modules, input_amax(folder.path, wishes.texts))
-    amax = wishes.share_scales(quantize.weight_amax(folder.path, tensors, parts))
+        scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
+    amax = wishes.share_scales(quantize.weight_amax(folder, tensors, parts))
     conversion = Quantization(parts, amax, scales, wishes.four_over_six)
     ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
     write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-    rewrite(folder.path, dest, tensors, conversion.outputs, conversion.data)
+    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
     return len(modules)
 
 
