@@ -17,6 +17,7 @@ from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
+from nibble.fp8_checks import check_fp8_on_cpu
 from nibble.launch import serve as launch
 from nibble.localize import Fetch, localize
 from nibble.moe_configs import make_folder
@@ -39,6 +40,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
         say(notice)
     for warning in run_checks(plan, accepted):
         say(f"warning: {warning}")
+    check_fp8_on_cpu(plan)
     for line in check_nvfp4(plan, plan.vllm_environ(accepted)):
         say(line)
     settings = plan.settings

@@ -1,0 +1,141 @@
+"""Weights that vLLM 0.32 computes as one and their fp32 scales: equal, to be merged exactly, or wrong without that.
+
+Unmended, vLLM takes one scale for all parts of a fused layer: the largest multiplier in ModelOpt's format (modelopt.py
+KNvfp4Static.process), the smallest in compressed-tensors' (the largest divisor, compressed_tensors_w4a4_nvfp4.py:105), and of an
+expert's gate and up the gate's. The error is a gain: a part is multiplied by (scale taken) / (its own).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from nibble.checkpoint.nvfp4 import EXPERT, Nvfp4Weight
+from nibble.checkpoint.scale_values import NAN, TensorFiles, e4m3_value
+
+# Parts of one fused layer by the ends of their names: packed_modules_mapping of vllm 0.32 models/*.py.
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("wq", "wk", "wv"), ("query", "key", "value"),
+    ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("c_fc_0", "c_fc_1"),
+)  # fmt: skip
+_GROUP_OF = {part: parts for parts in FUSED for part in parts}
+
+Quality = Literal["equal", "foldable", "column scale", "expert factor", "unread"]
+"""How the parts are merged exactly: nothing to do; into the block scales; by a factor an output after the GEMM; by a factor on
+the expert's second weight. "unread": the scales differ by a ratio that may fold, which only the block scales tell."""
+
+
+@dataclass(frozen=True)
+class FusedGroup:
+    """One fused layer: its parts, their multipliers, how they merge, and the gain error of the worst part in unmended vLLM."""
+
+    name: str
+    parts: tuple[Nvfp4Weight, ...]
+    scales: tuple[float, ...]
+    is_expert: bool
+    quality: Quality
+    gain_error: float
+    worst_part: str
+
+
+def fused_groups(
+    weights: Iterable[Nvfp4Weight], values: Mapping[str, tuple[float, ...]], folder: Path | None
+) -> list[FusedGroup]:
+    """Every fused layer of `weights`. `values` are their fp32 scales by tensor; `folder` is where block scales may be read."""
+    members: defaultdict[tuple[str, tuple[str, ...]], dict[str, Nvfp4Weight]] = defaultdict(dict)
+    for weight in weights:
+        parent, _, part = weight.module.rpartition(".")
+        if part in _GROUP_OF and weight.layout != "quartet2" and weight.global_scale is not None:
+            members[parent, _GROUP_OF[part]][part] = weight
+    found = []
+    for (parent, names), parts in members.items():
+        ordered = tuple(parts[name] for name in names if name in parts)
+        scales = [_multiplier(weight, values) for weight in ordered]
+        if len(ordered) > 1 and all(scale is not None for scale in scales):
+            known = tuple(scale for scale in scales if scale is not None)
+            found.append(
+                _group(
+                    f"{parent}.{'+'.join(w.module.rpartition('.')[2] for w in ordered)}",
+                    ordered,
+                    known,
+                    folder,
+                )
+            )
+    return found
+
+
+def _multiplier(weight: Nvfp4Weight, values: Mapping[str, tuple[float, ...]]) -> float | None:
+    """The weight's fp32 scale as a multiplier; None for one that is damaged or not there."""
+    assert weight.global_scale is not None
+    stored = values.get(weight.global_scale.name, ())
+    if len(stored) != 1 or not 0 < stored[0] < float("inf"):
+        return None
+    return 1 / stored[0] if weight.layout == "compressed-tensors" else stored[0]
+
+
+def _group(
+    name: str, parts: tuple[Nvfp4Weight, ...], scales: tuple[float, ...], folder: Path | None
+) -> FusedGroup:
+    is_expert = EXPERT.match(parts[0].module) is not None
+    largest_divisor = parts[0].layout == "compressed-tensors"
+    dense = min(scales) if largest_divisor else max(scales)
+    taken = scales[0] if is_expert else dense
+    errors = [abs(taken / scale - 1) for scale in scales]
+    worst = max(range(len(parts)), key=errors.__getitem__)
+    quality = "expert factor" if is_expert else _quality(parts, scales, folder)
+    if len(set(scales)) == 1:
+        quality = "equal"
+    return FusedGroup(name, parts, scales, is_expert, quality, errors[worst], parts[worst].module)
+
+
+def _quality(parts: tuple[Nvfp4Weight, ...], scales: tuple[float, ...], folder: Path | None) -> Quality:
+    """Foldable where with the scale of one part every block scale of the others is an E4M3 value (nibble_kernels.merge)."""
+    plausible = [
+        common
+        for common in set(scales)
+        if all(unrepresentable(_ratio(scale, common)) is not None for scale in scales)
+    ]
+    if not plausible:
+        return "column scale"
+    if folder is None:
+        return "unread"
+    with TensorFiles(folder) as files:
+        present = [_present(files, part) for part in parts]
+    for common in plausible:
+        lost = [unrepresentable(_ratio(scale, common)) for scale in scales]
+        if not any(bad is None or bad & there for bad, there in zip(lost, present, strict=True)):
+            return "foldable"
+    return "column scale"
+
+
+def _ratio(own: float, common: float) -> Fraction:
+    return Fraction(own) / Fraction(common)
+
+
+def _present(files: TensorFiles, weight: Nvfp4Weight) -> frozenset[int]:
+    """The bytes that occur among the block scales of `weight`."""
+    assert weight.scale is not None
+    found: set[int] = set()
+    for data in files.chunks(weight.scale):
+        found |= {byte for byte in range(1, NAN) if byte not in found and byte in data}
+    return frozenset(found)
+
+
+@lru_cache(maxsize=1024)
+def unrepresentable(ratio: Fraction) -> frozenset[int] | None:
+    """E4M3 bytes whose value times `ratio` is no E4M3 value; None where that is every byte: the ratio has more bits than
+    a scale."""
+    if max(_odd_part(ratio.numerator), _odd_part(ratio.denominator)) > 15:
+        return None
+    values = {Fraction(e4m3_value(byte)) for byte in range(1, NAN)}
+    lost = frozenset(byte for byte in range(1, NAN) if Fraction(e4m3_value(byte)) * ratio not in values)
+    return None if len(lost) == NAN - 1 else lost
+
+
+def _odd_part(number: int) -> int:
+    return number // (number & -number)
