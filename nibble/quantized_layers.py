@@ -29,7 +29,8 @@ DRAFT_READS_THE_FILE = (
     "qwen4_exp",
     "qwen4_exp_text",
 )
-# With modelopt_fp4, vllm 0.32 qwen3_next_mtp.py:74 and qwen3_5_mtp.py:93 build this layer unquantized without asking.
+# With modelopt_fp4, vllm 0.32 qwen3_next_mtp.py:74 and qwen3_5_mtp.py:93 build this layer unquantized without asking;
+# nibble's plugin, quantized where it is stored so.
 UNQUANTIZED_DRAFT_LAYER = "mtp.fc"
 
 
@@ -65,11 +66,8 @@ def _correction(checkpoint: Checkpoint, with_draft: bool) -> Correction | None:
     modules = checkpoint.modules
     if modules is None:
         return None
-    forced = _forced(checkpoint)
-    if with_draft and forced & modules.quantized:
-        what = f"{UNQUANTIZED_DRAFT_LAYER} of {checkpoint.id} is quantized, and vLLM 0.32 takes it as unquantized"
-        raise _no_draft(what, "another checkpoint for multi-token prediction")
-    return correct(modules, with_draft, forced)
+    # One that is quantized is built so by nibble's plugin (nibble_kernels.vllm_plugin.mtp), and then by the list.
+    return correct(modules, with_draft, _forced(checkpoint) - modules.quantized)
 
 
 def _check_draft(checkpoint: Checkpoint, found: Correction | None) -> None:

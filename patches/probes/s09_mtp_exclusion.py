@@ -29,8 +29,8 @@ ROW = Row(
     verdict="True, and the cause is the exporter's list. 0.32.0 builds mtp.fc of Qwen3-Next and Qwen3.5 unquantized by name;"
     " EXAONE and LongCat, GLM's whole MTP layer and compressed-tensors depend on the list.",
     instead="nibble compares the list with the tensors' types before the start and, where they disagree, gives vLLM one that"
-    " agrees in --hf-overrides; without readable headers nothing is changed. MTP is refused where no flag reaches the layer:"
-    " an NVFP4 mtp.fc of Qwen3-Next and Qwen3.5, and drafts that read config.json again (Nemotron-H, Step-3.5).",
+    " agrees in --hf-overrides; without readable headers nothing is changed. nibble's plugin loads an NVFP4 mtp.fc of Qwen3-Next"
+    " and Qwen3.5; MTP is refused for drafts that read config.json again (Nemotron-H, Step-3.5).",
     fix=Fix("flag", "--hf-overrides, nibble/quantized_layers.py"),
     references=(
         "vllm-project/vllm#38832",

@@ -25,7 +25,7 @@ def register() -> None:
         compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
     )
 
-    from nibble_kernels.vllm_plugin import dense, kernels, lm_head, moe
+    from nibble_kernels.vllm_plugin import dense, kernels, lm_head, moe, mtp
 
     kernels.register_cpu_kernel()
     modelopt.init_nvfp4_linear_kernel = kernels.nvfp4_linear_kernel
@@ -40,3 +40,4 @@ def register() -> None:
     compressed_tensors_moe.CompressedTensorsW4A4Nvfp4MoEMethod = compressed_moe
 
     lm_head.register_head()
+    mtp.register_draft_projection()

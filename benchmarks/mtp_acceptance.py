@@ -1,0 +1,96 @@
+"""How often vLLM accepts what the MTP head of a tiny NVFP4 checkpoint drafts: greedy answers, JSON on stdout.
+
+    python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N] [--out FILE]
+
+The checkpoint is made by tests/fixtures/mtp_model.py: its texts follow one cycle of 1024 tokens, so `correct`, the share of
+generated tokens that do, is 1 for a sound model, and an MTP head that was read wrongly has acceptance 1/1024. Needs vLLM and
+nibble-kernels, whose plugin vLLM loads by itself; runs on whatever platform vLLM finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/fixtures")]
+
+PROMPTS, PROMPT_TOKENS = 8, 12
+METRICS = {"drafted": "vllm:spec_decode_num_draft_tokens", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=("qwen3_5", "qwen3_next"), default="qwen3_next")
+    parser.add_argument("--quantized-fc", action="store_true", help="mtp.fc in NVFP4 too")
+    parser.add_argument("--drafts", type=int, default=2, help="tokens drafted at each step")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each prompt")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument("--out", type=Path, help="also write the result here")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    from mtp_model import write_mtp_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_mtp_model(Path(folder), args.shape, quantized_fc=args.quantized_fc)
+        found = measure(model, args)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Generate and count."""
+    import torch
+    import vllm
+    from mtp_model import VOCAB, next_token
+
+    llm = vllm.LLM(
+        str(model),
+        speculative_config={"method": "mtp", "num_speculative_tokens": args.drafts},
+        max_model_len=512,
+        max_num_seqs=PROMPTS,
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=256 << 20,
+        enforce_eager=args.eager,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+    )
+    prompts: list[list[int]] = []
+    for start in range(PROMPTS):
+        prompt = [start * VOCAB // PROMPTS]
+        while len(prompt) < PROMPT_TOKENS:
+            prompt.append(next_token(prompt[-1]))
+        prompts.append(prompt)
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    correct = total = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        said = [prompt[-1], *output.outputs[0].token_ids]
+        correct += sum(next_token(last) == token for last, token in itertools.pairwise(said))
+        total += len(said) - 1
+    counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    counts = {name: int(counted[metric]) for name, metric in METRICS.items()}
+    return {
+        "shape": args.shape,
+        "quantized_fc": args.quantized_fc,
+        "drafts": args.drafts,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "vllm": vllm.__version__,
+        "generated": total,
+        "correct": correct / total,
+        **counts,
+        "acceptance": counts["accepted"] / max(1, counts["drafted"]),
+        "chance": 1 / VOCAB,
+    }
+
+
+if __name__ == "__main__":
+    main()
