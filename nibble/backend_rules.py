@@ -63,7 +63,7 @@ class Rule:
     reference: str
     when: Condition
     row: str = ""
-    force: Mapping[str, str] = field(default_factory=dict)
+    force: Mapping[str, str | StrictBool] = field(default_factory=dict)
     forbid: Mapping[str, Words] = field(default_factory=dict)
     warn: Mapping[str, Words] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)

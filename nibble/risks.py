@@ -63,7 +63,7 @@ def _situation(parts: Ingredients, tensor_parallel: int) -> Situation:
 
 
 def _force(
-    rule: Rule, flag: str, value: str, parts: Ingredients, args: Mapping[str, Choice]
+    rule: Rule, flag: str, value: str | bool, parts: Ingredients, args: Mapping[str, Choice]
 ) -> tuple[Choice | None, str]:
     """The forced value, unless the user or a recipe that stays says otherwise; and what to tell."""
     found = in_effect(flag, {name: choice.value for name, choice in args.items()})
