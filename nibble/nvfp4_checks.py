@@ -25,9 +25,9 @@ def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
     there and cannot be done without.
     """
     checkpoint = plan.checkpoint
-    if checkpoint is None or not checkpoint.scheme.is_nvfp4:
-        return []
     values = {name: choice.value for name, choice in plan.args.items()}
+    if checkpoint is None or not (checkpoint.scheme.is_nvfp4 or asked(values)):
+        return []
     lines = check_scales(checkpoint, drafts_from_itself(values.get("--speculative-config")))
     return lines + check_plugin(plan, child)
 
@@ -56,11 +56,8 @@ def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
         what, action = "nibble-kernels, which has nibble's vLLM plugin, is not installed", "run `make setup`"
     else:
         return []
-    assert plan.checkpoint is not None
     options = asked({name: choice.value for name, choice in plan.args.items()})
-    if plan.target.device == "cpu" or options:
-        needed = f"it is needed for {plan.checkpoint.scheme.name} " + (
-            "on the CPU" if plan.target.device == "cpu" else f"with {', '.join(options)}"
-        )
-        raise NibbleError(ExitCode.CONFIG, f"{what}, and {needed}", "", action)
+    if options or plan.target.device == "cpu":
+        needed = f"for {', '.join(options)}" if options else "for NVFP4 on the CPU"
+        raise NibbleError(ExitCode.CONFIG, f"{what}, and it is needed {needed}", "", action)
     return [f"warning: {what}: fused projections whose parts have different scales compute wrongly; {action}"]

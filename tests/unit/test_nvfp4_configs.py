@@ -95,6 +95,17 @@ def test_a_legacy_file_with_null_exclusions_is_read_as_an_empty_list(tmp_path: P
     assert config is not None and config["ignore"] == []
 
 
+@pytest.mark.parametrize("key", ["exclude_modules", "ignore"])
+def test_null_exclusions_in_config_json_are_an_empty_list_that_the_tensors_correct(
+    key: str, tmp_path: Path
+) -> None:
+    declared = {name: value for name, value in MODELOPT_NVFP4.items() if name != "ignore"} | {key: None}
+    config = override(planned(tmp_path / "m", tensors("nvfp4"), declared))
+    assert config is not None and config["ignore"] == ["lm_head"]
+    tied = {name: tensor for name, tensor in tensors("nvfp4").items() if name != "lm_head.weight"}
+    assert override(planned(tmp_path / "tied", tied, declared)) is None  # patches/vllm reads null as no list
+
+
 def test_an_unknown_algorithm_is_refused_by_name(tmp_path: Path) -> None:
     for name, arguments in (("legacy", {"legacy": hf_quant("NVFP4_AWQ")}),
                             ("new", {"declared": MODELOPT_NVFP4 | {"quant_algo": "NVFP4_AWQ"}})):  # fmt: skip

@@ -13,7 +13,7 @@ from tiny_model import MODELOPT_NVFP4
 
 from nibble import nvfp4_checks
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_plugin
+from nibble.nvfp4_checks import check_nvfp4, check_plugin
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
 
@@ -132,6 +132,14 @@ def test_without_the_plugin_nvfp4_is_refused_on_the_cpu_and_warned_of_on_a_gpu(
     assert ["warning: " in line for line in check_plugin(plan(model), {})] == [True]
     with pytest.raises(NibbleError, match="quantize_lm_head"):
         check_plugin(plan(model, "--quantize-lm-head", "nvfp4"), {})
+
+
+def test_a_plain_model_needs_the_plugin_only_for_an_option(tmp_path: Path, monkeypatch) -> None:
+    with_plugin(monkeypatch, False)
+    folder = write_checkpoint(tmp_path / "m", tensors("bf16"))
+    assert check_nvfp4(plan(folder), {}) == []
+    with pytest.raises(NibbleError, match="quantize_lm_head"):
+        check_nvfp4(plan(folder, "--quantize-lm-head", "nvfp4"), {})
 
 
 def test_vllm_plugins_that_leave_nibble_out_count_as_no_plugin(model: Path, monkeypatch) -> None:
