@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -76,6 +77,51 @@ def inspect(words: Words = None) -> None:
 
         show_inspection(found)
     raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A folder, the id of a pulled model, or a demo.")],
+    dest: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4 numbers;"
+            " nvfp4: quantize a BF16 model, in ModelOpt's layout.",
+        ),
+    ],
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16 or fp4: what linear layers compute with. Default: bf16 for --to nvfp4, else the source's."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file; the model reads each line to find the activation scales of --activations fp4."
+        ),
+    ] = None,
+    four_over_six: Annotated[
+        bool,
+        typer.Option("--four-over-six", help="Give a block the scale for 4 where that errs less than for 6."),
+    ] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave these modules in BF16, such as '*.layers.0.*'; may be given again."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write an NVFP4 checkpoint in another layout, or a BF16 one in NVFP4."""
+    from nibble.convert import convert as run
+    from nibble.convert import read_wishes
+
+    wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
+    done = run(source, dest, to, wishes)
+    _print_json(vars(done)) if as_json else print(
+        f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes"
+    )
 
 
 @app.command(context_settings=FREE_WORDS)
@@ -171,8 +217,6 @@ def patches_revert(tree: Root = None) -> None:
 
 
 def _tree(root: str | None) -> Any:
-    from pathlib import Path
-
     from nibble.patching.status import installed_tree
     from nibble.patching.tree import open_tree
 

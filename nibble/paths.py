@@ -21,5 +21,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def demo_model() -> Path:
-    """The embedded demo model, the default of `make serve` and the end-to-end fixture."""
+    """The embedded demo model in BF16, the default of `make serve` and the end-to-end fixture."""
     return root() / "models" / "nibble-demo"
+
+
+def demo_models() -> dict[str, Path]:
+    """Every embedded demo model by its name: dense in BF16 and NVFP4, and a mixture of experts in NVFP4."""
+    found = (demo_model().with_name(f"nibble-demo{form}") for form in ("", "-nvfp4", "-moe-nvfp4"))
+    return {folder.name: folder for folder in found}

@@ -15,7 +15,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.gemma4 import has_flashinfer_compiler
 from nibble.hardware import Hardware, assume, detect
 from nibble.moe_configs import installed_configs
-from nibble.paths import demo_model, root
+from nibble.paths import demo_models, root
 from nibble.plan import Plan, make_plan
 from nibble.precedence import Choice, Ingredients, file_flags
 from nibble.recipes import ResolvedRecipe, load_recipe, resolve
@@ -52,9 +52,9 @@ def read_wishes(words: Sequence[str], environ: Mapping[str, str], own_switches: 
 
 
 def local_model(model: str) -> Path | None:
-    """The folder a model argument names: a path, or the embedded demo by its name."""
-    if model == demo_model().name:
-        return demo_model()
+    """The folder a model argument names: a path, or an embedded demo by its name."""
+    if demo := demo_models().get(model):
+        return demo
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~")) or path.is_dir()
     return path if looks_like_path else None
@@ -95,7 +95,8 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         checkpoint=checkpoint,
         checkpoint_note=note,
         recipe=recipe,
-        is_demo=folder is not None and folder.resolve() == demo_model().resolve(),
+        is_demo=folder is not None
+        and folder.resolve() in [demo.resolve() for demo in demo_models().values()],
         tuned_configs=installed_configs() if target.device == "cuda" else None,
         rules=load_rules(root()),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),

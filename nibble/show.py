@@ -17,7 +17,7 @@ from rich.table import Table
 from nibble import __version__
 from nibble.errors import ExitCode, NibbleError
 from nibble.patching.status import row_order
-from nibble.paths import root
+from nibble.paths import demo_models, root
 from nibble.plan import Plan
 from nibble.precedence import Choice
 from nibble.prepare import UNKNOWN_UNTIL_PULL
@@ -239,8 +239,9 @@ def versions() -> dict[str, str | None]:
 def show_verb_help(verb: str) -> None:
     """Help of a verb that takes nibble's options and vLLM's flags."""
     console = Console(highlight=False)
+    demos = " or ".join(demo_models())
     console.print(
-        f"usage: nibble {verb} [MODEL] [FLAGS]\n\nMODEL is a Hugging Face id, a folder, or nibble-demo.",
+        f"usage: nibble {verb} [MODEL] [FLAGS]\n\nMODEL is a Hugging Face id, a folder, or a demo: {demos}.",
         markup=False,
     )
     console.print(

@@ -36,6 +36,7 @@ from nibble.convert.layouts import Relabel, check
 from nibble.convert.quantize import Quantization, ShareScales, share_scales
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_checks import check_scales
+from nibble.paths import demo_models
 
 LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
 TARGETS = (*LAYOUTS, "nvfp4")
@@ -71,6 +72,23 @@ class Done:
     nbytes: int
 
 
+def read_wishes(
+    activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
+) -> Wishes:
+    """Wishes from the words of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
+    if activations not in (None, "bf16", "fp4"):
+        raise NibbleError(ExitCode.USAGE, f"--activations {activations}", "bf16 or fp4")
+    texts: tuple[str, ...] = ()
+    if calibrate is not None:
+        try:
+            texts = tuple(line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise NibbleError(ExitCode.USAGE, f"--calibrate {calibrate} cannot be read ({error})") from None
+        if not texts:
+            raise NibbleError(ExitCode.USAGE, f"--calibrate {calibrate} is empty", "one text a line")
+    return Wishes(activations, four_over_six, tuple(exclude), texts)
+
+
 def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
     """Write `source`, a folder or the id of a pulled model, to the new folder `dest` as `to`, one of TARGETS.
 
@@ -81,7 +99,7 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
         raise NibbleError(
             ExitCode.USAGE, f"{dest} is there already", "a new folder", "remove it or name another"
         )
-    found = read_checkpoint(source)
+    found = read_checkpoint(str(demo_models().get(source, source)))
     if found.path is None:
         raise NibbleError(
             ExitCode.MODEL,
