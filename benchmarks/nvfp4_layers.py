@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 COLUMNS, ROWS, TOKENS = 1024, {"q": 256, "k": 64, "v": 64}, 64
+TIME_LIMIT_S = 120
 LINEAR_KERNELS = {"cpu": ("auto", "emulation"), "cuda": ("marlin", "humming", "emulation")}
 
 
@@ -65,10 +66,18 @@ def main() -> None:
 def in_a_process(case: tuple[str, ...], device: str) -> dict[str, Any]:
     """The case with its errors, or with the line that refused it."""
     words = [sys.executable, __file__, "--device", device, "--case", ",".join(case)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return case_names(case) | {"refused": f"no answer within {TIME_LIMIT_S} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found = json.loads(lines[-1]) if lines else {"refused": done.stderr.strip().splitlines()[-1][-200:]}
-    return dict(zip(("form", "activations", "kernel", "scales"), case, strict=True)) | found
+    return case_names(case) | found
+
+
+def case_names(case: tuple[str, ...]) -> dict[str, Any]:
+    """The case as keys of a result."""
+    return dict(zip(("form", "activations", "kernel", "scales"), case, strict=True))
 
 
 def show(result: dict[str, Any]) -> str:
@@ -110,7 +119,9 @@ def run_case(form: str, activations: str, kernel: str, scales: str, device: str)
         x = torch.randn(TOKENS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
         out = layer(x.to(device))[0].cpu().double()
         chosen = type(getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel).__name__
-        is_quantized = activations == "fp4" and chosen not in ("MarlinNvFp4LinearKernel",)
+        is_quantized = (
+            activations == "fp4" and "Marlin" not in chosen and not ("Humming" in chosen and device == "cuda")
+        )
         errors = {}
         for (name, weight), columns in zip(weights.items(), out.split(list(ROWS.values()), 1), strict=True):
             stored = x_as_computed(x, loaded["input_scale"], is_quantized) @ loaded[name].T

@@ -14,7 +14,13 @@ from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import is_weights_pre_processed
 
 from nibble_kernels.vllm_plugin.kernels import is_marlin
-from nibble_kernels.vllm_plugin.layers import apply_column_scale, check_loaded, mark_unloaded, merge_layer
+from nibble_kernels.vllm_plugin.layers import (
+    apply_column_scale,
+    check_loaded,
+    mark_unloaded,
+    merge_layer,
+    set_column_scale,
+)
 from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
 
 
@@ -41,12 +47,14 @@ class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
         mark_unloaded(layer, "weight_scale_2", "input_scale")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        column_scale = None
         if self.is_real and not is_weights_pre_processed():
             check_loaded(layer, "weight_scale", "weight_scale_2")
             if self.akey is not None:
                 check_loaded(layer, "input_scale")
-            merge_layer(layer, "weight_scale_2", is_marlin(self.kernel))
+            column_scale = merge_layer(layer, "weight_scale_2", is_marlin(self.kernel))
         super().process_weights_after_loading(layer)
+        set_column_scale(layer, column_scale)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return apply_column_scale(layer, self.kernel, super().apply, x, bias)
@@ -72,12 +80,14 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if self.drops_input_scale:
             del layer.input_global_scale
+        column_scale = None
         if self.is_real:
             check_loaded(layer, "weight_scale", "weight_global_scale")
             if not self.use_a16:
                 check_loaded(layer, "input_global_scale")
-            merge_layer(layer, "weight_global_scale", is_marlin(self.kernel), divisors=True)
+            column_scale = merge_layer(layer, "weight_global_scale", is_marlin(self.kernel), divisors=True)
         super().process_weights_after_loading(layer)
+        set_column_scale(layer, column_scale)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return apply_column_scale(layer, self.kernel, super().apply_weights, x, bias)

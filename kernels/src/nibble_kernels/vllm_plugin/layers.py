@@ -37,8 +37,8 @@ def name_of(layer: torch.nn.Module) -> str:
     return getattr(layer, "prefix", "") or getattr(layer, "layer_name", "") or type(layer).__name__
 
 
-def merge_layer(layer: torch.nn.Module, name: str, marlin: bool, divisors: bool = False) -> None:
-    """One global scale in all places of `layer.<name>`, new block scales, and a column factor where they do not suffice."""
+def merge_layer(layer: torch.nn.Module, name: str, marlin: bool, divisors: bool = False) -> Tensor | None:
+    """One global scale in all places of `layer.<name>` and new block scales; returns column factors where they do not suffice."""
     stored = getattr(layer, name).data
     multipliers = 1 / stored if divisors else stored
     try:
@@ -48,8 +48,13 @@ def merge_layer(layer: torch.nn.Module, name: str, marlin: bool, divisors: bool 
     # One of the stored values, so that a divisor is not inverted twice.
     stored.fill_(stored[int((multipliers == merged.global_scale).nonzero()[0])].item())
     layer.weight_scale.data.copy_(merged.scales)
-    if merged.column_scale is not None:
-        layer.register_parameter(COLUMN_SCALE, Parameter(merged.column_scale, requires_grad=False))
+    return merged.column_scale
+
+
+def set_column_scale(layer: torch.nn.Module, column_scale: Tensor | None) -> None:
+    """Give the layer its column factors. Comes after the kernel's own preparation: Humming's throws out what it does not know."""
+    if column_scale is not None:
+        layer.register_parameter(COLUMN_SCALE, Parameter(column_scale, requires_grad=False))
 
 
 def apply_column_scale(
