@@ -32,7 +32,7 @@ def moe(request: pytest.FixtureRequest, kernels: Any) -> Any:
     module._nvfp4_moe = compiled
 
 
-def experts(count: int, hidden: int, intermediate: int, gated: bool = True) -> dict[str, Tensor]:
+def experts(count: int, hidden: int, intermediate: int, gated: bool = True) -> dict[str, Any]:
     """Random experts with unequal global scales, so that intermediates are about 1."""
     shards = 2 if gated else 1
     w13, w13_scale = packed_weight(count * shards * intermediate, hidden)
@@ -219,7 +219,7 @@ def test_wrong_arguments_are_refused(kernels: object) -> None:
     from nibble_kernels.nvfp4_moe import nvfp4_moe
 
     layer = experts(3, 64, 32)
-    good = {"x": torch.randn(4, 64), "activation": "silu", **layer}
+    good: dict[str, Any] = {"x": torch.randn(4, 64), "activation": "silu", **layer}
     good["topk_weights"], good["topk_ids"] = routing(4, 3, 2)
     for message, change in (
         ("activation 'situ' are not supported; expected one of silu", {"activation": "situ"}),
@@ -233,9 +233,9 @@ def test_wrong_arguments_are_refused(kernels: object) -> None:
         ("w13_input_scale must be", {"w13_input_scale": torch.ones(2), "w2_input_scale": torch.ones(3)}),
     ):
         with pytest.raises(ValueError, match=message):
-            nvfp4_moe(**(good | change))
+            nvfp4_moe(**(good | dict[str, Any](change)))
     with pytest.raises(RuntimeError, match="expert 3 of 3"):
-        nvfp4_moe(**(good | {"topk_ids": torch.full((4, 2), 3)}))
+        nvfp4_moe(**{**good, "topk_ids": torch.full((4, 2), 3)})
 
 
 def test_the_operator_compiles(kernels: object) -> None:
@@ -247,7 +247,7 @@ def test_the_operator_compiles(kernels: object) -> None:
     counter, graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager"), []
     traced = torch.compile(nvfp4_moe, backend=counter, fullgraph=True, dynamic=True)
     for tokens in (7, 5, 19):
-        args = (torch.randn(tokens, 64), *routing(tokens, 3, 2), *layer.values(), "silu")
+        args: Any = (torch.randn(tokens, 64), *routing(tokens, 3, 2), *layer.values(), "silu")
         assert torch.equal(traced(*args), nvfp4_moe(*args))
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1

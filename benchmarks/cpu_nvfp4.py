@@ -1,0 +1,228 @@
+"""NVFP4 beside BF16 on the CPU: single linear layers, and a generated Qwen3 served by vLLM.
+
+    python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 7] [--skip-model]
+
+Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its metadata). Layers: each round times every
+variant once, and the ratio is that of the fastest rounds, to the
+faster of torch's BF16 and vLLM's own, since other programs on the machine only add time. Model: hidden
+4096, intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4 (tests/fixtures/generated_nvfp4.py,
+2.7 GB below FOLDER); each form is served in a process of its own, in turn, twice. Peak memory is VmHWM when the model is
+loaded, which counts pages of the mapped file too; the largest anonymous part is sampled every 5 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tests/fixtures"))
+from generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
+
+SHAPE = Shape(hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048)
+LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+ROWS = (1, 4, 16, 256)
+FORMS: dict[str, tuple[Form, bool]] = {
+    "bf16": ("bf16", False),
+    "nvfp4_w4a16": ("modelopt", False),
+    "nvfp4_w4a4": ("modelopt", True),
+}
+DECODE_TOKENS, PROMPT_TOKENS = 24, 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=REPO / "benchmarks/results/cpu_nvfp4.json")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cpu_nvfp4")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--skip-model", action="store_true")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        print("\nRESULT " + json.dumps(serve(args.serve)))
+        return
+    found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": machine()}
+    found["layers"] = [time_layer(name, rows, args.rounds) for name in LAYERS for rows in ROWS]
+    if not args.skip_model:
+        found["model"] = compare_models(args.folder)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+def machine() -> dict[str, Any]:
+    from nibble_kernels.nvfp4_linear import cpu_levels
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))}
+    return {
+        "cpu": ", ".join(sorted(models)),
+        "architecture": platform.machine(),
+        "levels": cpu_levels(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average_at_start": os.getloadavg()[0],
+        "torch": torch.__version__,
+    }
+
+
+def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of one layer of the model with `rows` rows, and how much faster than BF16."""
+    from nibble_kernels.nvfp4_linear import nvfp4_linear
+
+    codes, scales = random_nvfp4(name, *LAYERS[name], "cpu")
+    one, inverse = torch.tensor(2.0**-7), torch.tensor(300.0)
+    weight = torch.randn(*LAYERS[name], dtype=torch.bfloat16)
+    x = torch.randn(rows, LAYERS[name][1], dtype=torch.bfloat16)
+    variants: dict[str, Callable[[], object]] = {
+        "bf16": lambda: torch.nn.functional.linear(x, weight),
+        "bf16_vllm": vllm_linear(weight, x),
+        "nvfp4_w4a16": lambda: nvfp4_linear(x, codes, scales, one),
+        "nvfp4_w4a4": lambda: nvfp4_linear(x, codes, scales, one, input_scale_inv=inverse),
+    }
+    best = dict.fromkeys(variants, float("inf"))
+    for _ in range(rounds):
+        for variant, call in variants.items():
+            start = time.perf_counter()
+            call()
+            best[variant] = min(best[variant], (time.perf_counter() - start) * 1e3)
+    fastest_bf16 = min(best["bf16"], best["bf16_vllm"])
+    speedup = {variant: round(fastest_bf16 / best[variant], 2) for variant in variants if "nvfp4" in variant}
+    milliseconds = {variant: round(value, 3) for variant, value in best.items()}
+    return {
+        "layer": name,
+        "shape": LAYERS[name],
+        "rows": rows,
+        "ms": milliseconds,
+        "times_as_fast_as_bf16": speedup,
+    }
+
+
+def vllm_linear(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
+    """What vLLM makes of a BF16 layer on this CPU (vllm 0.32 layers/utils.py:470)."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return lambda: layer.cpu_linear(x, layer.weight, None)
+
+
+def compare_models(folder: Path) -> dict[str, Any]:
+    """Each form in turn, twice; the faster run counts, and the larger memory."""
+    runs: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
+    for _ in range(2):
+        for form, (layout, w4a4) in FORMS.items():
+            if not (folder / form / "model.safetensors").exists():
+                write_checkpoint(folder / form, SHAPE, layout, w4a4=w4a4)
+            runs[form].append(serve_in_a_process(folder / form))
+    found = {form: combine(both) for form, both in runs.items()}
+    for form in ("nvfp4_w4a16", "nvfp4_w4a4"):
+        found[form]["times_as_fast_as_bf16"] = {
+            key: round(found[form][key] / found["bf16"][key], 2)
+            for key in ("decode_tokens_per_s", "decode_tokens_per_s_of_4", "prefill_tokens_per_s")
+        }
+        found[form]["linear_bytes_of_bf16"] = round(
+            found[form]["linear_bytes"] / (2 * SHAPE.linear_elements()), 4
+        )
+    return found
+
+
+def combine(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: max(run[key] for run in runs) for key in runs[0]}
+
+
+def serve_in_a_process(folder: Path) -> dict[str, Any]:
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    words = [sys.executable, __file__, "--serve", str(folder)]
+    done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    return json.loads(done.stdout.rpartition("RESULT ")[2])
+
+
+def serve(folder: Path) -> dict[str, Any]:
+    """Load the folder with vLLM in this process, and time it."""
+    from vllm import LLM, SamplingParams
+
+    imported = memory_bytes("VmHWM")
+    anonymous = LargestAnonymous()
+    llm = LLM(str(folder), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4,
+              max_num_batched_tokens=512, kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False)  # fmt: skip
+    peak, peak_anonymous = memory_bytes("VmHWM"), anonymous.stop()
+    file_bytes = (folder / "model.safetensors").stat().st_size
+
+    def seconds(prompts: int, length: int, tokens: int) -> float:
+        options = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
+        requests = [{"prompt_token_ids": list(range(3 + n, 3 + n + length))} for n in range(prompts)]
+        start = time.perf_counter()
+        llm.generate(requests, options, use_tqdm=False)  # pyright: ignore
+        return time.perf_counter() - start
+
+    def decode_rate(prompts: int) -> float:
+        many, one = seconds(prompts, PROMPT_TOKENS, DECODE_TOKENS + 1), seconds(prompts, PROMPT_TOKENS, 1)
+        return prompts * DECODE_TOKENS / (many - one)
+
+    seconds(1, PROMPT_TOKENS, 2)
+    return {
+        "file_bytes": file_bytes,
+        "linear_bytes": sum(llm.apply_model(linear_bytes)),
+        "peak_rss_of_imports": imported,
+        "peak_rss_loaded": peak,
+        "peak_rss_less_file": peak - file_bytes,
+        "peak_anonymous_loaded": peak_anonymous,
+        "threads": torch.get_num_threads(),
+        "decode_tokens_per_s": round(decode_rate(1), 2),
+        "decode_tokens_per_s_of_4": round(decode_rate(4), 2),
+        "prefill_tokens_per_s": round(256 / seconds(1, 256, 1), 1),
+    }
+
+
+def linear_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters of the transformer layers' linear layers."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = [module for module in model.modules() if isinstance(module, LinearBase)]
+    return sum(parameter.nbytes for module in found for parameter in module.parameters())
+
+
+def memory_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+class LargestAnonymous(threading.Thread):
+    """Samples the anonymous part of this process's memory until stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.largest, self.running = 0, True
+        self.start()
+
+    def run(self) -> None:
+        while self.running:
+            self.largest = max(self.largest, memory_bytes("RssAnon"))
+            time.sleep(0.005)
+
+    def stop(self) -> int:
+        self.running = False
+        self.join()
+        return self.largest
+
+
+if __name__ == "__main__":
+    main()
