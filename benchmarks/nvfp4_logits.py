@@ -3,7 +3,7 @@
     python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …]
 
 The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in transformers. Every path is a
-vLLM of its own that scores the same tokens. For each position the whole distribution is compared: the largest difference of a
+vLLM of its own that scores the same tokens; the same emulation in BF16 arithmetic is there as a yardstick. For each position the whole distribution is compared: the largest difference of a
 log-probability among tokens above 0.1 %, the mean Kullback-Leibler divergence in nats, and how often the likeliest token differs.
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4")
 QUESTIONS = 24
+TIME_LIMIT_S = 300
 # name -> device, activations, --linear-backend, --moe-backend
 PATHS: dict[str, tuple[str, str, str, str]] = {
     "nibble on the CPU, W4A4": ("cpu", "checkpoint", "auto", "auto"),
@@ -60,8 +61,12 @@ def main() -> None:
     for model in MODELS:
         references = {activations: reference(model, activations) for activations in ("checkpoint", "bf16")}
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = list(pool.map(lambda name, model=model: run_path(model, name), names))
-        for name, logprobs in zip(names, found, strict=True):
+            found = dict(
+                zip(names, pool.map(lambda name, model=model: run_path(model, name), names), strict=True)
+            )
+        for activations, name in (("checkpoint", "W4A4"), ("bf16", "W4A16")):
+            found[f"BF16 arithmetic in torch, {name}"] = reference(model, activations, torch.bfloat16)
+        for name, logprobs in found.items():
             result: dict[str, Any] = {"model": model, "path": name}
             if isinstance(logprobs, str):
                 result["failed"] = logprobs
@@ -90,8 +95,8 @@ def prompts(model: str) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def reference(model: str, activations: str) -> Tensor:
-    """Log-probabilities [positions, vocabulary] in float32."""
+def reference(model: str, activations: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Log-probabilities [positions, vocabulary] of transformers computing in `dtype`."""
     sys.path.insert(0, str(ROOT / "models"))
     sys.path.insert(0, str(ROOT))
     from emulate_nvfp4 import nvfp4_model
@@ -112,7 +117,12 @@ def run_path(model: str, name: str) -> Tensor | str:
     file = Path(f"/tmp/nvfp4-logits-{os.getpid()}-{abs(hash((model, name)))}.pt")
     words = [sys.executable, __file__, "--score", model, device, activations, linear, moe, str(file)]
     environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environ)
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, env=environ, timeout=TIME_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {TIME_LIMIT_S} s"
     if not file.exists():
         return " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])[-400:]
     found = torch.load(file)

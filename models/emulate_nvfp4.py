@@ -45,10 +45,10 @@ def nvfp4_model(model_dir: Path, merge: Merge = lambda tensors: None) -> Iterato
 
 
 def fake_activation(x: Tensor, inverse: Tensor) -> Tensor:
-    """x [..., K] rounded to NVFP4 with the static scale 1 / `inverse` and back, float32."""
+    """x [..., K] rounded to NVFP4 with the static scale 1 / `inverse` and back, in x's type."""
     packed, scales = nvfp4_quant(x.bfloat16().reshape(-1, x.shape[-1]), inverse, tiled=False)
     values = e2m1_decode(packed).unflatten(-1, (-1, 16)) * (e4m3_decode(scales) / inverse)[..., None]
-    return values.flatten(-2).view(x.shape)
+    return values.flatten(-2).view(x.shape).to(x.dtype)
 
 
 def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
