@@ -87,6 +87,10 @@ def read_modules(
         (plain if tensor.dtype in PLAIN else quantized).add(name)
         if is_mixed and tensor.dtype not in PLAIN:
             algorithms[name] = algorithm_of(tensor, tensors)
+    if not any(name.endswith("lm_head") for name in quantized | plain):
+        plain.add(
+            "lm_head"
+        )  # tied: vLLM builds it like any other layer and gives it the embedding's weight alone
     both = quantized & plain  # experts of one layer in two forms: vLLM builds all of them alike
     return Modules(
         declared,

@@ -92,7 +92,7 @@ def test_a_legacy_file_with_null_exclusions_is_read_as_an_empty_list(tmp_path: P
     weights = {name: tensor for name, tensor in tensors("w4a16").items() if name != "lm_head.weight"}
     legacy = hf_quant("W4A16_NVFP4", exclude_modules=None)
     config = override(planned(tmp_path / "m", weights, legacy=legacy))
-    assert config is not None and config["ignore"] == []
+    assert config is not None and config["ignore"] == ["lm_head"]  # by its tensors: it is the embedding
 
 
 @pytest.mark.parametrize("key", ["exclude_modules", "ignore"])
@@ -102,8 +102,16 @@ def test_null_exclusions_in_config_json_are_an_empty_list_that_the_tensors_corre
     declared = {name: value for name, value in MODELOPT_NVFP4.items() if name != "ignore"} | {key: None}
     config = override(planned(tmp_path / "m", tensors("nvfp4"), declared))
     assert config is not None and config["ignore"] == ["lm_head"]
+
+
+def test_an_output_head_that_is_the_embedding_is_listed_as_unquantized(tmp_path: Path) -> None:
+    # Else vLLM builds it in NVFP4 and finds no scales for it (formats.md 4.5).
     tied = {name: tensor for name, tensor in tensors("nvfp4").items() if name != "lm_head.weight"}
-    assert override(planned(tmp_path / "tied", tied, declared)) is None  # patches/vllm reads null as no list
+    config = override(
+        planned(tmp_path / "m", tied, MODELOPT_NVFP4 | {"ignore": []}, tie_word_embeddings=True)
+    )
+    assert config is not None and config["ignore"] == ["lm_head"]
+    assert override(planned(tmp_path / "listed", tied, MODELOPT_NVFP4)) is None
 
 
 def test_an_unknown_algorithm_is_refused_by_name(tmp_path: Path) -> None:
