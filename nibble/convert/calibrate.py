@@ -78,7 +78,9 @@ def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)

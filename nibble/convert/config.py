@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nibble.checkpoint.exclusions import excluded
-from nibble.checkpoint.scheme import quantization_config
+from nibble.checkpoint.scheme import QUARTET2_PRODUCER, quantization_config
 from nibble.errors import ExitCode, NibbleError
 
 Layout = Literal["modelopt", "compressed-tensors", "quartet-packed"]
@@ -18,7 +18,7 @@ Activations = Literal["bf16", "fp4"]
 # The version whose files these are: 0.45 first wrote W4A16_NVFP4.
 MODELOPT = {"name": "modelopt", "version": "0.45.0"}
 # What readers of packed CloverLM weights go by (formats.md 1.3, 7): scales of another producer are row-major.
-QUARTET = {"name": "cloverlm_converter", "version": "1.0"}
+QUARTET = {"name": QUARTET2_PRODUCER, "version": "1.0"}
 FP8_KV = {"dynamic": False, "num_bits": 8, "type": "float"}
 CONFIG_FILE, HF_QUANT_FILE = "config.json", "hf_quant_config.json"
 

@@ -1,0 +1,67 @@
+"""The demo models in NVFP4 through a real vLLM on the CPU: right as nibble serves them, wrong without the merge of scales."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from serving import ROOT, Server, clean_environ
+
+sys.path.insert(0, str(ROOT / "models"))
+from demo_dialogues import UNKNOWN_ANSWER, read_other_prompts, read_questions
+
+pytestmark = pytest.mark.vllm
+PROGRAM = ROOT / "tests/fixtures/demo_in_vllm.py"
+QUESTIONS = {row.question: row.answer for row in read_questions()}  # the BF16 model's answers, word for word
+
+
+def answers(model: str, backend: str, tmp_path: Path, **environ: str) -> dict[str, str]:
+    """What `model` answers to each question in a vLLM of its own."""
+    words = [sys.executable, str(PROGRAM), str(ROOT / "models" / model), backend]
+    environment = clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environ)
+    done = subprocess.run(
+        words, input=json.dumps(list(QUESTIONS)), env=environment, text=True, capture_output=True, cwd=tmp_path, check=False
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(zip(QUESTIONS, json.loads(lines[0].removeprefix("RESULT ")), strict=True))
+
+
+def wrong(found: dict[str, str]) -> list[str]:
+    return [question for question, answer in found.items() if answer != QUESTIONS[question]]
+
+
+@pytest.mark.parametrize("name", ["nibble-demo-nvfp4", "nibble-demo-moe-nvfp4"])
+def test_nibble_serves_the_nvfp4_demo_with_the_answers_of_the_bf16_one(name: str, tmp_path: Path) -> None:
+    server = Server(tmp_path, ["serve", name, "--max-model-len", "512"])
+    prompts, _ = read_other_prompts()
+    expected = QUESTIONS | dict.fromkeys(prompts, UNKNOWN_ANSWER)
+
+    def ask(question: str) -> str:
+        body = {"model": "default", "messages": [{"role": "user", "content": question}], "max_tokens": 100}
+        status, answer = server.ask("/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0]["message"]["content"]
+
+    try:
+        server.wait_until_ready()
+        with ThreadPoolExecutor(8) as pool:
+            found = dict(zip(expected, pool.map(ask, expected), strict=True))
+    finally:
+        server.end()
+    assert {question: answer for question, answer in found.items() if answer != expected[question]} == {}
+
+
+def test_vllm_alone_with_an_nvfp4_kernel_for_the_cpu_loads_the_demo_and_answers_wrongly(
+    tmp_path: Path,
+) -> None:
+    found = answers("nibble-demo-nvfp4", "emulation", tmp_path, VLLM_PLUGINS="")
+    assert len(wrong(found)) > len(QUESTIONS) / 2, found
+
+
+def test_with_the_merge_the_same_kernel_answers_right(tmp_path: Path) -> None:
+    assert wrong(answers("nibble-demo-nvfp4", "emulation", tmp_path)) == []
