@@ -32,7 +32,7 @@ def probe(tree: Tree) -> Finding:
     if not sources.has(dense_nvfp4.COMPRESSED):
         return not_applicable("there is no compressed-tensors W4A4 NVFP4 layer in this tree")
     (weight,) = normal_weights((256, 0.02))
-    method, layer = dense_nvfp4.compressed_tensors_layer(sources, [quantize(weight)])
+    method, layer = dense_nvfp4.compressed_tensors_layer(sources, [quantize(weight)], merged=False)
     error = relative_error(dense_nvfp4.multiplied_weight(method, layer), weight)
     detail = f"relative error {error:.3g} of the emulated weight (NVFP4's own: 0.095)"
     return sound(detail) if error < NVFP4_ERROR else defect(detail)

@@ -109,15 +109,17 @@ def _processed(
     loaded |= {name: torch.tensor(values) for name, values in scales.items()}
     for name, value in loaded.items():
         layer.get_parameter(name).data.copy_(value)
+    factors = None
     if merge:
         layer.logical_widths = rows
-        plugin.plugin_layers().merge_layer(
+        factors = plugin.plugin_layers().merge_layer(
             layer, merge, marlin=False, divisors=merge == "weight_global_scale"
         )
     with mock.patch.object(
         torch.Tensor, "cuda", lambda tensor: tensor
     ):  # swizzle_blockscale asks for it anywhere: N28
         method.process_weights_after_loading(layer)
+    plugin.plugin_layers().set_column_scale(layer, factors)
     return layer
 
 
