@@ -1,4 +1,4 @@
-"""The embedded demo model as files: shapes, size, modes, and the questions it is trained on."""
+"""The embedded demo models as files: shapes, scales, size, modes, and the questions they are trained on."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ from demo_dialogues import (  # noqa: E402
     typed,
     variants,
 )
+
+from nibble.checkpoint import read_checkpoint  # noqa: E402
+from nibble.checkpoint.source import FolderSource  # noqa: E402
+from nibble.inspection import inspect  # noqa: E402
+from nibble.nvfp4_checks import check_scales  # noqa: E402
+from nibble.prepare import local_model  # noqa: E402
+
+# NVFP4 forms and how many weights they have: 4 layers of q, k, v, o and of gate, up, down, dense or for 8 experts
+NVFP4_WEIGHTS = {"nibble-demo-nvfp4": 4 * (4 + 3), "nibble-demo-moe-nvfp4": 4 * (4 + 8 * 3)}
 
 
 def safetensors_header(path: Path) -> dict[str, dict]:
@@ -73,9 +82,10 @@ def test_attention_head_size_is_one_that_vllm_runs_on_a_cpu(config: dict) -> Non
     assert config["head_dim"] in {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
 
 
-def test_model_files_are_readable_by_every_user() -> None:
+@pytest.mark.parametrize("model", ["nibble-demo", *NVFP4_WEIGHTS])
+def test_model_files_are_readable_by_every_user(model: str) -> None:
     # save_pretrained writes model.safetensors 0600; the image runs as user 2000
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in MODEL_DIR.iterdir()}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (MODELS_DIR / model).iterdir()}
     assert {name for name, mode in modes.items() if mode & 0o444 != 0o444} == set()
 
 
@@ -152,3 +162,53 @@ def test_training_conversations_repeat_with_the_same_seed() -> None:
 
     assert first_hundred(1) == first_hundred(1)
     assert first_hundred(1) != first_hundred(2)
+
+
+@pytest.mark.parametrize("model", NVFP4_WEIGHTS)
+def test_an_nvfp4_form_is_sound_w4a4_that_needs_its_scales_merged(model: str) -> None:
+    found = read_checkpoint(str(MODELS_DIR / model))
+    assert (found.scheme.name, found.scheme.vllm_quantization) == ("NVFP4", "modelopt_fp4")
+    assert len(found.nvfp4) == NVFP4_WEIGHTS[model]
+    assert all(
+        weight.input_scale and not weight.rows % 128 and not weight.columns % 128 for weight in found.nvfp4
+    )
+    check_scales(found, with_draft=False)
+    seen = inspect(FolderSource(model, "local", MODELS_DIR / model, None), found, deep=True)
+    assert (seen.problems, seen.wrong_modules, seen.exit_code) == ((), (), 0)
+    assert len(seen.groups) == (8 if model == "nibble-demo-nvfp4" else 4 + 4 * 8)
+    assert {group.quality for group in seen.groups} <= {"column scale", "expert factor"}
+
+
+@pytest.mark.parametrize("model", NVFP4_WEIGHTS)
+def test_scales_of_every_fused_layer_are_far_apart(model: str) -> None:
+    found = read_checkpoint(str(MODELS_DIR / model))
+    for group in inspect(FolderSource(model, "local", MODELS_DIR / model, None), found, deep=True).groups:
+        assert max(group.scales) > 1.4 * min(group.scales), group.name
+
+
+@pytest.mark.parametrize("model", NVFP4_WEIGHTS)
+def test_an_nvfp4_form_has_the_bf16_models_tokenizer_and_template(model: str) -> None:
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (MODELS_DIR / model / name).read_bytes() == (MODEL_DIR / name).read_bytes()
+
+
+def test_each_weight_of_the_dense_nvfp4_form_is_the_bf16_one_to_the_error_of_nvfp4() -> None:
+    import torch
+    from nibble_kernels.nvfp4_weights import Nvfp4Weight, dequantize
+    from safetensors.torch import load_file
+
+    original = load_file(MODEL_DIR / "model.safetensors")
+    packed = load_file(MODELS_DIR / "nibble-demo-nvfp4" / "model.safetensors")
+    modules = [name.removesuffix("_scale_2") for name in packed if name.endswith(".weight_scale_2")]
+    assert len(modules) == 28
+    for name in modules:
+        rounded = dequantize(Nvfp4Weight(packed[name], packed[f"{name}_scale"], packed[f"{name}_scale_2"]))
+        error = torch.linalg.norm(rounded - original[name].float()) / torch.linalg.norm(
+            original[name].float()
+        )
+        assert 0.07 < float(error) < 0.11, name
+
+
+@pytest.mark.parametrize("model", ["nibble-demo", *NVFP4_WEIGHTS])
+def test_a_demo_is_found_by_its_name(model: str) -> None:
+    assert local_model(model) == MODELS_DIR / model
