@@ -159,7 +159,7 @@ def serve(folder: Path) -> dict[str, Any]:
     """Load the folder with vLLM in this process, and time it."""
     from vllm import LLM, SamplingParams
 
-    imported = memory_bytes("VmHWM")
+    imported, imported_anonymous = memory_bytes("VmHWM"), memory_bytes("RssAnon")
     anonymous = LargestAnonymous()
     llm = LLM(str(folder), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4,
               max_num_batched_tokens=512, kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False)  # fmt: skip
@@ -182,6 +182,7 @@ def serve(folder: Path) -> dict[str, Any]:
         "file_bytes": file_bytes,
         "linear_bytes": sum(llm.apply_model(linear_bytes)),
         "peak_rss_of_imports": imported,
+        "anonymous_of_imports": imported_anonymous,
         "peak_rss_loaded": peak,
         "peak_rss_less_file": peak - file_bytes,
         "peak_anonymous_loaded": peak_anonymous,
