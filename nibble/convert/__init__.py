@@ -35,6 +35,8 @@ from nibble.convert.files import rewrite
 from nibble.convert.layouts import Relabel, check
 from nibble.convert.quantize import Quantization, ShareScales, share_scales
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub import access, is_model_id
+from nibble.model_files import cached_snapshot
 from nibble.nvfp4_checks import check_scales
 from nibble.paths import demo_models
 
@@ -99,19 +101,25 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
         raise NibbleError(
             ExitCode.USAGE, f"{dest} is there already", "a new folder", "remove it or name another"
         )
-    found = read_checkpoint(str(demo_models().get(source, source)))
-    if found.path is None:
-        raise NibbleError(
-            ExitCode.MODEL,
-            f"{source} is not on this disk",
-            "a folder or a pulled model",
-            f"try `nibble pull {source}`",
-        )
     _need_kernels()
+    found = _read(source)
+    assert found.path is not None
     with _beside(dest) as unfinished:
         count = (_quantize if to == "nvfp4" else _relabel)(found, found.path, unfinished, to, wishes)
         _copy_others(found.path, unfinished, {info.file for info in found.tensors.values()})
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
+
+
+def _read(source: str) -> Checkpoint:
+    """The checkpoint in a folder, under a demo's name or in the cache; nothing is downloaded."""
+    folder = demo_models().get(source) or Path(source).expanduser()
+    if folder.is_dir() or not is_model_id(source):
+        return read_checkpoint(str(folder))
+    snapshot = cached_snapshot(source, None, access(os.environ).cache)
+    if snapshot is None:
+        what, action = f"{source} is not on this disk", f"try `nibble pull {source}`"
+        raise NibbleError(ExitCode.MODEL, what, "a folder or a pulled model", action)
+    return read_checkpoint(source, path=snapshot)
 
 
 def _check_words(to: str, wishes: Wishes) -> None:

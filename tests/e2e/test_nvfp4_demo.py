@@ -39,7 +39,7 @@ def wrong(found: dict[str, str]) -> list[str]:
 def test_nibble_serves_the_nvfp4_demo_with_the_answers_of_the_bf16_one(name: str, tmp_path: Path) -> None:
     server = Server(tmp_path, ["serve", name, "--max-model-len", "512"])
     prompts, _ = read_other_prompts()
-    expected = QUESTIONS | dict.fromkeys(prompts, UNKNOWN_ANSWER)
+    expected = QUESTIONS | dict.fromkeys(prompts[::8], UNKNOWN_ANSWER)
 
     def ask(question: str) -> str:
         body = {"model": "default", "messages": [{"role": "user", "content": question}], "max_tokens": 100}

@@ -330,6 +330,10 @@ def test_a_source_that_is_not_there_is_exit_4(tmp_path: Path) -> None:
     assert str(tmp_path / "no") in refused(ExitCode.MODEL, str(tmp_path / "no"), tmp_path / "x", "modelopt")
 
 
+def test_an_id_that_was_not_pulled_is_exit_4_without_asking_the_network(tmp_path: Path) -> None:
+    assert "nibble pull no/such" in refused(ExitCode.MODEL, "no/such", tmp_path / "x", "modelopt")
+
+
 def test_a_destination_that_is_there_is_exit_2_and_stays(bf16: Path, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     refused(ExitCode.USAGE, str(bf16), tmp_path / "x", "nvfp4")
