@@ -13,9 +13,9 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-# The embedded demo where nothing names a model.
+# The embedded demo, in NVFP4, where nothing names a model.
 ifeq ($(MODEL)$(HF_MODEL),)
-MODEL := nibble-demo
+MODEL := nibble-demo-nvfp4
 endif
 ifneq ($(MODEL),)
 export MODEL

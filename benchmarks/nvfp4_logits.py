@@ -134,6 +134,7 @@ def reference(model: str, activations: str, dtype: torch.dtype = torch.float32) 
 
     change = without_input_scales if activations == "bf16" else (lambda tensors: None)
     with nvfp4_model(ROOT / "models" / model, change) as network:
+        network = network.to(dtype)
         rows = [network(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in prompts(model)]
     return torch.cat(rows)
 

@@ -21,7 +21,7 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def demo_model() -> Path:
-    """The embedded demo model in BF16, the default of `make serve` and the end-to-end fixture."""
+    """The embedded demo model in BF16; `make serve` serves its NVFP4 form."""
     return root() / "models" / "nibble-demo"
 
 

@@ -1,4 +1,4 @@
-"""The output head in NVFP4 through a real vLLM on the CPU: loaded where the model class passes no quant_config, or made at load."""
+"""The output head in NVFP4 through a real vLLM on the CPU: loaded where the model class passes no quant_config, or made so."""
 
 from __future__ import annotations
 
