@@ -162,7 +162,7 @@ def _risky_values(recipe: Recipe, rules: Sequence[Rule]) -> Iterator[Finding]:
                 found = in_effect(f"--{name}", resolved.args)
                 if found not in ("auto", value) and rule.beats_recipe(resolved.status):
                     message = f"{found} is replaced by the rule {rule.id}: {rule.reason}"
-                    yield f"{where}args.{name}", message, value
+                    yield f"{where}args.{name}", message, str(value)
 
 
 def _model_problems(recipe: Recipe, model: Mapping[str, Any], schema: Schema) -> Iterator[Finding]:

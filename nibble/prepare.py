@@ -66,7 +66,10 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
     if settings.model is None:
         what = "no model is given"
         raise NibbleError(
-            ExitCode.USAGE, what, "MODEL or an argument", "try `nibble serve nibble-demo-nvfp4`, the embedded demo"
+            ExitCode.USAGE,
+            what,
+            "MODEL or an argument",
+            "try `nibble serve nibble-demo-nvfp4`, the embedded demo",
         )
     here = detect(asked.accepted.environ)
     target, choice = choose_target(settings, asked, here)

@@ -220,7 +220,9 @@ def test_a_quantized_projection_of_the_draft_is_taken_off_the_list(tmp_path: Pat
     """nibble's plugin has vLLM build it as it is stored; a list that names it would have the last word."""
     sound = plan(model(tmp_path / "a", "nvfp4", model_type, ["lm_head"]), "--speculative-config", MTP)
     assert "--hf-overrides" not in sound.args
-    wrong = plan(model(tmp_path / "b", "nvfp4", model_type, ["lm_head", "mtp.fc"]), "--speculative-config", MTP)
+    wrong = plan(
+        model(tmp_path / "b", "nvfp4", model_type, ["lm_head", "mtp.fc"]), "--speculative-config", MTP
+    )
     assert override(wrong)["quantization_config"]["ignore"] == ["lm_head"]
 
 

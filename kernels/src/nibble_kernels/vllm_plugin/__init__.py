@@ -28,11 +28,12 @@ def register() -> None:
     from nibble_kernels.vllm_plugin import dense, kernels, lm_head, moe, mtp
 
     kernels.register_cpu_kernel()
-    modelopt.init_nvfp4_linear_kernel = kernels.nvfp4_linear_kernel
-    compressed_tensors_linear.init_nvfp4_linear_kernel = kernels.nvfp4_linear_kernel
+    # setattr: names these modules import for themselves.
+    for module in (modelopt, compressed_tensors_linear):
+        setattr(module, "init_nvfp4_linear_kernel", kernels.nvfp4_linear_kernel)  # noqa: B010
 
     modelopt.LINEAR_METHOD_BUILDERS |= dense.modelopt_builders()
-    compressed_tensors.CompressedTensorsW4A4Fp4 = dense.CompressedTensorsW4A4Fp4
+    setattr(compressed_tensors, "CompressedTensorsW4A4Fp4", dense.CompressedTensorsW4A4Fp4)  # noqa: B010
 
     modelopt_moe, compressed_moe = moe.methods()
     modelopt.ModelOptNvFp4FusedMoE = modelopt_moe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,12 +42,12 @@ def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
 class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
     """vLLM's method, which takes the largest weight_scale_2 for every shard (vllm 0.32 modelopt.py:2062)."""
 
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+    def create_weights(self, layer: Any, *args, **kwargs) -> None:
         super().create_weights(layer, *args, **kwargs)
         self.is_real = weights_are_real()
         mark_unloaded(layer, "weight_scale_2", "input_scale")
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         column_scale = None
         if self.is_real and not is_weights_pre_processed():
             check_loaded(layer, "weight_scale", "weight_scale_2")
@@ -56,7 +57,7 @@ class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
         super().process_weights_after_loading(layer)
         set_column_scale(layer, column_scale)
 
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return apply_column_scale(layer, self.kernel, super().apply, x, bias)
 
 
@@ -69,7 +70,7 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
         self.is_real = weights_are_real()
         super().__init__(use_a16=use_a16 or self.drops_input_scale)
 
-    def create_weights(self, layer: torch.nn.Module, output_partition_sizes: list[int], **kwargs) -> None:
+    def create_weights(self, layer: Any, output_partition_sizes: list[int], **kwargs) -> None:
         super().create_weights(layer, output_partition_sizes, **kwargs)
         if self.drops_input_scale:
             data = torch.empty(len(output_partition_sizes))
@@ -77,7 +78,7 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
             layer.register_parameter("input_global_scale", scale)
         mark_unloaded(layer, "weight_scale", "weight_global_scale", "input_global_scale")
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if self.drops_input_scale:
             del layer.input_global_scale
         column_scale = None
@@ -89,5 +90,5 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
         super().process_weights_after_loading(layer)
         set_column_scale(layer, column_scale)
 
-    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return apply_column_scale(layer, self.kernel, super().apply_weights, x, bias)

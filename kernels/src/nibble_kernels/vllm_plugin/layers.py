@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,14 @@ from nibble_kernels.merge import ScaleError, lift_experts_for_marlin, merge_gate
 COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
 
 
-def mark_unloaded(layer: torch.nn.Module, *names: str) -> None:
+def mark_unloaded(layer: Any, *names: str) -> None:
     """Fill scales with NaN: vLLM leaves memory as it was, and a scale that no file has would be whatever lay there."""
     for name in names:
         if hasattr(layer, name):
             getattr(layer, name).data.fill_(float("nan"))
 
 
-def check_loaded(layer: torch.nn.Module, *names: str) -> None:
+def check_loaded(layer: Any, *names: str) -> None:
     """ScaleError with the layer's name for scales that the checkpoint does not have, or has as NaN."""
     for name in names:
         if getattr(layer, name).data.float().isnan().any():
@@ -32,12 +33,12 @@ def check_loaded(layer: torch.nn.Module, *names: str) -> None:
             )
 
 
-def name_of(layer: torch.nn.Module) -> str:
+def name_of(layer: Any) -> str:
     """The layer's name in the model, as far as vLLM tells it."""
     return getattr(layer, "prefix", "") or getattr(layer, "layer_name", "") or type(layer).__name__
 
 
-def merge_layer(layer: torch.nn.Module, name: str, marlin: bool, divisors: bool = False) -> Tensor | None:
+def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> Tensor | None:
     """One global scale in all places of `layer.<name>` and new block scales; returns column factors where they do not suffice."""
     stored = getattr(layer, name).data
     multipliers = 1 / stored if divisors else stored
@@ -51,14 +52,14 @@ def merge_layer(layer: torch.nn.Module, name: str, marlin: bool, divisors: bool 
     return merged.column_scale
 
 
-def set_column_scale(layer: torch.nn.Module, column_scale: Tensor | None) -> None:
+def set_column_scale(layer: Any, column_scale: Tensor | None) -> None:
     """Give the layer its column factors. Comes after the kernel's own preparation: Humming's throws out what it does not know."""
     if column_scale is not None:
         layer.register_parameter(COLUMN_SCALE, Parameter(column_scale, requires_grad=False))
 
 
 def apply_column_scale(
-    layer: torch.nn.Module,
+    layer: Any,
     kernel: object,
     apply: Callable[..., Tensor],
     x: Tensor,
@@ -74,7 +75,7 @@ def apply_column_scale(
 
 
 def merge_experts(
-    layer: torch.nn.Module,
+    layer: Any,
     global_name: str,
     input_name: str | None,
     *,
@@ -99,7 +100,7 @@ def merge_experts(
 
 
 def _merge_gate_up(
-    layer: torch.nn.Module, global_name: str, input_name: str | None, linear_in_up: bool, divisors: bool
+    layer: Any, global_name: str, input_name: str | None, linear_in_up: bool, divisors: bool
 ) -> None:
     w13, w2 = (getattr(layer, f"{weight}_{global_name}").data for weight in ("w13", "w2"))
     if (w13[:, 0] == w13[:, 1]).all():
@@ -124,7 +125,7 @@ def _merge_gate_up(
         w2_input[here] = flipped(merged.w2_input_scale)
 
 
-def _lift(layer: torch.nn.Module, weight: str, global_name: str, divisors: bool) -> None:
+def _lift(layer: Any, weight: str, global_name: str, divisors: bool) -> None:
     blocks, stored = getattr(layer, f"{weight}_weight_scale").data, getattr(layer, global_name).data
     first = stored.reshape(len(stored), -1)[:, 0]  # w13's columns are equal by now
     lifted, multipliers = lift_experts_for_marlin(blocks, 1 / first if divisors else first)
@@ -134,7 +135,7 @@ def _lift(layer: torch.nn.Module, weight: str, global_name: str, divisors: bool)
         stored.copy_(values.reshape(-1, *[1] * (stored.ndim - 1)).expand_as(stored))
 
 
-def _local_experts(layer: torch.nn.Module, w2_input: Tensor) -> Tensor:
+def _local_experts(layer: Any, w2_input: Tensor) -> Tensor:
     """Places of this rank's experts in `w2_input`."""
     count = layer.w13_weight_scale.shape[0]
     if w2_input.shape[0] == count:

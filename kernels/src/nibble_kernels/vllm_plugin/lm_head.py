@@ -7,6 +7,7 @@ subclass in the place of a layer.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class HeadConfig:
         self.inner = inner
         self.quantize_it = quantize_it
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         method = self.inner.get_quant_method(layer, prefix) if self.inner is not None else None
         if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
             return QuantizedAtLoad() if self.quantize_it else None
@@ -87,7 +88,7 @@ class QuantizedAtLoad(UnquantizedEmbeddingMethod):
     def __init__(self) -> None:
         self.kernel = nvfp4_linear_kernel(use_a16=True)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         weight = layer.weight.data
         amax = weight.abs().amax().float()
         if layer.tp_size > 1:
@@ -103,10 +104,10 @@ class QuantizedAtLoad(UnquantizedEmbeddingMethod):
         self.kernel.process_weights_after_loading(layer)
         logger.info_once("lm_head quantized to NVFP4 at load, for %s", type(self.kernel).__name__)
 
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.kernel.apply_weights(layer, x, bias)
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: VocabParallelEmbedding) -> torch.nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: VocabParallelEmbedding) -> torch.nn.Module:
         raise ValueError(
             "quantize_lm_head: this model ties lm_head to its token embedding, which stays in BF16;"
             " serve it without NIBBLE_QUANTIZE_LM_HEAD"

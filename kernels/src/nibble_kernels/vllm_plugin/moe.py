@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
-import torch
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -38,13 +38,13 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
         self.is_real = weights_are_real()
         super().__init__(quant_config=quant_config, moe_config=moe_config)
 
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+    def create_weights(self, layer: Any, *args, **kwargs) -> None:
         super().create_weights(layer, *args, **kwargs)
         mark_unloaded(
             layer, *(f"{w}_{scale}" for w in ("w13", "w2") for scale in ("weight_scale_2", "input_scale"))
         )
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if self.is_real and not is_weights_pre_processed():
             check_loaded(layer, "w13_weight_scale_2", "w2_weight_scale_2")
             if not self.use_a16 and not self.per_token_activation:
@@ -61,12 +61,12 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4N
         self.is_real = weights_are_real()
         super().__init__(moe, layer_name, use_a16=use_a16)
 
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+    def create_weights(self, layer: Any, *args, **kwargs) -> None:
         super().create_weights(layer, *args, **kwargs)
         scales = ("weight_global_scale", "input_global_scale")
         mark_unloaded(layer, *(f"{w}_{scale}" for w in ("w13", "w2") for scale in scales))
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if self.is_real:
             check_loaded(layer, "w13_weight_global_scale", "w2_weight_global_scale")
             if not self.use_a16:
@@ -75,7 +75,7 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4N
         super().process_weights_after_loading(layer)
 
 
-def _merge(method, layer: torch.nn.Module, global_name: str, input_name: str, divisors: bool = False) -> None:
+def _merge(method, layer: Any, global_name: str, input_name: str, divisors: bool = False) -> None:
     merge_experts(
         layer,
         global_name,
@@ -87,7 +87,7 @@ def _merge(method, layer: torch.nn.Module, global_name: str, input_name: str, di
     )
 
 
-def _is_linear_in_up(method, layer: torch.nn.Module) -> bool:
+def _is_linear_in_up(method, layer: Any) -> bool:
     limits = (getattr(layer, "swiglu_limit", None), getattr(method.moe, "swiglu_limit", None))
     biased = getattr(method.moe, "has_bias", False)  # up's bias would need the factor too
     return layer.activation.value in LINEAR_IN_UP and not biased and all(limit is None for limit in limits)
