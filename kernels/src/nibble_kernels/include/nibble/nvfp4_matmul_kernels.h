@@ -11,34 +11,55 @@ constexpr int kVectors = kChunk / kLanes;
 
 inline int64_t chunks_of(const Nvfp4Weight& weight) { return (weight.columns + kChunk - 1) / kChunk; }
 
-// Decodes chunk number `chunk` of a weight row; where the row ends inside it the rest is zeros.
-inline void decode_chunk(const Nvfp4Weight& weight, int64_t row, int64_t chunk, Vec (&w)[kVectors]) {
-  const uint8_t* codes = weight.codes + row * (weight.columns / 2) + chunk * (kChunk / 2);
-  const uint8_t* scales = weight.scales + row * (weight.columns / 16) + chunk * (kChunk / 16);
-  const int64_t columns = weight.columns - chunk * kChunk;
-  if (columns >= kChunk) return decode(codes, scales, w);
+// What is left of a weight row after its whole chunks, with zeros behind it.
+inline void decode_rest(const uint8_t* codes, const uint8_t* scales, int64_t columns, Vec (&w)[kVectors]) {
   uint8_t last_codes[kChunk / 2] = {}, last_scales[kChunk / 16] = {};
   for (int64_t i = 0; i < columns / 2; ++i) last_codes[i] = codes[i];
   for (int64_t i = 0; i < columns / 16; ++i) last_scales[i] = scales[i];
   decode(last_codes, last_scales, w);
 }
 
-// kRows weight rows times kCount activation rows, two partial sums each.
+// One weight row, chunk by chunk.
+struct Row {
+  const uint8_t* codes;
+  const uint8_t* scales;
+
+  Row(const Nvfp4Weight& weight, int64_t row)
+      : codes(weight.codes + row * (weight.columns / 2)),
+        scales(weight.scales + row * (weight.columns / 16)) {}
+
+  void decode_whole(int64_t chunk, Vec (&w)[kVectors]) const {
+    decode(codes + chunk * (kChunk / 2), scales + chunk * (kChunk / 16), w);
+  }
+  void decode_last(int64_t chunk, int64_t columns, Vec (&w)[kVectors]) const {
+    decode_rest(codes + chunk * (kChunk / 2), scales + chunk * (kChunk / 16), columns, w);
+  }
+};
+
+// Adds one decoded chunk times kCount activation rows, `stride` apart, to two partial sums each.
+template <int kCount>
+inline void add_chunk(const Vec (&w)[kVectors], const float* x, int64_t stride, Vec (&total)[kCount][2]) {
+  for (int i = 0; i < kVectors; ++i)
+    for (int m = 0; m < kCount; ++m)
+      total[m][i % 2] = fma(load(x + m * stride + i * kLanes), w[i], total[m][i % 2]);
+}
+
+// kRows weight rows times kCount activation rows.
 template <int kRows, int kCount>
-inline void dot(const Nvfp4Weight& weight, int64_t row, const float* x, float* sums, int64_t stride) {
-  const int64_t chunks = chunks_of(weight);
+inline void dot(const Nvfp4Weight& weight, int64_t first, const float* x, float* sums, int64_t stride) {
+  const int64_t whole = weight.columns / kChunk, rest = weight.columns % kChunk;
+  const int64_t x_stride = chunks_of(weight) * kChunk;
   Vec total[kRows][kCount][2] = {};
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+  Vec w[kVectors];
+  for (int64_t chunk = 0; chunk < whole; ++chunk) {
     for (int r = 0; r < kRows; ++r) {
-      Vec w[kVectors];
-      decode_chunk(weight, row + r, chunk, w);
-      for (int i = 0; i < kVectors; ++i) {
-        for (int m = 0; m < kCount; ++m) {
-          const float* from = x + (m * chunks + chunk) * kChunk + i * kLanes;
-          total[r][m][i % 2] = fma(load(from), w[i], total[r][m][i % 2]);
-        }
-      }
+      Row(weight, first + r).decode_whole(chunk, w);
+      add_chunk(w, x + chunk * kChunk, x_stride, total[r]);
     }
+  }
+  for (int r = 0; r < kRows && rest; ++r) {
+    Row(weight, first + r).decode_last(whole, rest, w);
+    add_chunk(w, x + whole * kChunk, x_stride, total[r]);
   }
   for (int r = 0; r < kRows; ++r)
     for (int m = 0; m < kCount; ++m) sums[r * stride + m] = sum(total[r][m][0] + total[r][m][1]);
@@ -83,6 +104,20 @@ inline void multiply_group(const float* w, const float* x, int64_t depth, float*
     for (int v = 0; v < 2; ++v) store(sums + r * stride + v * kLanes, total[r][v]);
 }
 
+// Chunks [first, first + count) of a weight row.
+inline void decode_part(const Nvfp4Weight& weight, int64_t row, int64_t first, int64_t count, float* to) {
+  for (int64_t chunk = first; chunk < first + count; ++chunk) {
+    Vec w[kVectors];
+    const int64_t columns = weight.columns - chunk * kChunk;
+    if (columns >= kChunk) {
+      Row(weight, row).decode_whole(chunk, w);
+    } else {
+      Row(weight, row).decode_last(chunk, columns, w);
+    }
+    for (int i = 0; i < kVectors; ++i) store(to + (chunk - first) * kChunk + i * kLanes, w[i]);
+  }
+}
+
 void many(const Nvfp4Weight& weight, int64_t begin, int64_t end, const float* x, int64_t panels,
           float* sums) {
   alignas(64) thread_local float decoded[kWeightRows * kDepth];
@@ -91,14 +126,8 @@ void many(const Nvfp4Weight& weight, int64_t begin, int64_t end, const float* x,
   for (int64_t i = 0; i < groups * kGroupRows * stride; ++i) sums[i] = 0.0f;
   for (int64_t first = 0; first < chunks; first += kDepth / kChunk) {
     const int64_t count = chunks - first < kDepth / kChunk ? chunks - first : kDepth / kChunk;
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t chunk = 0; chunk < count; ++chunk) {
-        Vec w[kVectors];
-        decode_chunk(weight, row, first + chunk, w);
-        for (int i = 0; i < kVectors; ++i)
-          store(decoded + (row - begin) * kDepth + chunk * kChunk + i * kLanes, w[i]);
-      }
-    }
+    for (int64_t row = begin; row < end; ++row)
+      decode_part(weight, row, first, count, decoded + (row - begin) * kDepth);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const float* from = x + (panel * chunks + first) * kChunk * kPanel;
       for (int64_t group = 0; group < groups; ++group)
