@@ -29,6 +29,7 @@ from torch import Tensor
 
 COLUMNS, ROWS, TOKENS = 1024, {"q": 256, "k": 64, "v": 64}, 64
 TIME_LIMIT_S = 120
+ROUTED = "fp4-as-bf16"  # a W4A4 checkpoint with NIBBLE_NVFP4_ACTIVATIONS=bf16
 LINEAR_KERNELS = {"cpu": ("auto", "emulation"), "cuda": ("marlin", "humming", "emulation")}
 
 
@@ -48,9 +49,10 @@ def main() -> None:
     cases = [
         (form, activations, kernel, plugin)
         for form in ("modelopt", "compressed-tensors")
-        for activations in ("fp4", "bf16")
+        for activations in ("fp4", "bf16", ROUTED)
         for kernel in LINEAR_KERNELS[options.device]
         for plugin in ("own", "merged")
+        if activations != ROUTED or plugin == "merged"
     ]
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -82,7 +84,7 @@ def case_names(case: tuple[str, ...]) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """One line of the table."""
-    words = f"{result['form']:19}{result['activations']:6}{result['kernel']:10}{result['scales']:8}"
+    words = f"{result['form']:19}{result['activations']:12}{result['kernel']:10}{result['scales']:8}"
     if "refused" in result:
         return words + result["refused"]
     parts = "  ".join(
@@ -107,7 +109,8 @@ def machine(device: str) -> dict[str, str]:
 
 def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:
     """Errors of q, k and v, and the kernel's class."""
-    with vllm_environment(kernel, device):
+    options = {"nvfp4_activations": "bf16"} if activations == ROUTED else {}
+    with vllm_environment(kernel, device, options):
         if scales == "merged":
             from nibble_kernels.vllm_plugin import register
 
@@ -144,14 +147,16 @@ def parts() -> dict[str, Tensor]:
 
 
 @contextmanager
-def vllm_environment(kernel: str, device: str) -> Iterator[None]:
-    """A vLLM configuration for one process, with this --linear-backend."""
+def vllm_environment(kernel: str, device: str, options: dict[str, str]) -> Iterator[None]:
+    """A vLLM configuration for one process, with this --linear-backend and these options of the plugin."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_PLUGINS": ""}
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     torch.set_default_dtype(torch.bfloat16)
-    config = VllmConfig(kernel_config=KernelConfig(linear_backend=kernel))
+    config = VllmConfig(
+        kernel_config=KernelConfig(linear_backend=kernel), additional_config={"nibble": options}
+    )
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device == "cuda" else "gloo"
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
@@ -191,7 +196,7 @@ def make_layer(
                 1 / quantized.global_scale if divisor else quantized.global_scale
             ),
         }
-        if activations == "fp4":
+        if activations != "bf16":
             tensors["input_global_scale" if divisor else "input_scale"] = (
                 1 / input_scale if divisor else input_scale
             )
@@ -207,7 +212,7 @@ def make_layer(
 def _modelopt(activations: str) -> Any:
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
-    return ModelOptNvFp4Config("NVFP4" if activations == "fp4" else "W4A16_NVFP4", True, None, [], 16)
+    return ModelOptNvFp4Config("W4A16_NVFP4" if activations == "bf16" else "NVFP4", True, None, [], 16)
 
 
 def _compressed_tensors(activations: str) -> Any:
@@ -225,7 +230,7 @@ def _compressed_tensors(activations: str) -> Any:
     group = {
         "targets": ["Linear"],
         "weights": numbers | {"dynamic": False},
-        "input_activations": numbers | {"dynamic": "local"} if activations == "fp4" else None,
+        "input_activations": None if activations == "bf16" else numbers | {"dynamic": "local"},
     }
     text = {"format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}, "ignore": []}
     return CompressedTensorsConfig.from_config(text)

@@ -83,6 +83,18 @@ def test_a_part_that_folds_needs_no_column_factor_beside_one_that_does_not(merge
     assert (merged.column_scale[16:32] != 1).all()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_of_tensor_parallelism_mean_what_the_whole_layer_means(merge: ModuleType, ranks: int) -> None:
+    own, widths = torch.tensor([1.3e-4, 4e-5, 7e-5]), [32, 16, 16]
+    parts = [random_scales(width, 8, seed=20 + i) for i, width in enumerate(widths)]
+    for rank in range(ranks):
+        mine = [part.chunk(ranks)[rank] for part in parts]
+        merged = merge.merge_scales(torch.cat(mine), own, [len(part) for part in mine])
+        factors = own.double().repeat_interleave(torch.tensor([len(part) for part in mine]))
+        expected = torch.cat(mine).double() * factors[:, None]
+        assert (meaning(merged) / expected - 1).abs().max() < 2**-23
+
+
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, -1e-4, float("inf")])
 def test_a_global_scale_that_is_no_positive_number_is_refused(merge: ModuleType, bad: float) -> None:
     with pytest.raises(merge.ScaleError, match="finite and positive"):
