@@ -117,6 +117,34 @@ def test_a_row_that_marlin_cannot_hold_is_refused(merge: ModuleType) -> None:
         merge.merge_scales(scales, torch.tensor([1e-4]), [4], marlin=True)
 
 
+def test_blocks_of_zeros_need_no_scale(merge: ModuleType) -> None:
+    codes = torch.zeros(4, 32, dtype=torch.uint8)
+    codes[:, 8:] = 0x31
+    codes[0, :8] = 0x88  # -0
+    codes[1, 3] = 0x10
+    scales = merge.without_idle_blocks(torch.ones(4, 4).to(torch.float8_e4m3fn), codes).float()
+    assert scales.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("divisors", [False, True])
+def test_a_row_with_a_block_of_zeros_is_held_by_marlin_whatever_its_scale(
+    merge: ModuleType, divisors: bool
+) -> None:
+    from nibble_kernels.vllm_plugin.layers import merge_layer
+
+    layer = torch.nn.Module()
+    layer.weight_scale = torch.nn.Parameter(random_scales(4, 8, seed=8, low=0x60), requires_grad=False)
+    layer.weight_scale.data[2, :2] = e4m3(448.0, 2**-9)
+    codes = torch.full((4, 64), 0x22, dtype=torch.uint8)
+    codes[2, 8:16] = 0
+    name = "weight_global_scale" if divisors else "weight_scale_2"
+    setattr(layer, "weight_packed" if divisors else "weight", torch.nn.Parameter(codes, requires_grad=False))
+    setattr(layer, name, torch.nn.Parameter(torch.tensor([1e-4]), requires_grad=False))
+    layer.logical_widths = [4]
+    assert merge_layer(layer, name, marlin=True, divisors=divisors) is None
+    assert not merge.marlin_drops(layer.weight_scale.data.float()).any()
+
+
 def moe(seed: int, ratios: list[float]) -> tuple[torch.Tensor, ...]:
     experts = len(ratios)
     scales = random_scales(experts * 32, 4, seed, low=0x20).reshape(experts, 32, 4)

@@ -101,6 +101,15 @@ def _fit_marlin(scales: Tensor, column: Tensor | None) -> tuple[Tensor, Tensor |
     return lifted.to(torch.float8_e4m3fn), factor if column is None else column * factor
 
 
+def without_idle_blocks(scales: Tensor, codes: Tensor) -> Tensor:
+    """Block scales [..., K/16] with 0 for blocks whose codes [..., K/2] are all 0, which mean 0 with any scale.
+
+    Quantizers give such blocks arbitrary scales, ModelOpt 2^-9 where weights are almost 0; Marlin may drop those.
+    """
+    used = torch.stack([(part.unflatten(-1, (-1, 8)) & 0x77).ne(0).any(-1) for part in codes])
+    return torch.where(used, scales.view(torch.uint8), 0).view(torch.float8_e4m3fn)
+
+
 def marlin_drops(values: Tensor) -> Tensor:
     """Which of a layer's block scales (as float) Marlin would take for zero, after its own shift of the whole."""
     largest = values.amax()

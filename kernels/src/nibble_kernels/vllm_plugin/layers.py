@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from nibble_kernels.merge import ScaleError, lift_experts_for_marlin, merge_gate_up, merge_scales
+from nibble_kernels.merge import (
+    ScaleError,
+    lift_experts_for_marlin,
+    marlin_drops,
+    merge_gate_up,
+    merge_scales,
+    without_idle_blocks,
+)
 
 COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
 
@@ -42,8 +49,11 @@ def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> 
     """One global scale in all places of `layer.<name>` and new block scales; returns column factors where they do not suffice."""
     stored = getattr(layer, name).data
     multipliers = 1 / stored if divisors else stored
+    scales = layer.weight_scale.data
+    if marlin and marlin_drops(scales.float()).any():
+        scales = without_idle_blocks(scales, (layer.weight_packed if divisors else layer.weight).data)
     try:
-        merged = merge_scales(layer.weight_scale.data, multipliers, layer.logical_widths, marlin)
+        merged = merge_scales(scales, multipliers, layer.logical_widths, marlin)
     except ScaleError as error:
         raise ScaleError(f"{name_of(layer)}.{name}: {error}") from None
     # One of the stored values, so that a divisor is not inverted twice.
@@ -128,6 +138,11 @@ def _merge_gate_up(
 def _lift(layer: Any, weight: str, global_name: str, divisors: bool) -> None:
     blocks, stored = getattr(layer, f"{weight}_weight_scale").data, getattr(layer, global_name).data
     first = stored.reshape(len(stored), -1)[:, 0]  # w13's columns are equal by now
+    if not marlin_drops(blocks.float()).any():
+        return
+    codes = getattr(layer, f"{weight}_weight", None)  # compressed-tensors has renamed neither by now
+    codes = getattr(layer, f"{weight}_weight_packed") if codes is None else codes
+    blocks.copy_(without_idle_blocks(blocks, codes.data))
     lifted, multipliers = lift_experts_for_marlin(blocks, 1 / first if divisors else first)
     if lifted is not blocks:
         blocks.copy_(lifted)

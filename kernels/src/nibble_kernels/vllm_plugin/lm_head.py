@@ -43,7 +43,7 @@ class NvFp4LMHead(ParallelLMHead):
     def __init__(self, *args, **kwargs) -> None:
         kwargs.update(zip(_PARAMETERS, args, strict=False))
         kwargs["prefix"] = kwargs.get("prefix") or DEFAULT_NAME
-        quantize_it = current_options().quantize_lm_head == "nvfp4"
+        quantize_it = current_options().quantize_lm_head == "nvfp4" and not _is_draft()
         if kwargs.get("quant_config") is None or quantize_it:
             inner = kwargs.get("quant_config") or _quantization_of_the_model()
             kwargs["quant_config"] = HeadConfig(inner, quantize_it)
@@ -62,6 +62,14 @@ def _quantization_of_the_model() -> QuantizationConfig | None:
     found = config.quant_config if config is not None else None
     names = ("modelopt_fp4", "modelopt_mixed", "compressed-tensors")
     return found if found is not None and found.get_name() in names else None
+
+
+def _is_draft() -> bool:
+    """Whether the model being made only drafts: it may take the head of the model proper later, and have loaded none."""
+    config = get_current_vllm_config_or_none()
+    return (
+        config is not None and config.model_config is not None and config.model_config.runner_type == "draft"
+    )
 
 
 class HeadConfig:
