@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_a_row_with_a_block_of_zeros_is_held_by_marlin_whatever_its_scale(
 ) -> None:
     from nibble_kernels.vllm_plugin.layers import merge_layer
 
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.weight_scale = torch.nn.Parameter(random_scales(4, 8, seed=8, low=0x60), requires_grad=False)
     layer.weight_scale.data[2, :2] = e4m3(448.0, 2**-9)
     codes = torch.full((4, 64), 0x22, dtype=torch.uint8)
