@@ -51,13 +51,16 @@ def remedy(tree: Tree) -> Finding:
     """A head made as those models make it, in a model whose checkpoint quantizes it, once nibble's plugin is in place."""
     from probes.support import plugin
 
-    plugin.become_cpu()
-    plugin.find_nibble_kernels()
-    from nibble_kernels.vllm_plugin import kernels, lm_head
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.layers.quantization import modelopt
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    try:
+        plugin.become_cpu()
+        plugin.find_nibble_kernels()
+        from nibble_kernels.vllm_plugin import kernels, lm_head
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.model_executor.layers.quantization import modelopt
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    except ImportError as error:
+        return not_applicable(f"the plugin is not made for this release: {error}")
 
     modelopt.init_nvfp4_linear_kernel = kernels.nvfp4_linear_kernel
     lm_head.register_head()
