@@ -25,6 +25,7 @@ from nibble.prepare import read_wishes
 
 LAYER = "model.layers.0."
 Q, K, V = (f"{LAYER}self_attn.{name}_proj" for name in "qkv")
+NO_MODEL = {"MODEL": None, "HF_MODEL": None}  # a developer's own would be a second model
 GATE, UP = f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj"
 
 
@@ -208,7 +209,7 @@ def test_on_the_hub_no_weight_and_no_block_scale_is_downloaded(tmp_path: Path) -
 def test_the_command_prints_a_screen_and_the_same_as_json(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}, None,
                               {f"{Q}.weight_scale_2": f32(0.3)})  # fmt: skip
-    runner = CliRunner()
+    runner = CliRunner(env=NO_MODEL)
     shown = runner.invoke(app, ["inspect", str(folder)])
     assert shown.exit_code == 0 and len(shown.stdout.splitlines()) <= 30
     for text in ("NVFP4", "column scale", "vLLM alone", "loads exactly", "lm_head; agrees"):
@@ -223,5 +224,5 @@ def test_a_refused_checkpoint_ends_the_command_with_its_code(tmp_path: Path) -> 
     weights = tensors("nvfp4")
     del weights[f"{UP}.weight_scale_2"]
     folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4})
-    shown = CliRunner().invoke(app, ["inspect", str(folder)])
+    shown = CliRunner(env=NO_MODEL).invoke(app, ["inspect", str(folder)])
     assert shown.exit_code == 4 and f"{UP}.weight_scale_2" in shown.stdout.replace("\n", "")

@@ -85,3 +85,14 @@ def test_what_has_no_kernel_or_model_yet_exits_5_naming_what_is_missing(
 def test_tq_and_debug_reach_nibble() -> None:
     done = run("serve.sh", "--tq", "nonsense", "--debug")
     assert done.returncode == 5 and "nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(("verb", "is_named"), [("serve", True), ("plan", True), ("test", False)])
+def test_make_names_the_demo_where_a_model_is_served_and_nowhere_else(verb: str, is_named: bool) -> None:
+    """A test that names its own model would be given two."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("MODEL", "HF_MODEL")}
+    recipes = f"setup setup-dev lint:\n\t@true\n{verb}:\n\t@echo MODEL=$${{MODEL-}}\n"
+    makefile = f"{(root() / 'Makefile').read_text()}\n{recipes}"
+    command = ["make", "-f", "-", verb]
+    done = subprocess.run(command, input=makefile, env=environ, capture_output=True, text=True, check=True)
+    assert ("MODEL=nibble-demo" in done.stdout) is is_named
