@@ -27,6 +27,11 @@ def random_scales(rows: int, blocks: int, seed: int, low: int = 1) -> torch.Tens
     )
 
 
+def in_use(scales: torch.Tensor) -> torch.Tensor:
+    """Codes [..., K/2] none of which is 0, for block scales [..., K/16]."""
+    return torch.full((*scales.shape[:-1], scales.shape[-1] * 8), 0x22, dtype=torch.uint8)
+
+
 def meaning(merged: tuple) -> torch.Tensor:
     """The multiplier of each block in float64."""
     scales, global_scale, column = merged
@@ -53,7 +58,7 @@ def test_a_ratio_folds_exactly_where_the_vectors_say_so(merge: ModuleType) -> No
 def test_equal_scales_change_nothing(merge: ModuleType) -> None:
     scales = random_scales(48, 8, seed=1)
     merged = merge.merge_scales(scales, torch.tensor([3e-5, 3e-5]), [32, 16])
-    assert torch.equal(merged.scales.view(torch.uint8), scales.view(torch.uint8))
+    assert merged.scales is scales  # nothing is copied
     assert merged.column_scale is None
     assert merged.global_scale == torch.tensor(3e-5)
 
@@ -106,7 +111,7 @@ def test_rows_that_marlin_would_drop_are_lifted_exactly(merge: ModuleType) -> No
     scales = torch.cat([random_scales(8, 8, seed=6, low=0x60), random_scales(8, 8, seed=7)])
     scales[8:] = e4m3(2**-9, 3 * 2**-9, 0.125, 0.0, 7 * 2**-9, 0.5, 2**-7, 1.0)
     assert merge.marlin_drops(scales.float()).any()
-    merged = merge.merge_scales(scales, torch.tensor([1e-4]), [16], marlin=True)
+    merged = merge.merge_scales(scales, torch.tensor([1e-4]), [16], in_use(scales))
     assert not merge.marlin_drops(merged.scales.float()).any()
     assert torch.equal(meaning(merged), scales.double() * torch.tensor(1e-4).double())
 
@@ -115,7 +120,7 @@ def test_a_row_that_marlin_cannot_hold_is_refused(merge: ModuleType) -> None:
     scales = random_scales(4, 8, seed=8, low=0x60)
     scales[2, :2] = e4m3(448.0, 2**-9)
     with pytest.raises(merge.ScaleError, match=r"1 of 4 rows .* humming"):
-        merge.merge_scales(scales, torch.tensor([1e-4]), [4], marlin=True)
+        merge.merge_scales(scales, torch.tensor([1e-4]), [4], in_use(scales))
 
 
 def test_blocks_of_zeros_need_no_scale(merge: ModuleType) -> None:
@@ -197,6 +202,17 @@ def test_experts_are_lifted_for_marlin_each_by_its_own_power_of_two(merge: Modul
     scales = torch.stack([random_scales(8, 4, 12, low=0x60), random_scales(8, 4, 13, low=0x60)])
     scales[1] = e4m3(2**-9, 2**-8, 0.25, 0.0)
     own = torch.tensor([1e-4, 2e-4])
-    lifted, multipliers = merge.lift_experts_for_marlin(scales, own)
+    lifted, multipliers = merge.lift_experts_for_marlin(scales, own, in_use(scales))
     assert not merge.marlin_drops(lifted.float()).any()
     assert torch.equal(block_multipliers(lifted, multipliers), block_multipliers(scales, own))
+
+
+def test_an_experts_block_of_zeros_is_held_by_marlin_whatever_its_scale(merge: ModuleType) -> None:
+    scales = random_scales(16, 4, seed=14, low=0x60).reshape(2, 8, 4)
+    scales[1, 3, 0] = e4m3(2**-9)[0]
+    own, codes = torch.tensor([1e-4, 2e-4]), in_use(scales)
+    codes[1, 3, :8] = 0
+    kept, multipliers = merge.lift_experts_for_marlin(scales, own, codes)
+    assert multipliers is own
+    assert kept.float()[1, 3, 0] == 0
+    assert (kept.view(torch.uint8) != scales.view(torch.uint8)).sum() == 1

@@ -20,6 +20,7 @@ from torch import Tensor
 from nibble_kernels.conversions.reference import E4M3_MAX, e4m3_encode
 
 MARLIN_SMALLEST = 2.0**-6
+ROWS_AT_A_TIME = 4096  # of codes: bounds the memory of what is computed from them
 
 
 class Merged(NamedTuple):
@@ -35,29 +36,40 @@ class ScaleError(ValueError):
 
 
 def merge_scales(
-    scales: Tensor, global_scales: Tensor, widths: Sequence[int], marlin: bool = False
+    scales: Tensor, global_scales: Tensor, widths: Sequence[int], marlin_codes: Tensor | None = None
 ) -> Merged:
     """One global scale for tensors of `widths` rows each, with block scales [N, K/16] and multipliers float32 [len(widths)].
 
-    The result dequantizes to the same values: e2m1 * scales * global_scale * column_scale, bit for bit in real arithmetic but
-    for the float32 rounding of a column factor (2^-24). Raises ScaleError for scales that are not finite and positive, and for
-    rows whose block scales span more than Marlin holds.
+    `marlin_codes`, uint8 [N, K/2], are the weights' codes where Marlin will multiply, so that no block scale in use is one it
+    drops. The result dequantizes to the same values: e2m1 * scales * global_scale * column_scale, bit for bit in real
+    arithmetic but for the float32 rounding of a column factor (2^-24); where nothing is to be changed it holds `scales`
+    itself. Raises ScaleError for scales that are not finite and positive, and for rows whose block scales span more than
+    Marlin holds.
     """
     _check_global_scales(global_scales)
-    parts = list(scales.split(list(widths)))
     own = [float(value) for value in global_scales.float().tolist()]
-    if len(own) == 1:
-        own *= len(parts)
+    if len(set(own)) == 1:
+        merged, common, column = scales, own[0], None
+    else:
+        merged, common, column = _merge_unequal(scales, own, list(widths))
+    if marlin_codes is not None:
+        merged, column = _fit_marlin(merged, column, marlin_codes)
+    return Merged(merged, torch.tensor(common, dtype=torch.float32, device=scales.device), column)
+
+
+def _merge_unequal(
+    scales: Tensor, own: Sequence[float], widths: list[int]
+) -> tuple[Tensor, float, Tensor | None]:
+    """Block scales, the global scale and column factors."""
+    parts = list(scales.split(widths))
     common, folded = _best_common(parts, own)
     factors = [1.0 if part is not None else value / common for part, value in zip(folded, own, strict=True)]
     merged = torch.cat([new if new is not None else old for new, old in zip(folded, parts, strict=True)])
-    column = None
-    if any(factor != 1.0 for factor in factors):
-        rows = torch.tensor(list(widths), device=scales.device)
-        column = torch.tensor(factors, dtype=torch.float32, device=scales.device).repeat_interleave(rows)
-    if marlin:
-        merged, column = _fit_marlin(merged, column)
-    return Merged(merged, torch.tensor(common, dtype=torch.float32, device=scales.device), column)
+    if all(factor == 1.0 for factor in factors):
+        return merged, common, None
+    rows = torch.tensor(widths, device=scales.device)
+    column = torch.tensor(factors, dtype=torch.float32, device=scales.device).repeat_interleave(rows)
+    return merged, common, column
 
 
 def fold(scales: Tensor, ratio_of: tuple[float, float]) -> Tensor | None:
@@ -83,22 +95,36 @@ def _best_common(parts: Sequence[Tensor], own: Sequence[float]) -> tuple[float, 
     return best[1], best[2]
 
 
-def _fit_marlin(scales: Tensor, column: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Shift rows by powers of two so that no block scale is dropped, with the inverse in the column factors."""
+def _fit_marlin(scales: Tensor, column: Tensor | None, codes: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Shift rows so that no block scale is dropped, with the inverse in the column factors."""
+    lifted, shift = _lift(scales, codes, "rows", "--linear-backend humming")
+    if shift is None:
+        return lifted, column
+    factor = torch.ldexp(torch.ones_like(shift), -shift)
+    return lifted, factor if column is None else column * factor
+
+
+def _lift(scales: Tensor, codes: Tensor, what: str, way_out: str) -> tuple[Tensor, Tensor | None]:
+    """Block scales [R, …, K/16] of `what` with each of R shifted up to 448 by a power of two, and the exponents float32 [R].
+
+    Where nothing is dropped: the scales themselves, or those of blocks in use, and None.
+    """
+    if not marlin_drops(scales.float()).any():
+        return scales, None
+    scales = without_idle_blocks(scales, codes)
     values = scales.float()
     if not marlin_drops(values).any():
-        return scales, column
-    largest = values.amax(-1)
+        return scales, None
+    largest = values.flatten(1).amax(-1)
     shift = torch.where(largest > 0, (E4M3_MAX / largest).log2().floor(), 0.0)
-    lifted = torch.ldexp(values, shift[:, None])
-    lost = marlin_drops(lifted)
+    lifted = torch.ldexp(values, shift.reshape(-1, *[1] * (values.ndim - 1)))
+    lost = marlin_drops(lifted).flatten(1).any(-1)
     if lost.any():
         raise ScaleError(
-            f"{int(lost.any(-1).sum())} of {len(values)} rows have block scales more than {E4M3_MAX / MARLIN_SMALLEST:.0f} times"
-            " apart, and Marlin would drop the smaller ones; --linear-backend humming holds them"
+            f"{int(lost.sum())} of {len(lost)} {what} (the first is {int(lost.nonzero()[0])}) have block scales more than"
+            f" {E4M3_MAX / MARLIN_SMALLEST:.0f} times apart, and Marlin would drop the smaller ones; {way_out} holds them"
         )
-    factor = torch.ldexp(torch.ones_like(largest), -shift)
-    return lifted.to(torch.float8_e4m3fn), factor if column is None else column * factor
+    return lifted.to(torch.float8_e4m3fn), shift
 
 
 def without_idle_blocks(scales: Tensor, codes: Tensor) -> Tensor:
@@ -106,8 +132,9 @@ def without_idle_blocks(scales: Tensor, codes: Tensor) -> Tensor:
 
     Quantizers give such blocks arbitrary scales, ModelOpt 2^-9 where weights are almost 0; Marlin may drop those.
     """
-    used = torch.stack([(part.unflatten(-1, (-1, 8)) & 0x77).ne(0).any(-1) for part in codes])
-    return torch.where(used, scales.view(torch.uint8), 0).view(torch.float8_e4m3fn)
+    some_rows = codes.flatten(0, -2).split(ROWS_AT_A_TIME)
+    used = torch.cat([(rows.unflatten(-1, (-1, 8)) & 0x77).ne(0).any(-1) for rows in some_rows])
+    return torch.where(used.view_as(scales), scales.view(torch.uint8), 0).view(torch.float8_e4m3fn)
 
 
 def marlin_drops(values: Tensor) -> Tensor:
@@ -166,26 +193,15 @@ def merge_gate_up(
     return MergedExperts(scales, common, w2_global_scale * ratio, input_scale)
 
 
-def lift_experts_for_marlin(scales: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+def lift_experts_for_marlin(scales: Tensor, global_scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """Block scales [E, N, K/16] and multipliers [E] with each expert shifted up to 448 by a power of two, where needed.
 
-    Marlin shifts all experts alike, by what the largest scale of any of them allows. Raises ScaleError where an expert's
-    own scales span more than Marlin holds.
+    Marlin shifts all experts alike, by what the largest scale of any of them allows. `codes`, uint8 [E, N, K/2], tell which
+    scales are in use. Returns the arguments themselves where nothing is dropped. Raises ScaleError where an expert's own
+    scales span more than Marlin holds.
     """
-    values = scales.float()
-    if not marlin_drops(values).any():
-        return scales, global_scale
-    largest = values.flatten(1).amax(-1)
-    shift = torch.where(largest > 0, (E4M3_MAX / largest).log2().floor(), 0.0)
-    lifted = torch.ldexp(values, shift[:, None, None])
-    lost = marlin_drops(lifted).flatten(1).any(-1)
-    if lost.any():
-        raise ScaleError(
-            f"{int(lost.sum())} of {len(lost)} experts (the first is {int(lost.nonzero()[0])}) have block scales more"
-            f" than {E4M3_MAX / MARLIN_SMALLEST:.0f} times apart, and Marlin would drop the smaller ones;"
-            " --moe-backend humming holds them"
-        )
-    return lifted.to(torch.float8_e4m3fn), torch.ldexp(global_scale.float(), -shift)
+    lifted, shift = _lift(scales, codes, "experts", "--moe-backend humming")
+    return lifted, global_scale if shift is None else torch.ldexp(global_scale.float(), -shift)
 
 
 def _check_global_scales(values: Tensor) -> None:

@@ -67,7 +67,7 @@ class _CpuExperts(FusedMoEMethodBase):
         FusedMoEMethodBase.__init__(self, moe)
         if moe.has_bias:
             raise ValueError("NVFP4 experts with biases are not supported on the CPU")
-        self.use_a16 = use_a16 or current_options().nvfp4_activations == "bf16"
+        self.use_a16 = use_a16 or current_options().weights_only
         self.is_real = weights_are_real()
 
     def _check(self, layer: torch.nn.Module, weight_scale: str, input_scale: str) -> None:

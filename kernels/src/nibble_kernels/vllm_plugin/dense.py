@@ -29,7 +29,7 @@ def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
     """For modelopt.LINEAR_METHOD_BUILDERS: algorithm of the checkpoint -> method of a layer."""
 
     def build(algorithm: str, config: object, prefix: str) -> ModelOptLinearMethod:
-        if current_options().nvfp4_activations == "bf16":
+        if current_options().weights_only:
             algorithm = "W4A16_NVFP4"
         return ModelOptLinearMethod(*modelopt.resolve(algorithm, config, prefix))
 
@@ -66,7 +66,7 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
 
     def __init__(self, use_a16: bool = False):
         # The tensors of a W4A4 checkpoint are loaded all the same when its activations are to stay in BF16.
-        self.drops_input_scale = not use_a16 and current_options().nvfp4_activations == "bf16"
+        self.drops_input_scale = not use_a16 and current_options().weights_only
         self.is_real = weights_are_real()
         super().__init__(use_a16=use_a16 or self.drops_input_scale)
 

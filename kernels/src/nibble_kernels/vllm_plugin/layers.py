@@ -12,10 +12,8 @@ from torch.nn import Parameter
 from nibble_kernels.merge import (
     ScaleError,
     lift_experts_for_marlin,
-    marlin_drops,
     merge_gate_up,
     merge_scales,
-    without_idle_blocks,
 )
 
 COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
@@ -50,16 +48,21 @@ def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> 
     stored = getattr(layer, name).data
     multipliers = 1 / stored if divisors else stored
     scales = layer.weight_scale.data
-    if marlin and marlin_drops(scales.float()).any():
-        scales = without_idle_blocks(scales, (layer.weight_packed if divisors else layer.weight).data)
+    codes = _codes(layer, "weight", divisors) if marlin else None
     try:
-        merged = merge_scales(scales, multipliers, layer.logical_widths, marlin)
+        merged = merge_scales(scales, multipliers, layer.logical_widths, codes)
     except ScaleError as error:
         raise ScaleError(f"{name_of(layer)}.{name}: {error}") from None
     # One of the stored values, so that a divisor is not inverted twice.
     stored.fill_(stored[int((multipliers == merged.global_scale).nonzero()[0])].item())
-    layer.weight_scale.data.copy_(merged.scales)
+    if merged.scales is not scales:
+        scales.copy_(merged.scales)
     return merged.column_scale
+
+
+def _codes(layer: Any, weight: str, divisors: bool) -> Tensor:
+    """The codes of a weight; compressed-tensors, whose global scales are divisors, has not renamed them at this point."""
+    return getattr(layer, f"{weight}_packed" if divisors else weight).data
 
 
 def set_column_scale(layer: Any, column_scale: Tensor | None) -> None:
@@ -138,14 +141,11 @@ def _merge_gate_up(
 def _lift(layer: Any, weight: str, global_name: str, divisors: bool) -> None:
     blocks, stored = getattr(layer, f"{weight}_weight_scale").data, getattr(layer, global_name).data
     first = stored.reshape(len(stored), -1)[:, 0]  # w13's columns are equal by now
-    if not marlin_drops(blocks.float()).any():
-        return
-    codes = getattr(layer, f"{weight}_weight", None)  # compressed-tensors has renamed neither by now
-    codes = getattr(layer, f"{weight}_weight_packed") if codes is None else codes
-    blocks.copy_(without_idle_blocks(blocks, codes.data))
-    lifted, multipliers = lift_experts_for_marlin(blocks, 1 / first if divisors else first)
+    own = 1 / first if divisors else first
+    lifted, multipliers = lift_experts_for_marlin(blocks, own, _codes(layer, f"{weight}_weight", divisors))
     if lifted is not blocks:
         blocks.copy_(lifted)
+    if multipliers is not own:
         values = 1 / multipliers if divisors else multipliers
         stored.copy_(values.reshape(-1, *[1] * (stored.ndim - 1)).expand_as(stored))
 

@@ -6,7 +6,6 @@ subclass in the place of a layer.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own l
 DEFAULT_NAME = "lm_head"
 
 
-@functools.cache
 def register_head() -> None:
     """Make vLLM build NvFp4LMHead wherever a model asks for ParallelLMHead."""
     ParallelLMHead.register_oot(NvFp4LMHead, name="ParallelLMHead")

@@ -32,7 +32,7 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
     """vLLM's method, which dequantizes up with gate's global scale (vllm 0.32 modelopt.py:1032)."""
 
     def __init__(self, quant_config, moe_config) -> None:
-        if current_options().nvfp4_activations == "bf16":
+        if current_options().weights_only:
             quant_config = copy.copy(quant_config)
             quant_config.quant_method = "W4A16_NVFP4"
         self.is_real = weights_are_real()
@@ -57,7 +57,7 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4N
     """vLLM's method, which does the same with divisors."""
 
     def __init__(self, moe, layer_name: str | None = None, use_a16: bool = False) -> None:
-        use_a16 = use_a16 or current_options().nvfp4_activations == "bf16"
+        use_a16 = use_a16 or current_options().weights_only
         self.is_real = weights_are_real()
         super().__init__(moe, layer_name, use_a16=use_a16)
 

@@ -7,7 +7,6 @@ every ModelOpt NVFP4 checkpoint (qwen3_next_mtp.py:72, qwen3_5_mtp.py:91). Only 
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -19,7 +18,6 @@ LAYER = "mtp.fc"
 INDEX = "model.safetensors.index.json"
 
 
-@functools.cache
 def register_draft_projection() -> None:
     """Make vLLM build StoredColumnParallelLinear wherever a model asks for ColumnParallelLinear."""
     ColumnParallelLinear.register_oot(StoredColumnParallelLinear, name="ColumnParallelLinear")

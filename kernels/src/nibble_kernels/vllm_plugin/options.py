@@ -15,6 +15,11 @@ class Options:
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
     quantize_lm_head: Literal["off", "nvfp4"] = "off"
 
+    @property
+    def weights_only(self) -> bool:
+        """Whether activations stay in BF16 whatever the checkpoint says."""
+        return self.nvfp4_activations == "bf16"
+
 
 def current_options() -> Options:
     """The options of the model that is being made. Raises ValueError for a key or value that does not exist."""
