@@ -3,11 +3,11 @@
     python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 7] [--skip-model]
 
 Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its metadata). Layers: each round times every
-variant once, and the ratio is that of the fastest rounds, to the
-faster of torch's BF16 and vLLM's own, since other programs on the machine only add time. Model: hidden
-4096, intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4 (tests/fixtures/generated_nvfp4.py,
-2.7 GB below FOLDER); each form is served in a process of its own, in turn, twice. Peak memory is VmHWM when the model is
-loaded, which counts pages of the mapped file too; the largest anonymous part is sampled every 5 ms.
+variant once, and the ratio is that of the fastest rounds, to the faster of torch's BF16 and vLLM's own, since other programs on
+the machine only add time. Model: hidden 4096, intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4
+(tests/fixtures/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a process of its own, in turn, MODEL_RUNS times;
+the faster run counts, and the larger memory. Peak memory is VmHWM when the model is loaded, which counts pages of the mapped file
+too; the largest anonymous part is sampled every 5 ms.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[Form, bool]] = {
     "nvfp4_w4a4": ("modelopt", True),
 }
 DECODE_TOKENS, PROMPT_TOKENS = 24, 16
+MODEL_RUNS = 2
 
 
 def main() -> None:
@@ -56,7 +57,12 @@ def main() -> None:
     if args.serve:
         print("\nRESULT " + json.dumps(serve(args.serve)))
         return
-    found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": machine()}
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "rounds": args.rounds,
+        "model_runs": MODEL_RUNS,
+    }
     found["layers"] = [time_layer(name, rows, args.rounds) for name in LAYERS for rows in ROWS]
     if not args.skip_model:
         found["model"] = compare_models(args.folder)
@@ -123,9 +129,9 @@ def vllm_linear(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
 
 
 def compare_models(folder: Path) -> dict[str, Any]:
-    """Each form in turn, twice; the faster run counts, and the larger memory."""
+    """Each form in turn, MODEL_RUNS times; the faster run counts, and the larger memory."""
     runs: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
-    for _ in range(2):
+    for _ in range(MODEL_RUNS):
         for form, (layout, w4a4) in FORMS.items():
             if not (folder / form / "model.safetensors").exists():
                 write_checkpoint(folder / form, SHAPE, layout, w4a4=w4a4)

@@ -20,12 +20,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 COLUMNS, ROWS, TOKENS = 1024, {"q": 256, "k": 64, "v": 64}, 64
 TIME_LIMIT_S = 120
@@ -95,16 +98,25 @@ def show(result: dict[str, Any]) -> str:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What it ran on."""
+    """What it ran on, and when."""
     import vllm
 
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
         "python": platform.python_version(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def cpu_name() -> str:
+    """As Linux has it, where it has it, and the instructions that our kernels found."""
+    from nibble_kernels.nvfp4_linear import cpu_levels
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.machine()}, {os.cpu_count()} cores, {cpu_levels()[0]}"
 
 
 def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:
@@ -220,20 +232,11 @@ def _compressed_tensors(activations: str) -> Any:
         CompressedTensorsConfig,
     )
 
-    numbers = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-        "symmetric": True,
-    }
-    group = {
-        "targets": ["Linear"],
-        "weights": numbers | {"dynamic": False},
-        "input_activations": None if activations == "bf16" else numbers | {"dynamic": "local"},
-    }
-    text = {"format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}, "ignore": []}
-    return CompressedTensorsConfig.from_config(text)
+    from nibble.convert.config import compressed_tensors
+
+    return CompressedTensorsConfig.from_config(
+        compressed_tensors("bf16" if activations == "bf16" else "fp4", ignore=[], kv_cache=None)
+    )
 
 
 CONFIGS: dict[str, Callable[[str], Any]] = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors}

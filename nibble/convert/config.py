@@ -46,7 +46,7 @@ def write_configs(
                 k: v for k, v in plain[key].items() if k not in ("quantization_config", "compression_config")
             }
     if layout == "compressed-tensors":
-        plain["quantization_config"] = _compressed(activations, ignore, kv_cache)
+        plain["quantization_config"] = compressed_tensors(activations, ignore, kv_cache)
     elif layout == "modelopt":
         plain["quantization_config"] = _modelopt(activations, ignore, kv_cache)
         _write(dest / HF_QUANT_FILE, _hf_quant(MODELOPT, _algorithm(activations), ignore, kv_cache))
@@ -88,8 +88,8 @@ def _hf_quant(
     return {"producer": dict(producer), "quantization": inner}
 
 
-def _compressed(activations: Activations, ignore: list[str], kv_cache: str | None) -> dict[str, Any]:
-    """As llm-compressor writes it (formats.md 4.6)."""
+def compressed_tensors(activations: Activations, ignore: list[str], kv_cache: str | None) -> dict[str, Any]:
+    """A quantization_config as llm-compressor writes it (formats.md 4.6)."""
     numbers = {
         "num_bits": 4,
         "type": "float",
