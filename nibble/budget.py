@@ -6,31 +6,97 @@ that is not here would decide stays None and is printed as "unknown until pull".
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nibble.checkpoint import Checkpoint, sequence_memory_bytes
 from nibble.hardware import Hardware
+from nibble.memory import Memory
 from nibble.targets import Target
+
+GIB = 1 << 30
+# A reserve for a large machine must not take a small one's memory; NIBBLE_MEMORY_RESERVE_GIB is taken as it is.
+LARGEST_SHARE_RESERVED = 1 / 8
+# Beside a discrete GPU: checkpoints are staged in host memory, some of it pinned.
+HOST_RESERVE_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One GPU's memory, as `nibble plan` prints it.
+    """One device's memory, as `nibble plan` prints it.
 
-    `allowed_bytes` is what vLLM may take (memory times the utilization, less where the machine has less free),
-    `room_bytes` what is left of it for the KV cache after weights and reserve.
+    `allowed_bytes` is what the engine may take: what is available less the reserve, and no more than the cap
+    (`cap` of the whole memory, GPU_MEMORY_UTIL or a recipe's). `room_bytes` is what is left of it for the KV cache after
+    weights, engine, graphs and workspace. `kv_cache_bytes` is a size that was asked for.
     """
 
     memory_bytes: int | None
     available_bytes: int | None
+    limited_by: str
+    cap: float | None
     allowed_bytes: int | None
     reserve_bytes: int
+    reserve_reason: str
+    engine_bytes: int
+    graphs_bytes: int
+    workspace_bytes: int
     weights_bytes: int | None
     sequence_bytes: int | None
     sequence_tokens: int | None
+    sequences: int | None
+    kv_cache_bytes: int | None
     room_bytes: int | None
     sequences_that_fit: float | None
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What the engine takes beside weights and KV cache."""
+        return self.engine_bytes + self.graphs_bytes + self.workspace_bytes
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether the cap leaves less than what is available would."""
+        if self.cap is None or self.memory_bytes is None or self.available_bytes is None:
+            return False
+        return int(self.cap * self.memory_bytes) < self.available_bytes - self.reserve_bytes
+
+    @property
+    def least_kv_bytes(self) -> int:
+        """The smallest KV cache that serves: the size that was asked for, else one sequence of full length."""
+        return self.kv_cache_bytes or self.sequence_bytes or 0
+
+    @property
+    def full_kv_bytes(self) -> int | None:
+        """KV cache for all sequences at full length; None where that is not known."""
+        if self.kv_cache_bytes is not None:
+            return self.kv_cache_bytes
+        if self.sequence_bytes is None or self.sequences is None:
+            return None
+        return self.sequences * self.sequence_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much the smallest KV cache lacks; 0 where it fits or cannot be known."""
+        return max(0, self.least_kv_bytes - self.room_bytes) if self.room_bytes is not None else 0
+
+    def free_share(self) -> float | None:
+        """The largest fraction that vLLM's check at start passes with, rounded down; None where nothing is known.
+
+        vllm 0.32 v1/worker/utils.py:761 refuses unless this fraction of the whole memory is free, also when the KV cache
+        is given in bytes; by then the engine's processes have taken their share.
+        """
+        if not self.memory_bytes or self.available_bytes is None:
+            return None
+        free = self.available_bytes - self.reserve_bytes - self.engine_bytes
+        return math.floor(100 * free / self.memory_bytes) / 100
+
+    def used_share(self, kv_bytes: int | None) -> float | None:
+        """The fraction that weights, graphs, workspace and a KV cache of `kv_bytes` take, rounded up."""
+        if not self.memory_bytes or self.weights_bytes is None or kv_bytes is None:
+            return None
+        used = self.weights_bytes + self.graphs_bytes + self.workspace_bytes + kv_bytes
+        return math.ceil(100 * used / self.memory_bytes) / 100
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json."""
@@ -53,17 +119,25 @@ class DecodeBound:
 
 def memory_bytes(target: Target, hardware: Hardware) -> tuple[int | None, int | None]:
     """(total, available now) bytes of the memory weights live in."""
-    if target.memory_kind in ("unified", "host") or not hardware.gpus:
+    if is_shared(target) or not hardware.gpus:
         return hardware.memory_total_bytes, hardware.memory_available_bytes
     smallest = min(hardware.gpus, key=lambda gpu: gpu.memory_bytes or 0)
     return smallest.memory_bytes, smallest.memory_free_bytes or smallest.memory_bytes
 
 
+def is_shared(target: Target) -> bool:
+    """Whether the engine takes its memory from the host, so that too much of it harms the machine."""
+    return target.memory.kind in ("unified", "host")
+
+
 def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int) -> int | None:
-    """Bytes of weights on each of `gpus` GPUs; an even split, replicated norms and routers are below 1 %."""
+    """Bytes of weights on each of `gpus` GPUs; an even split, replicated norms and routers are below 1 %.
+
+    float32 files are loaded in 16 bits, so two bytes a parameter bound what a file's size overstates.
+    """
     if checkpoint is None or checkpoint.weights is None:
         return None
-    return -(-checkpoint.weights.total_bytes // gpus)
+    return -(-min(checkpoint.weights.total_bytes, 2 * checkpoint.weights.parameters) // gpus)
 
 
 @dataclass(frozen=True)
@@ -85,27 +159,75 @@ def sequence_bytes(checkpoint: Checkpoint | None, tokens: int | None, shape: Cac
     return sequence_memory_bytes(checkpoint, tokens, **asdict(shape))
 
 
+def reserve(target: Target, hardware: Hardware, asked_bytes: int | None) -> tuple[int, str]:
+    """(bytes left to the rest of the machine, why)."""
+    if asked_bytes is not None:
+        return asked_bytes, "asked for"
+    total, _ = memory_bytes(target, hardware)
+    limit = int((total or 0) * LARGEST_SHARE_RESERVED)
+    if total and limit < target.memory.reserve_bytes:
+        return limit, f"an eighth of this memory; {target.memory.reserve_reason}"
+    return target.memory.reserve_bytes, target.memory.reserve_reason
+
+
+def host_reserve_bytes(target: Target, here: Memory, asked_bytes: int | None) -> int:
+    """What the watchdog keeps free of the host's memory; beside a discrete GPU that is not the budget's memory."""
+    if asked_bytes is not None:
+        return asked_bytes
+    default = target.memory.reserve_bytes if is_shared(target) else HOST_RESERVE_BYTES
+    return min(default, int(here.total_bytes * LARGEST_SHARE_RESERVED))
+
+
 def make_budget(
     target: Target,
     hardware: Hardware,
     checkpoint: Checkpoint | None,
     *,
-    utilization: float | None,
-    reserve_bytes: int,
+    cap: float | None,
+    reserve_bytes: int | None,
     tokens: int | None,
+    sequences: int | None,
     shape: CacheShape,
     gpus_per_model: int,
+    has_graphs: bool,
+    kv_cache_bytes: int | None,
 ) -> Budget:
-    """Join what is there with what the model needs. `utilization` None means vLLM's own limit does not apply."""
+    """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None where nobody asks.
+
+    On a CPU all ranks of a model share one memory, so what each takes counts `gpus_per_model` times.
+    """
     total, available = memory_bytes(target, hardware)
-    allowed = None
-    if total is not None and available is not None:
-        allowed = available if utilization is None else min(int(total * utilization), available)
+    kept, reason = reserve(target, hardware, reserve_bytes)
+    ranks = gpus_per_model if target.memory.kind == "host" else 1
     weights = weights_bytes_per_gpu(checkpoint, gpus_per_model)
-    sequence = sequence_bytes(checkpoint, tokens, shape)
-    room = None if allowed is None or weights is None else allowed - weights - reserve_bytes
-    fit = room / sequence if room is not None and sequence else None
-    return Budget(total, available, allowed, reserve_bytes, weights, sequence, tokens, room, fit)
+    each = sequence_bytes(checkpoint, tokens, shape)
+    budget = Budget(
+        memory_bytes=total,
+        available_bytes=available,
+        limited_by=hardware.memory_limited_by if is_shared(target) else "NVML",
+        cap=cap,
+        allowed_bytes=None,
+        reserve_bytes=kept,
+        reserve_reason=reason,
+        engine_bytes=target.memory.engine_bytes * ranks,
+        graphs_bytes=target.memory.graphs_bytes if has_graphs else 0,
+        workspace_bytes=target.memory.workspace_bytes * ranks,
+        weights_bytes=weights and weights * ranks,
+        sequence_bytes=each and each * ranks,
+        sequence_tokens=tokens,
+        sequences=sequences,
+        kv_cache_bytes=kv_cache_bytes and kv_cache_bytes * ranks,
+        room_bytes=None,
+        sequences_that_fit=None,
+    )
+    if total is None or available is None:
+        return budget
+    allowed = available - kept if cap is None else min(available - kept, int(cap * total))
+    if budget.weights_bytes is None:
+        return replace(budget, allowed_bytes=allowed)
+    room = allowed - budget.weights_bytes - budget.overhead_bytes
+    fit = room / budget.sequence_bytes if budget.sequence_bytes else None
+    return replace(budget, allowed_bytes=allowed, room_bytes=room, sequences_that_fit=fit)
 
 
 def make_bound(

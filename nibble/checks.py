@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nibble.budget import is_shared
 from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware
@@ -23,6 +24,7 @@ from nibble.host import (
     shm_problem,
     vllm_cache,
 )
+from nibble.memory_plan import Step, arithmetic, show_gib
 from nibble.model_files import missing_weights
 from nibble.paths import cache_dir
 from nibble.plan import Plan
@@ -92,33 +94,33 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
 
 
 def check_memory(plan: Plan) -> list[str]:
-    """A warning when not one full sequence fits; raises NO_FIT when the weights alone do not."""
-    budget, checkpoint = plan.budget, plan.checkpoint
-    if (
-        checkpoint is None
-        or checkpoint.weights is None
-        or budget.weights_bytes is None
-        or budget.allowed_bytes is None
-    ):
+    """Warnings about memory; raises NO_FIT, with the sum, for a start that cannot fit.
+
+    Where the engine's memory is the host's, the estimate decides: a wedged machine is worse than a refusal. A discrete
+    GPU's driver refuses too much by itself, so only what is certain (weights and one sequence) is refused there.
+    """
+    budget = plan.budget
+    if budget.weights_bytes is None or budget.allowed_bytes is None or budget.room_bytes is None:
         return []
     if "--cpu-offload-gb" in plan.args:
         return []
-    # float32 files are loaded as bfloat16, so two bytes a parameter bound what a file's size overstates.
-    share = min(1.0, 2 * checkpoint.weights.parameters / max(1, checkpoint.weights.total_bytes))
-    weights = int(budget.weights_bytes * share)
-    if weights > budget.allowed_bytes:
-        what = (
-            f"the weights of {checkpoint.id} take {gib(weights)} of each device and "
-            f"{gib(budget.allowed_bytes)} may be used there: {gib(weights - budget.allowed_bytes)} too little"
-        )
-        action = "use more GPUs (TENSOR_PARALLEL_SIZE), a smaller model, or raise GPU_MEMORY_UTIL"
-        raise NibbleError(ExitCode.NO_FIT, what, "", action)
-    room = budget.allowed_bytes - weights - budget.reserve_bytes
-    if budget.sequence_bytes and room < budget.sequence_bytes:
-        tokens, needed = budget.sequence_tokens, gib(budget.sequence_bytes)
-        left = gib(max(0, room))
-        return [f"one sequence of {tokens} tokens takes {needed}, about {left} are left: lower MAX_MODEL_LEN"]
+    missing = budget.least_kv_bytes - budget.room_bytes
+    certain = missing - (0 if is_shared(plan.target) else budget.overhead_bytes)
+    if certain > 0:
+        what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} would not fit: "
+        what += arithmetic(budget, budget.least_kv_bytes) + f": {show_gib(missing)} too little"
+        raise NibbleError(ExitCode.NO_FIT, what, "", f"try, in this order: {_steps(plan.ladder)}")
+    if missing > 0:
+        left = show_gib(max(0, budget.room_bytes))
+        return [
+            f"one sequence of {budget.sequence_tokens} tokens takes {show_gib(budget.least_kv_bytes)}, about {left} "
+            f"are left; to need less: {_steps(plan.ladder)}"
+        ]
     return []
+
+
+def _steps(ladder: Sequence[Step]) -> str:
+    return ", ".join(str(step) for step in ladder)
 
 
 def check_port(variable: str, host: str, port: int, problem: BindProblem | None) -> None:

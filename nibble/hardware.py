@@ -6,13 +6,12 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nibble.memory import HOST, memory_now
 from nibble.targets import Target
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Hardware:
     memory_available_bytes: int
     assumed: bool = False
     nvml_error: str | None = None
+    memory_limited_by: str = HOST
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json; of the CPU flags only those vLLM's CPU build asks for."""
@@ -51,7 +51,7 @@ class Hardware:
 def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Look at this machine. Never fails: what cannot be read is absent or named in `nvml_error`."""
     gpus, driver, cuda_driver, error = _nvml(environ)
-    total, available = host_memory()
+    memory = memory_now()
     return Hardware(
         gpus,
         driver,
@@ -59,23 +59,23 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
         platform.machine(),
         _cpu_cores(),
         _cpu_flags(),
-        total,
-        available,
+        memory.total_bytes,
+        memory.available_bytes,
         nvml_error=error,
+        memory_limited_by=memory.limited_by,
     )
 
 
 def assume(target: Target, gpu_count: int, here: Hardware) -> Hardware:
     """Hardware of a target that is not here: `gpu_count` of its first product, for `nibble plan --target`."""
     if target.device == "cpu":
-        return Hardware((), None, None, here.cpu_arch, here.cpu_cores, here.cpu_flags, here.memory_total_bytes,
-                        here.memory_available_bytes)  # fmt: skip
+        return replace(here, gpus=(), driver=None, cuda_driver=None, nvml_error=None)
     model = target.gpu_models[0]
     gpu = [
         Gpu(i, model.match, target.capabilities[0], model.memory_bytes, None, "") for i in range(gpu_count)
     ]
     arch = "aarch64" if target.platforms == ("linux/arm64",) else "x86_64"
-    memory = model.memory_bytes if target.memory_kind == "unified" else here.memory_total_bytes
+    memory = model.memory_bytes if target.memory.kind == "unified" else here.memory_total_bytes
     return Hardware(tuple(gpu), None, None, arch, here.cpu_cores, frozenset(), memory, memory, assumed=True)
 
 
@@ -132,38 +132,6 @@ def visible(gpus: tuple[Gpu, ...], selection: str | None) -> tuple[Gpu, ...]:
             break
         chosen.append(match[0])
     return tuple(chosen)
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of this machine or of its cgroup, whichever is less.
-
-    MemAvailable, not MemFree: the page cache can be taken back (vllm#48140).
-    """
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    total, available = int(fields["MemTotal"]) << 10, int(fields["MemAvailable"]) << 10
-    limit, used = _cgroup_memory()
-    if limit is None:
-        return total, available
-    return min(total, limit), max(0, min(available, limit - used))
-
-
-def _cgroup_memory() -> tuple[int | None, int]:
-    """(limit, use without reclaimable page cache) of this cgroup, v2 or v1; (None, 0) without a limit."""
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            text = (CGROUP / limit_file).read_text().strip()
-            usage = int((CGROUP / usage_file).read_text())
-            stat = (CGROUP / limit_file).with_name("memory.stat").read_text()
-        except (OSError, ValueError):
-            continue
-        if text == "max" or int(text) >= 1 << 60:
-            return None, 0
-        inactive = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
-        return int(text), max(0, usage - int(inactive[1] if inactive else 0))
-    return None, 0
 
 
 def _cpu_cores() -> int:

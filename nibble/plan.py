@@ -10,19 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nibble.budget import (
-    Budget,
-    CacheShape,
-    DecodeBound,
-    make_bound,
-    make_budget,
-    memory_bytes,
-    sequence_bytes,
-    weights_bytes_per_gpu,
-)
+from nibble.budget import Budget, DecodeBound, make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.checkpoint import Checkpoint
 from nibble.gemma4 import check_gemma4
 from nibble.hardware import Hardware
+from nibble.memory_plan import Step, plan_memory
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, choose_alias
 from nibble.nvfp4_options import check_nvfp4_options, with_served_activations
@@ -32,13 +24,11 @@ from nibble.quantized_layers import quantization_override
 from nibble.recipes import ResolvedRecipe
 from nibble.risks import Risks, rule_environment, weigh_risks
 from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
-from nibble.settings import Settings, options, token_count
+from nibble.settings import Settings, options
 from nibble.targets import Target
 from nibble.vllm_args import write_flag
 
 GIB = 1 << 30
-CPU_KV_CACHE_LIMIT_BYTES = 4 * GIB
-DEFAULT_UTILIZATION = 0.92  # vllm 0.32 config/cache.py:102
 
 # model_hosting_container_standards, a dependency of vLLM, puts code these name outside the gate.
 WRAPPING_PREFIXES = ("CUSTOM_FASTAPI_", "CUSTOM_PRE_PROCESS", "CUSTOM_POST_PROCESS", "CUSTOM_SCRIPT_FILENAME")
@@ -62,6 +52,7 @@ class Plan:
     rules: tuple[str, ...]
     notices: tuple[str, ...]
     budget: Budget
+    ladder: tuple[Step, ...]
     bound: DecodeBound
     moe_alias: Alias | None
 
@@ -107,6 +98,7 @@ class Plan:
             "args": {name: choice.to_json() for name, choice in self.args.items()},
             "env": {name: choice.to_json() for name, choice in self.env.items()},
             "budget": self.budget.to_json(),
+            "to_need_less": [str(step) for step in self.ladder],
             "decode_bound": self.bound.to_json(),
             "expected": dict(self.recipe.expected) if self.recipe else {},
             "rules": list(self.rules),
@@ -167,7 +159,8 @@ def make_plan(parts: Ingredients) -> Plan:
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
     args |= quantization_override(parts.checkpoint, args)
-    args |= _cpu_kv_cache(parts, args)
+    memory = plan_memory(parts, args)
+    args |= memory.flags
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(
             args["--revision"].value, args["--revision"].source, "code from the same commit as the weights"
@@ -195,7 +188,8 @@ def make_plan(parts: Ingredients) -> Plan:
         env=env,
         rules=tuple(rule.id for rule in risks.rules),
         notices=_notices(parts, values) + risks.notices,
-        budget=_budget(parts, args),
+        budget=memory.budget,
+        ladder=memory.ladder,
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),
         moe_alias=moe_alias,
     )
@@ -248,58 +242,6 @@ def _server_flags(parts: Ingredients, served: tuple[str, ...]) -> Choices:
             settings.drain_seconds, str(origins["drain_seconds"]), "running requests finish after SIGTERM"
         ),
     }
-
-
-def _cpu_kv_cache(parts: Ingredients, args: Choices) -> Choices:
-    """On a CPU vLLM wants 92 % of all memory free unless told how many bytes (vllm 0.32 cpu_worker.py:80)."""
-    if parts.target.device != "cpu" or "--kv-cache-memory-bytes" in args:
-        return {}
-    tokens, sequences = _context(parts, args), _number(args, "--max-num-seqs", 1)
-    each = sequence_bytes(parts.checkpoint, tokens, _cache_shape(parts, args))
-    if each is None:
-        reason = "the model's memory per sequence is unknown until pull"
-        return {"--kv-cache-memory-bytes": Choice(CPU_KV_CACHE_LIMIT_BYTES, "nibble's default", reason)}
-    wanted = max(each, min(each * sequences, CPU_KV_CACHE_LIMIT_BYTES))
-    limit = f"limited to {CPU_KV_CACHE_LIMIT_BYTES // GIB} GiB or one sequence"
-    reason = f"{sequences} sequences of {tokens} tokens, {each / GIB:.3f} GiB each, {limit}"
-    return {"--kv-cache-memory-bytes": Choice(_round_up(wanted, 1 << 20), "nibble's default", reason)}
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def _number(args: Mapping[str, Choice], name: str, otherwise: int) -> int:
-    return token_count(args[name].value) or otherwise if name in args else otherwise
-
-
-def _cache_shape(parts: Ingredients, args: Mapping[str, Choice]) -> CacheShape:
-    speculative = args.get("--speculative-config")
-    config = speculative.value if speculative and isinstance(speculative.value, Mapping) else {}
-    latent = parts.checkpoint is not None and any(
-        layer.kind == "mla" for layer in parts.checkpoint.layers or ()
-    )
-    # vllm 0.32 platforms/cpu.py: blocks of 128 tokens, except for latent attention.
-    block = 128 if parts.target.device == "cpu" and not latent else 16
-    return CacheShape(
-        kv_cache_dtype=str(args["--kv-cache-dtype"].value) if "--kv-cache-dtype" in args else "auto",
-        tensor_parallel_size=_number(args, "--tensor-parallel-size", 1),
-        block_size=_number(args, "--block-size", block),
-        # Only drafts in the checkpoint itself (MTP) have layers of their own there.
-        speculative_tokens=int(config.get("num_speculative_tokens", 0))
-        if "mtp" in str(config.get("method"))
-        else 0,
-        prefix_caching=args["--enable-prefix-caching"].value is not False
-        if "--enable-prefix-caching" in args
-        else True,
-        # What vLLM schedules beyond a sliding window; its default differs by hardware, and 8192 is the largest on one.
-        in_flight_tokens=_number(args, "--max-num-batched-tokens", 8192),
-    )
-
-
-def _context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
-    asked = token_count(args["--max-model-len"].value) if "--max-model-len" in args else None
-    return asked or (parts.checkpoint.max_model_len if parts.checkpoint else None)
 
 
 def _environment(parts: Ingredients, moe_alias: Alias | None, risks: Risks) -> Choices:
@@ -374,23 +316,3 @@ def _notices(parts: Ingredients, values: Mapping[str, Any]) -> tuple[str, ...]:
     if parts.hardware.assumed:
         notices.append(f"{parts.target.name} is not this machine: memory and GPUs are assumed")
     return tuple(notices)
-
-
-def _budget(parts: Ingredients, args: Mapping[str, Choice]) -> Budget:
-    settings = parts.loaded.settings
-    gpus = _number(args, "--tensor-parallel-size", 1) * _number(args, "--pipeline-parallel-size", 1)
-    given = args.get("--gpu-memory-utilization")
-    utilization = (
-        None if parts.target.device == "cpu" else float(given.value if given else DEFAULT_UTILIZATION)
-    )
-    reserve = settings.memory_reserve_gib
-    return make_budget(
-        parts.target,
-        parts.hardware,
-        parts.checkpoint,
-        utilization=utilization,
-        reserve_bytes=parts.target.memory_reserve_bytes if reserve is None else int(reserve * GIB),
-        tokens=_context(parts, args),
-        shape=_cache_shape(parts, args),
-        gpus_per_model=gpus,
-    )

