@@ -44,10 +44,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(run_case(*options.case.split(","), options.device)))
+    if options.cases:
+        with distributed_environment(options.device):
+            for case in options.cases:
+                print(json.dumps(run_case(*case.split(","), options.device)), flush=True)
         return
     cases = [
         (form, activations, kernel, plugin)
@@ -70,7 +72,7 @@ def main() -> None:
 
 def in_a_process(case: tuple[str, ...], device: str) -> dict[str, Any]:
     """The case with its errors, or with the line that refused it."""
-    words = [sys.executable, __file__, "--device", device, "--case", ",".join(case)]
+    words = [sys.executable, __file__, "--device", device, "--cases", ",".join(case)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -120,9 +122,9 @@ def cpu_name() -> str:
 
 
 def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:
-    """Errors of q, k and v, and the kernel's class."""
+    """Errors of q, k and v, and the kernel's class. A process that has run a merged case can run no other kind."""
     options = {"nvfp4_activations": "bf16"} if activations == ROUTED else {}
-    with vllm_environment(kernel, device, options):
+    with vllm_config(kernel, options):
         if scales == "merged":
             from nibble_kernels.vllm_plugin import register
 
@@ -159,20 +161,28 @@ def parts() -> dict[str, Tensor]:
 
 
 @contextmanager
-def vllm_environment(kernel: str, device: str, options: dict[str, str]) -> Iterator[None]:
-    """A vLLM configuration for one process, with this --linear-backend and these options of the plugin."""
+def distributed_environment(device: str) -> Iterator[None]:
+    """What vLLM's layers need of a process, which they share."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_PLUGINS": ""}
-    from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     torch.set_default_dtype(torch.bfloat16)
-    config = VllmConfig(
-        kernel_config=KernelConfig(linear_backend=kernel), additional_config={"nibble": options}
-    )
-    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device == "cuda" else "gloo"
-        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
-        initialize_model_parallel(1)
+    with tempfile.TemporaryDirectory() as folder:
+        with set_current_vllm_config(VllmConfig()):
+            backend = "nccl" if device == "cuda" else "gloo"
+            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
+            initialize_model_parallel(1)
+        yield
+
+
+@contextmanager
+def vllm_config(kernel: str, options: dict[str, str]) -> Iterator[None]:
+    """A vLLM configuration with this --linear-backend and these options of the plugin."""
+    from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
+
+    backend = KernelConfig(linear_backend=kernel)
+    with set_current_vllm_config(VllmConfig(kernel_config=backend, additional_config={"nibble": options})):
         yield
 
 

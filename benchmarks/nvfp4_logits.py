@@ -20,7 +20,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from nvfp4_layers import machine
@@ -30,15 +30,35 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4")
 QUESTIONS = 24
 TIME_LIMIT_S = 300
-# name -> device, activations, --linear-backend, --moe-backend
-PATHS: dict[str, tuple[str, str, str, str]] = {
-    "nibble on the CPU, W4A4": ("cpu", "checkpoint", "auto", "auto"),
-    "nibble on the CPU, W4A16": ("cpu", "bf16", "auto", "auto"),
-    "Marlin, W4A16": ("cuda", "bf16", "marlin", "marlin"),
-    "Humming, W4A16": ("cuda", "bf16", "humming", "humming"),
-    "Marlin given W4A4": ("cuda", "checkpoint", "marlin", "marlin"),
-    "Humming given W4A4": ("cuda", "checkpoint", "humming", "humming"),
-    "emulation, W4A4": ("cuda", "checkpoint", "emulation", "emulation"),
+# What docs/nvfp4.md states: the mean divergence in nats of every path from float32 arithmetic on the same weights, by model and
+# NIBBLE_NVFP4_ACTIVATIONS.
+BOUNDS_NATS = {
+    ("nibble-demo-nvfp4", "bf16"): 2e-4,
+    ("nibble-demo-nvfp4", "checkpoint"): 0.02,
+    ("nibble-demo-moe-nvfp4", "bf16"): 5e-3,
+    ("nibble-demo-moe-nvfp4", "checkpoint"): 0.1,
+}
+
+
+class Way(NamedTuple):
+    """A way to multiply. activations: NIBBLE_NVFP4_ACTIVATIONS; backend: of linear layers and experts."""
+
+    device: str
+    activations: str
+    backend: str = "auto"
+    ranks: int = 1
+
+
+PATHS = {
+    "nibble on the CPU, W4A4": Way("cpu", "checkpoint"),
+    "nibble on the CPU, W4A16": Way("cpu", "bf16"),
+    "nibble on the CPU, W4A4, two ranks": Way("cpu", "checkpoint", ranks=2),
+    "nibble on the CPU, W4A16, two ranks": Way("cpu", "bf16", ranks=2),
+    "Marlin, W4A16": Way("cuda", "bf16", "marlin"),
+    "Humming, W4A16": Way("cuda", "bf16", "humming"),
+    "Marlin given W4A4": Way("cuda", "checkpoint", "marlin"),
+    "Humming given W4A4": Way("cuda", "checkpoint", "humming"),
+    "emulation, W4A4": Way("cuda", "checkpoint", "emulation"),
 }
 
 
@@ -51,7 +71,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--jobs", type=int, default=1, help="vLLMs at a time")
-    parser.add_argument("--score", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--score", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.score:
         score(*options.score)
@@ -59,7 +79,7 @@ def main() -> None:
     names = [
         name
         for name, path in PATHS.items()
-        if path[0] == options.device and (name in options.only or not options.only)
+        if path.device == options.device and (name in options.only or not options.only)
     ]
     results = []
     for model in MODELS:
@@ -141,17 +161,26 @@ def reference(model: str, activations: str, dtype: torch.dtype = torch.float32) 
 
 def run_path(model: str, name: str) -> Tensor | str:
     """Log-probabilities [positions, vocabulary] of one path, or the last line of what went wrong."""
-    device, activations, linear, moe = PATHS[name]
-    return in_vllm(model, device, {"nvfp4_activations": activations}, linear, moe)
+    way = PATHS[name]
+    return in_vllm(model, way.device, {"nvfp4_activations": way.activations}, way.backend, way.ranks)
 
 
 def in_vllm(
-    model: str, device: str, options: dict[str, str], linear: str = "auto", moe: str = "auto"
+    model: str, device: str, options: dict[str, str], backend: str = "auto", ranks: int = 1
 ) -> Tensor | str:
-    """The same of a vLLM in a process of its own."""
+    """The same of a vLLM in a process of its own, with these options of the plugin."""
+    memory = {"kv_cache_memory_bytes": 64 << 20} if device == "cpu" else {"gpu_memory_utilization": 0.1}
+    arguments = memory | {
+        "linear_backend": backend,
+        "moe_backend": backend,
+        "tensor_parallel_size": ranks,
+        "additional_config": {"nibble": options},
+    }
     file = Path(tempfile.mkdtemp()) / "logprobs.pt"
-    words = [sys.executable, __file__, "--score", model, device, json.dumps(options), linear, moe, str(file)]
+    words = [sys.executable, __file__, "--score", model, json.dumps(arguments), str(file)]
     environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if ranks > 1:  # vLLM would bind each to a NUMA node of its own
+        environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, check=False, env=environ, timeout=TIME_LIMIT_S
@@ -164,15 +193,13 @@ def in_vllm(
     return found
 
 
-def score(model: str, device: str, options: str, linear: str, moe: str, out: str) -> None:
-    """Write the log-probabilities of every token at every position."""
+def score(model: str, arguments: str, out: str) -> None:
+    """Write the log-probabilities of every token at every position, in a vLLM with these arguments (JSON)."""
     from vllm import LLM, SamplingParams
 
-    memory = {"kv_cache_memory_bytes": 64 << 20} if device == "cpu" else {"gpu_memory_utilization": 0.1}
     llm = LLM(
         str(ROOT / "models" / model), max_model_len=256, max_num_seqs=4, max_logprobs=-1, enforce_eager=True,
-        enable_prefix_caching=False, linear_backend=linear, moe_backend=moe,
-        additional_config={"nibble": json.loads(options)}, **memory,
+        enable_prefix_caching=False, **json.loads(arguments),
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
     batch = [{"prompt_token_ids": ids} for ids in prompts(model)]

@@ -2,74 +2,64 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from generated_nvfp4 import Form, Shape, write_checkpoint
+import vllm_logprobs
+from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
-from serving import clean_environ
 
+pytestmark = pytest.mark.vllm
 SHAPE = Shape(experts=4)
 PROMPT = [5, 17, 33, 101, 120, 7, 9, 11, 64, 80, 2]
-PROGRAM = Path(__file__).parents[1] / "fixtures/vllm_logprobs.py"
 BF16_ROUNDING = 0.1  # of two ways to add up the same experts in BF16, logits up to about 10
+FORMS = ("modelopt", "compressed-tensors")
+SCALES = ("up_proj.weight_scale_2", "down_proj.input_scale", "gate_proj.weight_scale")
 
 
-def answer(folder: Path, installed: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    environ = clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=str(installed))
-    words = [sys.executable, str(PROGRAM), str(folder), "{}", json.dumps(PROMPT)]
-    return subprocess.run(words, env=environ, text=True, capture_output=True, check=False, cwd=tmp_path)
-
-
-def logprobs(folder: Path, installed: Path, tmp_path: Path) -> torch.Tensor:
-    done = answer(folder, installed, tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return torch.tensor(json.loads(done.stdout.rpartition("RESULT ")[2]))
+def without(folder: Path, scale: str) -> Path:
+    """The ModelOpt model with one tensor less."""
+    write_checkpoint(folder, SHAPE, "modelopt", w4a4=True)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"model.layers.1.mlp.experts.2.{scale}"]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def expected(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    """The same weights in BF16, by vLLM's own experts."""
-    folder = tmp_path_factory.mktemp("bf16")
-    return logprobs(write_checkpoint(folder / "model", SHAPE, "bf16"), installed, folder)
+def found(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM makes of each model: log-probabilities, or the error. "bf16" has the same weights, by vLLM's own experts."""
+    here = tmp_path_factory.mktemp("experts")
+    models = {"bf16": write_checkpoint(here / "bf16", SHAPE, "bf16")}
+    for form in FORMS:
+        models[form] = write_checkpoint(here / form, SHAPE, form)
+        models[f"{form} w4a4"] = write_checkpoint(here / f"{form} w4a4", SHAPE, form, w4a4=True)
+    models |= {f"without {scale}": without(here / scale, scale) for scale in SCALES}
+    jobs: list[vllm_logprobs.Job] = [(str(folder), {}, PROMPT) for folder in models.values()]
+    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=str(installed))
+    return dict(zip(models, results, strict=True))
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-def test_they_answer_as_the_same_weights_in_bf16(
-    form: Form, installed: Path, expected: torch.Tensor, tmp_path: Path
-) -> None:
-    found = logprobs(write_checkpoint(tmp_path / "model", SHAPE, form), installed, tmp_path)
-    assert (found - expected).abs().max() < BF16_ROUNDING
+def largest_difference(found: dict[str, Any], model: str) -> float:
+    """From the BF16 model."""
+    return float((torch.tensor(found[model]) - torch.tensor(found["bf16"])).abs().max())
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-def test_quantized_activations_change_the_answer_a_little(
-    form: Form, installed: Path, expected: torch.Tensor, tmp_path: Path
-) -> None:
-    found = logprobs(write_checkpoint(tmp_path / "model", SHAPE, form, w4a4=True), installed, tmp_path)
-    assert BF16_ROUNDING < (found - expected).abs().max() < 1
+@pytest.mark.parametrize("form", FORMS)
+def test_they_answer_as_the_same_weights_in_bf16(form: str, found: dict[str, Any]) -> None:
+    assert largest_difference(found, form) < BF16_ROUNDING
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    "missing", ["up_proj.weight_scale_2", "down_proj.input_scale", "gate_proj.weight_scale"]
-)
-def test_a_scale_that_the_checkpoint_lacks_is_named(missing: str, installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_quantized_activations_change_the_answer_a_little(form: str, found: dict[str, Any]) -> None:
+    assert BF16_ROUNDING < largest_difference(found, f"{form} w4a4") < 1
+
+
+@pytest.mark.parametrize("missing", SCALES)
+def test_a_scale_that_the_checkpoint_lacks_is_named(missing: str, found: dict[str, Any]) -> None:
     """vLLM would compute with what lay in memory."""
-    folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt", w4a4=True)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[f"model.layers.1.mlp.experts.2.{missing}"]
-    save_file(tensors, folder / "model.safetensors")
-    done = answer(folder, installed, tmp_path)
     weight = "w2" if "down" in missing else "w13"
-    assert done.returncode != 0
-    assert (
-        f"model.layers.1.mlp.experts.{weight}_{missing.partition('.')[2]} was not loaded"
-        in done.stderr + done.stdout
-    )
+    name = f"model.layers.1.mlp.experts.{weight}_{missing.partition('.')[2]}"
+    assert f"{name} was not loaded" in found[f"without {missing}"]

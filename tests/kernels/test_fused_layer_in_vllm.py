@@ -13,45 +13,49 @@ import pytest
 pytestmark = pytest.mark.vllm
 PROGRAM = Path(__file__).parents[2] / "benchmarks/nvfp4_layers.py"
 BF16_ROUNDING = 0.004  # two roundings of an output to BF16
+FORMS = ("modelopt", "compressed-tensors")
+# activations and kernel -> relative error of each part to the weights before they were quantized
+PATHS = {
+    ("fp4", "auto"): 0.134,
+    ("fp4", "emulation"): 0.134,
+    ("bf16", "auto"): 0.095,
+    ("fp4-as-bf16", "auto"): 0.095,  # NIBBLE_NVFP4_ACTIVATIONS=bf16
+}
+Errors = dict[str, dict[str, float]]  # of q, k and v to the "original" weights and to the "stored" ones
 
 
-def errors(installed: Path, *case: str) -> dict[str, dict[str, float]]:
-    """q, k and v: relative errors to the original weights and to the stored ones."""
-    words = [sys.executable, str(PROGRAM), "--case", ",".join(case)]
+def errors(installed: Path, scales: str, paths: list[tuple[str, str]]) -> dict[tuple[str, str, str], Errors]:
+    """For each form and path, in one process: the plugin is in all of it or in nothing of it."""
+    cases = [(form, *path) for form in FORMS for path in paths]
+    words = [sys.executable, str(PROGRAM), "--cases", *(",".join([*case, scales]) for case in cases)]
     done = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True, text=True, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stderr[-2000:]
-    return json.loads(lines[-1])["errors"]
+    assert len(lines) == len(cases), done.stderr[-2000:]
+    return {case: json.loads(line)["errors"] for case, line in zip(cases, lines, strict=True)}
 
 
-@pytest.mark.parametrize(
-    ("form", "gains"),
-    [("modelopt", {"q": 1.288, "v": 0.954}), ("compressed-tensors", {"k": 0.566, "v": 0.170})],
-)
-def test_vllm_alone_multiplies_parts_by_the_ratio_of_their_scales(
-    installed: Path, form: str, gains: dict[str, float]
-) -> None:
-    found = errors(installed, form, "fp4", "emulation", "own")
-    for part, gain in gains.items():
-        assert found[part]["original"] == pytest.approx(gain, rel=0.15), found  # W4A4 adds its own error
+@pytest.fixture(scope="module")
+def merged(installed: Path) -> dict[tuple[str, str, str], Errors]:
+    return errors(installed, "merged", list(PATHS))
 
 
-@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize(
-    ("activations", "kernel", "error"),
-    [
-        ("fp4", "auto", 0.134),
-        ("fp4", "emulation", 0.134),
-        ("bf16", "auto", 0.095),
-        ("fp4-as-bf16", "auto", 0.095),  # NIBBLE_NVFP4_ACTIVATIONS=bf16
-    ],
-)
+def test_vllm_alone_multiplies_parts_by_the_ratio_of_their_scales(installed: Path) -> None:
+    found = errors(installed, "own", [("fp4", "emulation")])
+    gains = {"modelopt": {"q": 1.288, "v": 0.954}, "compressed-tensors": {"k": 0.566, "v": 0.170}}
+    for form, parts in gains.items():
+        for part, gain in parts.items():
+            error = found[form, "fp4", "emulation"][part]["original"]
+            assert error == pytest.approx(gain, rel=0.15), (form, part)  # W4A4 adds its own error
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
 def test_the_plugin_leaves_each_part_its_own_scale(
-    installed: Path, form: str, activations: str, kernel: str, error: float
+    form: str, path: tuple[str, str], merged: dict[tuple[str, str, str], Errors]
 ) -> None:
-    found = errors(installed, form, activations, kernel, "merged")
+    found = merged[form, *path]
     for part in ("q", "k", "v"):
         assert found[part]["stored"] < BF16_ROUNDING, found
-        assert found[part]["original"] == pytest.approx(error, rel=0.06), found
+        assert found[part]["original"] == pytest.approx(PATHS[path], rel=0.06), found
