@@ -7,13 +7,19 @@ from typing import Literal, get_args, get_type_hints
 
 from vllm.config import get_current_vllm_config_or_none
 
+from nibble_kernels.quartet2 import Mode
+
 
 @dataclass(frozen=True)
 class Options:
-    """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16 head to NVFP4 at load."""
+    """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16 head to NVFP4 at load.
+
+    act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2).
+    """
 
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
     quantize_lm_head: Literal["off", "nvfp4"] = "off"
+    act_scale_mode: Mode = "token"
 
     @property
     def weights_only(self) -> bool:
