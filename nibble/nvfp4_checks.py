@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.scale_layout import check_layout
 from nibble.checkpoint.scale_values import check_values
+from nibble.cloverlm import check_vocabulary, is_cloverlm
 from nibble.disk import gib
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_options import asked
@@ -21,13 +22,14 @@ PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nibble"
 def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
     """Lines to print for a start of `plan` with the environment `child`; reads every scale of the checkpoint.
 
-    Raises MODEL for damaged scales, CONFIG for scales in another layout than the config says and for a plugin that is not
-    there and cannot be done without.
+    Raises MODEL for damaged scales and for the vocabulary of another model, CONFIG for scales in another layout than the
+    config says and for a plugin that is not there and cannot be done without.
     """
     checkpoint = plan.checkpoint
     values = {name: choice.value for name, choice in plan.args.items()}
-    if checkpoint is None or not (checkpoint.scheme.is_nvfp4 or asked(values)):
+    if checkpoint is None or not (checkpoint.scheme.is_nvfp4 or asked(values) or is_cloverlm(checkpoint)):
         return []
+    check_vocabulary(checkpoint, plan.args)
     lines = check_scales(checkpoint, drafts_from_itself(values.get("--speculative-config")))
     return lines + check_plugin(plan, child)
 
@@ -57,7 +59,8 @@ def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
     else:
         return []
     options = asked({name: choice.value for name, choice in plan.args.items()})
-    if options or plan.target.device == "cpu":
-        needed = f"for {', '.join(options)}" if options else "for NVFP4 on the CPU"
+    reasons = [*options, *(["CloverLM"] if is_cloverlm(plan.checkpoint) else [])]
+    if reasons or plan.target.device == "cpu":
+        needed = f"for {', '.join(reasons)}" if reasons else "for NVFP4 on the CPU"
         raise NibbleError(ExitCode.CONFIG, f"{what}, and it is needed {needed}", "", action)
     return [f"warning: {what}: fused projections whose parts have different scales compute wrongly; {action}"]

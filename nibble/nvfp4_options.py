@@ -1,4 +1,4 @@
-"""--nvfp4-activations and --quantize-lm-head: what nibble's vLLM plugin is told, and which models rule it out. Pure.
+"""--nvfp4-activations, --quantize-lm-head, --act-scale-mode: what nibble's vLLM plugin is told, which models rule it out. Pure.
 
 The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`.
 """
@@ -14,7 +14,7 @@ from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.errors import ExitCode, NibbleError
 
 FLAG = "--additional-config"
-OPTIONS = ("nvfp4_activations", "quantize_lm_head")
+OPTIONS = ("nvfp4_activations", "quantize_lm_head", "act_scale_mode")
 REASON = "for nibble's vLLM plugin"
 
 
@@ -30,7 +30,12 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, args: Mapping[str, Any]) 
     wanted = asked(args)
     if checkpoint is None:
         return
-    if wanted.get("nvfp4_activations") == "bf16" and not checkpoint.scheme.is_nvfp4:
+    is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
+    if "act_scale_mode" in wanted and not is_quartet2:
+        what = f"NIBBLE_ACT_SCALE_MODE is for CloverLM, and {checkpoint.id} is {checkpoint.scheme.name}"
+        action = "unset NIBBLE_ACT_SCALE_MODE or drop --act-scale-mode"
+        raise NibbleError(ExitCode.CONFIG, what, "a checkpoint of Quartet II", action)
+    if wanted.get("nvfp4_activations") == "bf16" and not (checkpoint.scheme.is_nvfp4 or is_quartet2):
         what = f"NIBBLE_NVFP4_ACTIVATIONS=bf16 is for NVFP4 checkpoints, and {checkpoint.id} is {checkpoint.scheme.name}"
         action = "unset NIBBLE_NVFP4_ACTIVATIONS or drop --nvfp4-activations"
         raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", action)

@@ -12,6 +12,7 @@ from typing import Any
 
 from nibble.budget import Budget, DecodeBound, make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.checkpoint import Checkpoint
+from nibble.cloverlm import cloverlm_flags
 from nibble.gemma4 import check_gemma4
 from nibble.hardware import Hardware
 from nibble.memory_plan import Step, plan_memory
@@ -145,6 +146,7 @@ def make_plan(parts: Ingredients) -> Plan:
     check_recipe(parts.recipe, parts.target)
     args = join_layers(parts)
     args |= _tensor_parallel(parts, args)
+    args |= cloverlm_flags(parts.checkpoint, args)
     values = {name: choice.value for name, choice in args.items()}
     check_model(parts.checkpoint, parts.target, values)
     check_nvfp4_options(parts.checkpoint, values)

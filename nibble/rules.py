@@ -63,19 +63,6 @@ def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str
 
 def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
     """What a checkpoint rules out by itself, on every target."""
-    _check_architecture(checkpoint)
-    _check_scheme(checkpoint, args)
-
-
-def _check_architecture(checkpoint: Checkpoint) -> None:
-    if checkpoint.model_type == "cloverlm":
-        what = f"{checkpoint.id} is a CloverLM checkpoint, which needs nibble's quartet2 plugin"
-        raise NibbleError(
-            ExitCode.CONFIG, what, "a model vLLM 0.32 knows", "wait for the release that ships the plugin"
-        )
-
-
-def _check_scheme(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
     scheme = checkpoint.scheme
     if scheme.unsupported_reason:
         raise NibbleError(ExitCode.CONFIG, f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}", "",

@@ -126,6 +126,10 @@ class Settings(BaseSettings):
     quantize_lm_head: Literal["off", "nvfp4"] = _option("off", "Engine",
         "`nvfp4` quantizes an unquantized output head when it is loaded.", "NIBBLE_QUANTIZE_LM_HEAD",
         flag="--quantize-lm-head", expected="off or nvfp4")
+    act_scale_mode: Literal["token", "batch-pow2", "batch"] = _option("token", "Engine",
+        "What the scale of CloverLM's NVFP4 activations is made for: each `token`, the batch (`batch`, as its authors have it) or"
+        " the batch's power of two (`batch-pow2`).", "NIBBLE_ACT_SCALE_MODE", flag="--act-scale-mode",
+        expected="token, batch-pow2 or batch")
     debug: bool = _option(False, "Engine", "Eager mode, no CUDA graphs, verbose logs.", "NIBBLE_DEBUG", flag="--debug",
         expected="1 or 0")
     cute_wo_split: int = _option(1, "Engine", "K-split of the CuTe output projection; only 1 exists until that kernel does.",

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# CloverLM (Quartet II). Exits 5 until nibble ships the quartet2 plugin it needs.
+# CloverLM (NVFP4 by Quartet II); its vocabulary file: docs/cloverlm.md.
 set -euo pipefail
 NIBBLE_SCRIPT_MODEL=daslab-testing/CloverLM exec "$(dirname "${BASH_SOURCE[0]}")/serve.sh" "$@"

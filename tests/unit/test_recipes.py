@@ -242,12 +242,12 @@ def test_glm47_of_seed_003_runs_on_four_cards_with_pinned_remote_code() -> None:
 
 
 @pytest.mark.parametrize("target", ["gb10", "sm120", "b200", "hopper", "cpu"])
-def test_cloverlm_waits_for_the_quartet2_plugin(target: str) -> None:
+def test_cloverlm_has_the_seeds_settings_with_cuda_graphs(target: str) -> None:
     loaded = load_recipe("daslab-testing/CloverLM", root())
     assert loaded is not None
     got = resolve(loaded, target)
-    assert got.status == "unsupported"
-    assert any("quartet2" in note for note in got.notes)
+    assert got.status == "unknown"
+    assert got.args == {"--max-model-len": 1024, "--gpu-memory-utilization": 0.9}
 
 
 def test_wrong_answer_on_b200_is_avoided_for_nemotron_nano_and_minimax() -> None:

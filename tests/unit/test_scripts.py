@@ -50,9 +50,7 @@ needs_venv = pytest.mark.skipif(
 
 
 @needs_venv
-@pytest.mark.parametrize(
-    "script", [name for name in MODELS if name not in ("serve-cute.sh", "serve-cloverlm.sh")]
-)
+@pytest.mark.parametrize("script", [name for name in MODELS if name != "serve-cute.sh"])
 def test_a_script_serves_its_own_model(script: str) -> None:
     # Without a network the model cannot be had; the refusal names which one was wanted.
     done = run(script)
@@ -71,7 +69,6 @@ def test_another_model_may_be_named_by_variable_or_argument() -> None:
     [
         ("serve-cute.sh", {}, "CuTe"),
         ("serve.sh", {"CUTE_WO_SPLIT": "8"}, "CUTE_WO_SPLIT=8"),
-        ("serve-cloverlm.sh", {}, "quartet2"),
     ],
 )
 def test_what_has_no_kernel_or_model_yet_exits_5_naming_what_is_missing(

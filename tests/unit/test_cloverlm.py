@@ -1,0 +1,127 @@
+"""CloverLM in a plan: its flags, its vocabulary file, and what nibble refuses before vLLM starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloverlm_models import HF_QUANT_CONFIG, CloverShape
+from tiny_model import write_model, write_safetensors
+from tokenmonster_file import write_vocabulary
+
+from nibble.cloverlm import check_vocabulary
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan import Plan
+from nibble.prepare import plan_for, read_wishes
+
+SHAPE = CloverShape(blocks=1)
+NAME = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
+
+
+def write_headers(folder: Path, packed: bool = False, **config: Any) -> Path:
+    """A model folder of zeros."""
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE.config(**config)))
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for name, tensor in SHAPE.tensors().items():
+        shape = list(tensor.shape)
+        if packed and ".blocks." in name and len(shape) == 2:
+            scales = {
+                f"{name}_scale": ("F8_E4M3", [shape[0], shape[1] // 16]),
+                f"{name}_scale_2": ("F32", []),
+            }
+            tensors |= {name: ("F4", shape), **scales}
+        else:
+            tensors[name] = ("BF16", shape)
+    write_safetensors(folder / "model.safetensors", tensors)
+    if packed:
+        (folder / "hf_quant_config.json").write_text(json.dumps(HF_QUANT_CONFIG))
+    return folder
+
+
+def plan(folder: Path, *words: str, **environ: str) -> Plan:
+    return plan_for(read_wishes([str(folder), *words], {"NIBBLE_TARGET": "cpu", **environ}))
+
+
+def refused(folder: Path, *words: str, **environ: str) -> NibbleError:
+    with pytest.raises(NibbleError) as caught:
+        plan(folder, *words, **environ)
+    assert "\n" not in caught.value.line()
+    return caught.value
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_forms_get_their_quantization_and_tokenizer(packed: bool, tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m", packed)
+    write_vocabulary(folder / NAME)
+    found = plan(folder)
+    assert {name: found.args[name].value for name in ("--quantization", "--tokenizer-mode")} == {
+        "--quantization": "quartet2",
+        "--tokenizer-mode": "tokenmonster",
+    }
+    assert all(found.args[name].reason for name in ("--quantization", "--tokenizer-mode"))
+
+
+def test_what_the_user_writes_stays(tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m")
+    assert plan(folder, "--tokenizer-mode", "hf").args["--tokenizer-mode"].value == "hf"
+
+
+def test_without_its_vocabulary_the_file_is_named_with_where_it_is(tmp_path: Path) -> None:
+    error = refused(write_headers(tmp_path / "m"))
+    assert error.code == ExitCode.MODEL and NAME in error.line() and "--tokenizer" in error.line()
+    elsewhere = write_vocabulary(tmp_path / "elsewhere.vocab")
+    assert plan(tmp_path / "m", "--tokenizer", str(elsewhere)).args["--tokenizer"].value == str(elsewhere)
+
+
+def test_two_vocabularies_are_one_too_many(tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m")
+    for name in ("a.vocab", "b.vocab"):
+        write_vocabulary(folder / name)
+    assert "a.vocab, b.vocab" in refused(folder).line()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x01\x01\x01" + bytes(40), b"not a vocabulary, but long enough for one"]
+)
+def test_a_file_that_is_no_vocabulary_of_this_size_is_refused(content: bytes, tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m")
+    (folder / NAME).write_bytes(content)
+    found = plan(folder)
+    with pytest.raises(NibbleError) as caught:
+        check_vocabulary(found.checkpoint, found.args)
+    assert caught.value.code == ExitCode.MODEL and "512 ids" in caught.value.line()
+
+
+def test_the_vocabulary_of_the_models_size_passes(tmp_path: Path) -> None:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"%03d" % number for number in range(255)]
+    folder = write_headers(tmp_path / "m")
+    write_vocabulary(folder / NAME, tokens)
+    found = plan(folder)
+    check_vocabulary(found.checkpoint, found.args)
+
+
+def test_the_mode_of_activation_scales_reaches_the_plugin_and_is_for_cloverlm_alone(tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m")
+    write_vocabulary(folder / NAME)
+    config = {"nibble": {"act_scale_mode": "batch", "nvfp4_activations": "bf16"}}
+    found = plan(folder, "--act-scale-mode", "batch", NIBBLE_NVFP4_ACTIVATIONS="bf16")
+    assert found.args["--additional-config"].value == config
+
+    error = refused(write_model(tmp_path / "other"), NIBBLE_ACT_SCALE_MODE="batch")
+    assert error.code == ExitCode.CONFIG and "CloverLM" in error.line()
+
+
+def test_more_context_than_it_was_trained_for_is_refused(tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m")
+    write_vocabulary(folder / NAME)
+    error = refused(folder, "--max-model-len", "2048")
+    assert error.code == ExitCode.CONFIG and "1024" in error.line()
+
+
+def test_another_architecture_under_its_type_is_refused(tmp_path: Path) -> None:
+    error = refused(write_headers(tmp_path / "m", architectures=["LlamaForCausalLM"]))
+    assert error.code == ExitCode.MODEL and "CloverLMForCausalLM" in error.line()
