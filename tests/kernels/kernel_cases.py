@@ -110,3 +110,15 @@ def values_of(weight: Tensor, scales: Tensor) -> Tensor:
     table = torch.cat((table, -table))
     values = torch.stack((table[(weight & 15).int()], table[(weight >> 4).int()]), -1).flatten(-2)
     return values * scales.double().repeat_interleave(16, -1)
+
+
+def assert_rounded_once(
+    found: Tensor, x: Tensor, w: Tensor, factor: Tensor, bias: Tensor | float = 0.0
+) -> None:
+    """Within the rounding of float32 sums (16 units of the sum of magnitudes) and of one conversion of the float64 product."""
+    exact = x.double() @ w.T * factor + bias
+    size = x.double().abs() @ w.T.abs() * factor.abs() + abs(bias)
+    kind = torch.finfo(found.dtype)
+    bound = size * 2.0**-20 + exact.abs() * kind.eps / 2 + kind.smallest_normal
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= bound).all()

@@ -108,7 +108,7 @@ def test_kernels_convert_with_the_targets_instructions(arch: str, source: str, c
     used = sum(
         count for names in opcodes.values() for opcode, count in names.items() if "SATFINITE.E2M1" in opcode
     )
-    assert bool(used) == (has_fp4 and ("E2M1" in ptx or "e2m1x2" in ptx))
+    assert bool(used) == (has_fp4 and ("E2M1" in ptx or "satfinite.e2m1x2" in ptx))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,26 @@ def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
             assert not SASS_2_TO_THE_23.search(body), name
             checked += 1
     assert checked == 8  # two types, two layouts, exact and approximate
+
+
+@pytest.mark.parametrize(
+    "arch", ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))]
+)
+def test_the_decode_kernel_is_compiled_to_what_it_counts_on(arch: str, compile_for: Compiler) -> None:
+    """Nothing spilled, tensor cores and overlapped launches in every form, codes converted as the target can."""
+    _, cubin = compile_for(arch, "nvfp4_linear/decode.cu")
+    tool = disassembler()
+    words = [tool / "cuobjdump", "-res-usage", cubin]
+    usage = subprocess.run(words, capture_output=True, text=True, check=True, env={"PATH": str(tool)}).stdout
+    spilled = re.findall(r"STACK:(\d+)", usage)
+    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == 12 and set(spilled) == {"0"}
+    unpack = "E2M1" if arch not in WITHOUT_FP4 else "E4M3"
+    for name, body in sass_functions(cubin):
+        tokens, depth = map(int, re.search(r"FormILj(\d)ELj\dELj\dELj(\d)E", name).groups())  # type: ignore[union-attr]
+        assert len(re.findall(r"\bHMMA\.16816\.F32", body)) == 8 * tokens * depth, name
+        assert "LDL" not in body and "ACQBULK" in body and "PREEXIT" in body, name
+        if "11HalfOperand" in name:
+            assert len(re.findall(rf"F2FP\.F16\.{unpack}\.UNPACK_B", body)) >= 32 * depth, name
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kernel_cases import (
     activations,
+    assert_rounded_once,
     assert_same_bits,
     bytes_of,
     fitting_scale,
@@ -52,18 +53,6 @@ def linear(
         names = ("column_scale", "bias", "input_scale_inv")
         return reference.nvfp4_linear(x, weight, scales, global_scale, *(rest.get(name) for name in names))
     return nvfp4_linear(x, weight, scales, global_scale, **rest)
-
-
-def assert_rounded_once(
-    found: Tensor, x: Tensor, w: Tensor, factor: Tensor, bias: Tensor | float = 0.0
-) -> None:
-    """Within the rounding of float32 sums (16 units of the sum of magnitudes) and of one conversion of the float64 product."""
-    exact = x.double() @ w.T * factor + bias
-    size = x.double().abs() @ w.T.abs() * factor.abs() + abs(bias)
-    kind = torch.finfo(found.dtype)
-    bound = size * 2.0**-20 + exact.abs() * kind.eps / 2 + kind.smallest_normal
-    assert found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= bound).all()
 
 
 def test_every_code_with_every_scale_is_exact(level: str) -> None:

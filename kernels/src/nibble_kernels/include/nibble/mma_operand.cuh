@@ -1,0 +1,144 @@
+// NVFP4 weights as operands of the tensor cores' m16n8k16: a code times its block scale, exact in both types.
+//
+// A policy decodes the eight codes of a word into four registers of two elements, in an order of its own
+// (`arrange` puts activations in the same), and knows by what power of two its products are off (`kUnit`).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "conversions.cuh"
+
+namespace nibble {
+
+// Two E4M3 values as f16, exact.
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+  return pair;
+}
+
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return permute_bytes<0x5410>(a, b); }
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+  return permute_bytes<0x7632>(a, b);
+}
+
+// Four scales of a word, each in both halves of a register.
+__device__ __forceinline__ void broadcast_scales(uint32_t first, uint32_t second, uint32_t (&scales)[4]) {
+  scales[0] = low_halves(first, first);
+  scales[1] = high_halves(first, first);
+  scales[2] = low_halves(second, second);
+  scales[3] = high_halves(second, second);
+}
+
+// bfloat16, by integer operations: the only way on targets without an instruction for E2M1, and for codes as
+// bfloat16 on every target of CUDA 13.0. Scales must be positive (`prepare_weight` sees to it).
+struct BfloatOperand {
+  using Element = __nv_bfloat16;
+  static constexpr float kUnit = 0x1p7f;
+  static constexpr bool kAnyRange = true;  // activations keep their exponents
+
+  // Codes i and i + 4 share a register. In a bfloat16's place a code without its sign is 2^-126 of its value,
+  // 0.5 as a subnormal number.
+  static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
+    constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x01c001c0;
+    pairs[0] = (codes << 12 & kSigns) | (codes << 6 & kMagnitudes);
+    pairs[1] = (codes << 8 & kSigns) | (codes << 2 & kMagnitudes);
+    pairs[2] = (codes << 4 & kSigns) | (codes >> 2 & kMagnitudes);
+    pairs[3] = (codes & kSigns) | (codes >> 6 & kMagnitudes);
+  }
+
+  static __device__ __forceinline__ void arrange(uint4& x) {
+    x = make_uint4(low_halves(x.x, x.z), high_halves(x.x, x.z), low_halves(x.y, x.w), high_halves(x.y, x.w));
+  }
+
+  // The pairs of `decode` back in the order of the codes.
+  static __device__ __forceinline__ uint4 in_order(const uint32_t (&pairs)[4]) {
+    return make_uint4(low_halves(pairs[0], pairs[1]), low_halves(pairs[2], pairs[3]),
+                      high_halves(pairs[0], pairs[1]), high_halves(pairs[2], pairs[3]));
+  }
+
+  // Times 2^119: f16 and bfloat16 differ by three mantissa bits and the bias of the exponent.
+  static __device__ __forceinline__ void scales(uint32_t codes, uint32_t (&scales)[4]) {
+    constexpr uint32_t kBias = 0x73807380;
+    broadcast_scales((e4m3_pair(codes) >> 3) + kBias, (e4m3_pair(codes >> 16) >> 3) + kBias, scales);
+  }
+
+  static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+  }
+
+  static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+};
+
+// float16, by the target's instruction where it has one. bfloat16 activations are first brought into
+// float16's range, each row by its own power of two.
+struct HalfOperand {
+  using Element = __half;
+  static constexpr bool kAnyRange = false;
+
+  static __device__ __forceinline__ void scales(uint32_t codes, uint32_t (&scales)[4]) {
+    broadcast_scales(e4m3_pair(codes), e4m3_pair(codes >> 16), scales);
+  }
+
+  static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+  }
+
+  static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+
+#if NIBBLE_HAS_E2M1_INSTRUCTIONS
+  static constexpr float kUnit = 1.0f;
+
+  static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
+    instruction::e2m1_decode8(codes, pairs);
+  }
+
+  static __device__ __forceinline__ void arrange(uint4&) {}
+
+  static __device__ __forceinline__ uint4 in_order(const uint32_t (&pairs)[4]) {
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+#else
+  // By way of E4M3, in whose place a code is 2^-6 of its value: the odd codes of a word at once, then the
+  // even ones, so that codes 0 2, 4 6, 1 3 and 5 7 share a register.
+  static constexpr float kUnit = 0x1p6f;
+
+  static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
+    constexpr uint32_t kSigns = 0x80808080, kMagnitudes = 0x1c1c1c1c;
+    const uint32_t even = (codes << 4 & kSigns) | (codes << 2 & kMagnitudes);
+    const uint32_t odd = (codes & kSigns) | (codes >> 2 & kMagnitudes);
+    pairs[0] = e4m3_pair(even);
+    pairs[1] = e4m3_pair(even >> 16);
+    pairs[2] = e4m3_pair(odd);
+    pairs[3] = e4m3_pair(odd >> 16);
+  }
+
+  static __device__ __forceinline__ void arrange(uint4& x) {
+    x = make_uint4(low_halves(x.x, x.y), low_halves(x.z, x.w), high_halves(x.x, x.y), high_halves(x.z, x.w));
+  }
+
+  static __device__ __forceinline__ uint4 in_order(const uint32_t (&pairs)[4]) {
+    return make_uint4(low_halves(pairs[0], pairs[2]), high_halves(pairs[0], pairs[2]),
+                      low_halves(pairs[1], pairs[3]), high_halves(pairs[1], pairs[3]));
+  }
+#endif
+};
+
+}  // namespace nibble

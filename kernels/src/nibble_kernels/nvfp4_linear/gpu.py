@@ -1,0 +1,169 @@
+"""nibble::nvfp4_weight_linear: a linear layer with a prepared NVFP4 weight and unquantized activations, on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nibble_kernels.library import operator
+from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_scales
+from nibble_kernels.scale_layout import BLOCK
+
+__all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize", "nvfp4_weight_linear"]
+
+# Up to as many rows decode.cu is faster than dequantizing and torch's matmul; see docs/kernels/nvfp4_linear.md.
+MAX_DECODE_ROWS = 128
+OPERANDS = ("best", "bfloat16", "float16")
+
+
+def _decode_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    arrivals: Tensor,
+    global_scale: float,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+    operands: int,
+    batch_invariant: bool,
+    division: Sequence[int],
+) -> Tensor:
+    """The specification: float32 throughout, rounded once at the end."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    y = matmul(rows, codes, stored_scales(scales, codes.shape[0], x.shape[-1] // BLOCK)) * global_scale
+    if column_scale is not None:
+        y = y * column_scale
+    if bias is not None:
+        y = y + bias.float()
+    if silu_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    y = y.unflatten(0, x.shape[:-1])
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(x.dtype)
+
+
+def _decode_fake(x: Tensor, codes: Tensor, *rest: object) -> Tensor:
+    silu_mul = rest[6]
+    return x.new_empty((*x.shape[:-1], codes.shape[0] // (2 if silu_mul else 1)))
+
+
+def _dequantize_reference(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    return dequantize(codes, stored_scales(scales, rows, columns // BLOCK)).to(like.dtype)
+
+
+def _weight_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    arrivals: Tensor,
+    global_scale: float,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    batch_invariant: bool,
+) -> Tensor:
+    columns = x.shape[-1]
+    rows = x.reshape(-1, columns)
+    if columns % (2 * BLOCK) == 0 and (batch_invariant or len(rows) <= MAX_DECODE_ROWS):
+        return _decode(
+            x, codes, scales, arrivals, global_scale, column_scale, bias, None, False, 0, batch_invariant, []
+        )
+    weight = _dequantize(codes, scales, x).T
+    if column_scale is None:
+        y = torch.addmm(
+            rows.new_empty(1) if bias is None else bias,
+            rows,
+            weight,
+            beta=int(bias is not None),
+            alpha=global_scale,
+        )
+    else:
+        sums = torch.mm(rows, weight, out_dtype=torch.float32) if x.is_cuda else rows.float() @ weight.float()
+        y = sums * global_scale * column_scale
+        y = (y if bias is None else y + bias.float()).to(x.dtype)
+    return y.unflatten(0, x.shape[:-1])
+
+
+_decode = operator(
+    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, Tensor arrivals, float global_scale, Tensor? column_scale, "
+    "Tensor? bias, Tensor? residual, bool silu_mul, int operands, bool batch_invariant, int[] division) -> Tensor",
+    _decode_reference,
+    _decode_fake,
+)
+_dequantize = operator(
+    "nvfp4_dequantize(Tensor codes, Tensor scales, Tensor like) -> Tensor",
+    _dequantize_reference,
+    lambda codes, scales, like: like.new_empty((codes.shape[0], 2 * codes.shape[1])),
+)
+
+_linear = operator(
+    "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, Tensor arrivals, float global_scale, "
+    "Tensor? column_scale, Tensor? bias, bool batch_invariant) -> Tensor",
+    _weight_linear,
+    lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
+)
+
+
+def nvfp4_weight_linear(
+    x: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses when it runs.
+
+    Above MAX_DECODE_ROWS rows, and where K is no multiple of 32, the weight is dequantized into a temporary of its own size
+    in x's type, exactly, and torch multiplies; the global scale, column factors and bias come after the sum there, too.
+    With batch_invariant that happens for no number of rows.
+    """
+    return _linear(x, *weight, global_scale, column_scale, bias, batch_invariant)
+
+
+def nvfp4_decode_linear(
+    x: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    operands: str = "best",
+    batch_invariant: bool = False,
+    division: Sequence[int] = (),
+) -> Tensor:
+    """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul. Made for up to 64 rows.
+
+    y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in float32. With silu_mul
+    the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
+    a multiple of 32, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-8,
+    9-16, 17-32 or 33-64; with batch_invariant, whatever their number. `operands`, one of OPERANDS, and `division` (splits of
+    K, thread blocks for each) are for tests and measurements.
+    """
+    return _decode(
+        x,
+        *weight,
+        global_scale,
+        column_scale,
+        bias,
+        residual,
+        silu_mul,
+        OPERANDS.index(operands),
+        batch_invariant,
+        list(division),
+    )
+
+
+def nvfp4_dequantize(weight: PreparedWeight, like: Tensor) -> Tensor:
+    """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global scale is left out."""
+    return _dequantize(weight.codes, weight.scales, like)

@@ -1,0 +1,238 @@
+"""nvfp4_weight_linear and its parts: prepared weights, the decode kernel, dequantization. On the CPU it is the specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import activations, assert_rounded_once, assert_same_bits, packed_weight, values_of
+from torch import Tensor
+
+EVERY_SCALE = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
+SHAPES = [(16, 32), (24, 160), (136, 1056)]  # rows and columns of the weight
+ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200)
+GLOBAL_SCALE = 1.23e-4
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, kernels: Any) -> str:
+    """On the CPU the specification computes; CUDA must be compiled."""
+    assert request.param == "cpu" or kernels.implementations()["cuda"] == "compiled"
+    return request.param
+
+
+def prepared(device: str, codes: Tensor, scales: Tensor) -> Any:
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+
+    return prepare_weight(codes.to(device, copy=True), scales.to(device))
+
+
+def decode(x: Tensor, weight: Any, global_scale: float = GLOBAL_SCALE, **rest: Any) -> Tensor:
+    """The decode kernel on the weight's device; the result on the CPU. Afterwards nothing has arrived."""
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear
+
+    device = weight.codes.device
+    moved: dict[str, Any] = {
+        key: value.to(device) if isinstance(value, Tensor) else value for key, value in rest.items()
+    }
+    y = nvfp4_decode_linear(x.to(device), weight, global_scale, **moved).cpu()
+    assert not weight.arrivals.any()
+    return y
+
+
+def operands_of(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+    return ("bfloat16", "float16") if device == "cuda" and dtype == torch.bfloat16 else ("best",)
+
+
+def one_of_each() -> tuple[Tensor, Tensor]:
+    """Every code under every scale: 254 rows and two of zeros, 64 columns."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    row = torch.cat([codes[0::2] | codes[1::2] << 4] * 4)
+    scales = torch.cat((EVERY_SCALE, torch.zeros(2, dtype=torch.uint8)))[:, None].expand(-1, 4).contiguous()
+    return row.expand(256, -1).contiguous(), scales.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (24, 48), (256, 64), (40, 400)])
+def test_a_prepared_weight_means_what_it_meant_and_has_positive_scales(
+    kernels: object, shape: tuple[int, int]
+) -> None:
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight, stored_scales
+
+    codes, scales = one_of_each() if shape == (256, 64) else packed_weight(*shape)
+    expected = values_of(codes, scales)
+    weight = prepare_weight(codes, scales)
+    stored = stored_scales(weight.scales, shape[0], shape[1] // 16)
+    assert weight.codes is codes
+    assert torch.equal(values_of(codes, stored) + 0.0, expected + 0.0)
+    assert (weight.scales >= 1).all() and (weight.scales < 0x7F).all()
+
+
+def test_a_weight_that_cannot_be_prepared_is_refused(kernels: object) -> None:
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+
+    codes, scales = packed_weight(16, 64)
+    scales.view(torch.uint8)[3, 1] = 0xFF
+    with pytest.raises(ValueError, match="NaN"):
+        prepare_weight(codes, scales)
+    with pytest.raises(ValueError, match="multiple of 8 rows; got 12"):
+        prepare_weight(*packed_weight(12, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_under_every_scale_is_exact(device: str, dtype: torch.dtype) -> None:
+    """Products, one column at a time, and the dequantized weight."""
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize
+
+    codes, scales = one_of_each()
+    expected = values_of(codes, scales) + 0.0
+    weight = prepared(device, codes, scales)
+    x = torch.eye(64, dtype=dtype)
+    for operands in operands_of(device, dtype):
+        for rows in (1, 8, 16, 32, 64):
+            y = decode(x[:rows], weight, 1.0, operands=operands)
+            assert torch.equal(y.double() + 0.0, expected.T[:rows]), (operands, rows)
+    assert torch.equal(nvfp4_dequantize(weight, x.to(device)).cpu().double() + 0.0, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    [("cpu", shape) for shape in SHAPES]
+    + [pytest.param("cuda", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, (1544, 2048), (520, 17408))],
+)
+def test_sums_are_rounded_once(
+    kernels: object, device: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Any number of rows, with and without column factors and bias, through both operators."""
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+
+    codes, scales = packed_weight(*shape)
+    w = values_of(codes, scales)
+    weight = prepared(device, codes, scales)
+    factors, bias = torch.rand(shape[0]) + 0.5, torch.randn(shape[0]).to(dtype)
+    x = activations(ROWS[-1], shape[1], dtype)
+    for rows in ROWS if device == "cuda" else ROWS[:3]:
+        few = x[:rows]
+        for operands in operands_of(device, dtype):
+            y = decode(few, weight, operands=operands)
+            assert_rounded_once(y, few, w, torch.tensor(GLOBAL_SCALE).double())
+        y = decode(few, weight, column_scale=factors, bias=bias)
+        assert_rounded_once(y, few, w, GLOBAL_SCALE * factors.double(), bias.double())
+        y = nvfp4_weight_linear(
+            few.to(device),
+            weight,
+            GLOBAL_SCALE,
+            column_scale=factors.to(device),
+            bias=bias.to(device),
+        )
+        assert_rounded_once(y.cpu(), few, w, GLOBAL_SCALE * factors.double(), bias.double())
+        y = nvfp4_weight_linear(few.to(device), weight, GLOBAL_SCALE)
+        assert_rounded_once(y.cpu(), few, w, torch.tensor(GLOBAL_SCALE).double())
+
+
+def test_columns_in_sixteens_are_multiplied_too(device: str) -> None:
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+
+    codes, scales = packed_weight(48, 80)
+    x, bias = activations(5, 80, torch.bfloat16), torch.randn(48).bfloat16()
+    y = nvfp4_weight_linear(x.to(device), prepared(device, codes, scales), GLOBAL_SCALE, bias=bias.to(device))
+    factor = torch.tensor(GLOBAL_SCALE).double()
+    assert_rounded_once(y.cpu(), x, values_of(codes, scales), factor, bias.double())
+
+
+def test_silu_mul_and_residual_come_before_the_only_rounding(device: str) -> None:
+    codes, scales = packed_weight(272, 512)
+    weight = prepared(device, codes, scales)
+    x, residual = activations(11, 512, torch.bfloat16), torch.randn(11, 136).bfloat16()
+    y = decode(x, weight, 1e-4, silu_mul=True, residual=residual).double()
+    gate, up = (1e-4 * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up + residual.double()
+    assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
+
+
+def test_activations_keep_their_range(device: str) -> None:
+    """1e30 and 1e-30 in one batch: float16 operands scale each row by a power of two of its own."""
+    codes, scales = packed_weight(32, 256)
+    x = torch.randn(3, 256) * torch.tensor([[1e30], [1.0], [1e-30]])
+    x[1, 7] = 0.0
+    x = x.bfloat16()
+    for operands in operands_of(device):
+        y = decode(x, prepared(device, codes, scales), 1.0, operands=operands)
+        assert_rounded_once(y, x, values_of(codes, scales), torch.ones(()).double())
+
+
+def test_nan_and_infinity_show(device: str) -> None:
+    codes, scales = packed_weight(32, 256)
+    x = torch.randn(4, 256).bfloat16()
+    x[1, 3], x[2, 200] = float("nan"), float("inf")
+    for operands in operands_of(device):
+        y = decode(x, prepared(device, codes, scales), operands=operands)
+        assert y[[0, 3]].isfinite().all() and not y[1].isfinite().any() and not y[2].isfinite().any()
+
+
+def test_no_rows(device: str) -> None:
+    weight = prepared(device, *packed_weight(32, 256))
+    assert decode(torch.empty(0, 256, dtype=torch.bfloat16), weight).shape == (0, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_every_division_of_the_work_gives_the_sum(kernels: object, splits: int) -> None:
+    codes, scales = packed_weight(1032, 3072)
+    weight, x = prepared("cuda", codes, scales), activations(64, 3072, torch.bfloat16)
+    for rows in (1, 12, 30) if splits == 1 else (1, 12, 30, 64):
+        for blocks in (1, 5, 16):
+            y = decode(x[:rows], weight, division=(splits, blocks))
+            assert_rounded_once(y, x[:rows], values_of(codes, scales), torch.tensor(GLOBAL_SCALE).double())
+
+
+@pytest.mark.gpu
+def test_a_rows_result_does_not_depend_on_its_batch(kernels: object) -> None:
+    """Within 8, 16, 32 and 64 rows; with batch_invariant, for any number."""
+    codes, scales = packed_weight(2048, 5120)
+    weight, x = prepared("cuda", codes, scales), activations(64, 5120, torch.bfloat16)
+    for most in (8, 16, 32, 64):
+        least = {8: 1, 16: 9, 32: 17, 64: 33}[most]
+        everything = decode(x[:most], weight)
+        assert_same_bits((decode(x[:least], weight),), (everything[:least],), most)
+    invariant = decode(x, weight, batch_invariant=True)
+    for rows in (1, 5, 16, 17, 40):
+        assert_same_bits((decode(x[:rows], weight, batch_invariant=True),), (invariant[:rows],), rows)
+
+
+@pytest.mark.gpu
+def test_a_hundred_replays_of_a_graph_give_the_same_bits(kernels: object) -> None:
+    """With weights whose sums are split over thread blocks, one product after the other as in a model."""
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+
+    weight = prepared("cuda", *packed_weight(4096, 4096))
+    x = activations(4, 4096, torch.bfloat16).cuda()
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(4):
+            y = nvfp4_weight_linear(y / y.norm(dim=-1, keepdim=True), weight, 1e-3)
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    x.copy_(activations(4, 4096, torch.bfloat16, seed=3))
+    expected = chain().cpu()
+    for _ in range(100):
+        graph.replay()
+        assert_same_bits((y.cpu(),), (expected,))
+
+
+def test_operators_are_registered_soundly(device: str) -> None:
+    """torch's own check: schema, fake implementation, autograd registration, dynamic shapes."""
+    weight = prepared(device, *packed_weight(48, 96))
+    x = activations(5, 96, torch.bfloat16).to(device)
+    ops = torch.ops.nibble
+    torch.library.opcheck(
+        ops.nvfp4_decode_linear.default, (x, *weight, 1.0, None, None, None, True, 0, False, [])
+    )
+    torch.library.opcheck(ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, False))
+    torch.library.opcheck(ops.nvfp4_dequantize.default, (weight.codes, weight.scales, x))
