@@ -1,0 +1,243 @@
+"""How fast the decode kernel multiplies, side by side with cuBLAS in BF16 and vLLM's Marlin and Humming.
+
+    python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...] [--without-vllm] [--divisions]
+
+Every implementation has its own copies of a shape's weights, as many as fill four second caches, and one CUDA graph that
+multiplies by each of them once. The graphs take turns, and the median of their replays counts. Bytes are those of codes and
+scales (BF16: of the weight); the read bandwidth is torch.sum's over 2 GiB in the same run. --divisions measures every way to
+divide the work of the decode kernel in place of the other implementations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_dequantize
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
+from torch import Tensor
+
+# kernels.md 10, and what is reported beside: (N, K).
+MAIN = [
+    (4096, 4096),
+    (6144, 4096),
+    (24576, 4096),
+    (4096, 12288),
+    (5120, 5120),
+    (34816, 5120),
+    (5120, 17408),
+    (8192, 8192),
+]
+MORE = [(8192, 5120), (5120, 6144), (28672, 4096), (4096, 14336), (248320, 5120)]
+SHAPES = {"main": MAIN, "more": MORE, "all": MAIN + MORE}
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+GLOBAL_SCALE = 0.01
+ROUNDS = 15
+
+Product = Callable[[Tensor], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shapes", choices=SHAPES, default="main")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--without-vllm", action="store_true")
+    parser.add_argument("--divisions", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    read = read_bandwidth()
+    results = []
+    print(f"{torch.cuda.get_device_name()}, reads {read / 1e9:.0f} GB/s")
+    for rows, columns in SHAPES[options.shapes]:
+        shape = (rows, columns)
+        if options.divisions:
+            found = every_division(shape, options.rows, read)
+        else:
+            found = side_by_side(shape, options.rows, read, not options.without_vllm)
+        for row in found:
+            results.append(row)
+            print(json.dumps(row), flush=True)
+    if options.out:
+        described = {
+            "machine": machine(),
+            "read_gb_per_s": round(read / 1e9),
+            "command": sys.argv,
+            "results": results,
+        }
+        options.out.write_text(json.dumps(described, indent=1) + "\n")
+
+
+def side_by_side(
+    shape: tuple[int, int], batches: list[int], read: float, with_vllm: bool
+) -> Iterator[dict[str, Any]]:
+    """A row of the table for each batch: µs, GB/s, share of the read bandwidth, ratio to each of the others."""
+    products = implementations(shape, with_vllm)
+    for batch in batches:
+        x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
+        times = interleaved({name: [partial(call, x) for call in calls] for name, calls in products.items()})
+        yield row_of(shape, batch, times, read)
+
+
+def every_division(shape: tuple[int, int], batches: list[int], read: float) -> Iterator[dict[str, Any]]:
+    """The time of each division that fits, and of the one that the kernel chooses."""
+    weights = copies(shape)
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for batch in batches:
+        x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
+        times = {}
+        for division in [(), *((splits, blocks // splits) for splits in range(1, 13))]:
+            calls: list[Callable[[], Tensor]] = [
+                partial(nvfp4_decode_linear, x, weight, GLOBAL_SCALE, division=division) for weight in weights
+            ]
+            try:
+                times |= interleaved({str(division[0]) if division else "nibble": calls})
+            except RuntimeError as error:  # as many splits do not fit
+                if "are not possible" not in str(error):
+                    raise
+        yield row_of(shape, batch, times, read)
+
+
+def row_of(shape: tuple[int, int], batch: int, times: dict[str, float], read: float) -> dict[str, Any]:
+    size = packed_bytes(shape)
+    own = times["nibble"]
+    return {
+        "n": shape[0],
+        "k": shape[1],
+        "rows": batch,
+        "us": {name: round(time * 1e6, 2) for name, time in times.items()},
+        "gb_per_s": round(size / own / 1e9),
+        "percent_of_read": round(100 * size / own / read, 1),
+        "ratio": {name: round(time / own, 2) for name, time in times.items() if name != "nibble"},
+    }
+
+
+def packed_bytes(shape: tuple[int, int]) -> int:
+    return shape[0] * shape[1] * 9 // 16
+
+
+def copies(shape: tuple[int, int]) -> list[PreparedWeight]:
+    """Prepared random weights that together take four second caches."""
+    count = max(2, -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // packed_bytes(shape)))
+    return [prepare_weight(*random_weight(shape)) for _ in range(count)]
+
+
+def random_weight(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    rows, columns = shape
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
+    scales = (torch.rand(rows, columns // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[Product]]:
+    """Calls on x, one for each copy of the weight."""
+    weights = copies(shape)
+    found: dict[str, list[Product]] = {
+        "nibble": [
+            lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE) for weight in weights
+        ]
+    }
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    dense = [nvfp4_dequantize(weight, like) for weight in weights[: max(2, len(weights) // 3)]]
+    found["cublas bf16"] = [
+        lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in dense
+    ]
+    if with_vllm:
+        found |= vllm_kernels(shape, len(weights))
+    return found
+
+
+def vllm_kernels(shape: tuple[int, int], count: int) -> dict[str, list[Product]]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
+    from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+
+    found: dict[str, list[Product]] = {}
+    for name, kind in (("marlin", MarlinNvFp4LinearKernel), ("humming", HummingNvFp4LinearKernel)):
+        calls: list[Product] = []
+        with set_current_vllm_config(VllmConfig()):
+            for _ in range(count):
+                layer, kernel = vllm_layer(shape), kind(NvFp4LinearLayerConfig())
+                kernel.process_weights_after_loading(layer)
+                calls.append(lambda x, layer=layer, kernel=kernel: kernel.apply_weights(layer, x))
+        found[name] = calls
+    return found
+
+
+def vllm_layer(shape: tuple[int, int]) -> torch.nn.Module:
+    """The attributes that vLLM's methods leave on a W4A16 layer for its kernel."""
+    codes, scales = random_weight(shape)
+    layer = torch.nn.Module()
+    layer.params_dtype = torch.bfloat16  # type: ignore[assignment]
+    layer.output_size_per_partition, layer.input_size_per_partition = shape  # type: ignore[assignment]
+    layer.logical_widths = [shape[0]]  # type: ignore[assignment]
+    for name, value in (
+        ("weight", codes),
+        ("weight_scale", scales),
+        ("weight_global_scale", torch.tensor(GLOBAL_SCALE, device="cuda")),
+    ):
+        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    return layer
+
+
+def interleaved(calls: dict[str, list[Callable[[], Tensor]]]) -> dict[str, float]:
+    """Seconds of one call of each: medians of graph replays that take turns."""
+    graphs = {name: captured(some) for name, some in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS + 2):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                times[name].append(begin.elapsed_time(end) / 1e3 / len(calls[name]))
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def captured(calls: list[Callable[[], Tensor]]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of torch.sum over 2 GiB."""
+    x = torch.zeros(1 << 28, dtype=torch.int64, device="cuda")
+    return x.numel() * 8 / interleaved({"read": [lambda: torch.sum(x)] * 4})["read"]
+
+
+def machine() -> dict[str, str]:
+    fields = ["name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.memory"]
+    words = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    values = (
+        subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    )
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    if "vllm" in sys.modules:
+        versions["vllm"] = sys.modules["vllm"].__version__
+    return dict(zip(fields, values, strict=True)) | versions | {"date": datetime.now(UTC).date().isoformat()}
+
+
+if __name__ == "__main__":
+    main()
