@@ -15,6 +15,7 @@ import json
 import logging
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "drafts": args.drafts,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "vllm": vllm.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
         "generated": total,
         "correct": correct / total,
         **counts,

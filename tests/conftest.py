@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start hundreds of processes of the same files
     config.stash[left_out] = {}
     config.stash[seconds] = defaultdict(float)
 

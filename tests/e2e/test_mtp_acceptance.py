@@ -68,6 +68,7 @@ def test_drafts_are_accepted(tmp_path: Path, quantized_fc: bool) -> None:
     assert acceptance > 0.95, f"chance is {1 / VOCAB}"
 
 
+@pytest.mark.slow
 def test_a_draft_whose_projection_is_read_wrongly_is_not_accepted(tmp_path: Path) -> None:
     """So that the acceptance above says something about `mtp.fc`; the answer stays right, as every draft is verified."""
     model = write_mtp_model(tmp_path / "model", "qwen3_next")

@@ -72,7 +72,11 @@ def legacy_mixed(folder: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize("make", [weight_only_labelled_w4a4, legacy_w4a16, legacy_mixed])
+# What vLLM reads of the legacy files: tests/patches/test_nvfp4_configs_in_vllm.py.
+LEGACY = [pytest.param(make, marks=pytest.mark.slow) for make in (legacy_w4a16, legacy_mixed)]
+
+
+@pytest.mark.parametrize("make", [weight_only_labelled_w4a4, *LEGACY])
 def test_an_export_answers_as_the_demo_does(make: Callable[[Path], Path], tmp_path: Path) -> None:
     server = Server(
         tmp_path / "server",

@@ -22,6 +22,15 @@ ROWS = rows()
 CURRENT = "0.32.0"
 EXPECTED = [(name, version) for name, row in ROWS.items() for version in row.expect]
 PATCHES = [patch.name for patch in load_series("vllm").patches]
+# Which patches are left out, and of which the probes are run. Those of FlashInfer's pretend to be GPUs and take most of the time:
+# patches are told apart within two groups, each time without the whole other group, which no probe of this one may need.
+FLASHINFER = [name for name in PATCHES if name.startswith("flashinfer")]
+OTHERS = [name for name in PATCHES if name not in FLASHINFER]
+LEFT_OUT = [
+    ((*subset, *other), group)
+    for group, other in ((FLASHINFER, OTHERS), (OTHERS, FLASHINFER))
+    for subset in subsets(group)
+]
 SEED_ROWS = [*(str(number) for number in range(1, 19)), "13b", "13c"]
 LIVE_ROWS = [f"N{number}" for number in range(1, 29)]
 
@@ -72,19 +81,30 @@ def test_every_fix_is_in_place_in_the_patched_release(name: str, patched_table: 
     assert line.word in allowed, line.detail
 
 
-@pytest.mark.parametrize("left_out", subsets(PATCHES), ids="+".join)
-def test_without_a_patch_exactly_its_probes_fail(left_out: tuple[str, ...], tmp_path: Path) -> None:
-    of_patches = {name: row.fix for name, row in ROWS.items() if row.fix and row.fix.kind == "patch"}
-    expected = {name for name, fix in of_patches.items() if fix.at.removeprefix("vllm/") in left_out}
-    lines = look(open_tree(patched(tmp_path / "tree", without=left_out)), list(of_patches))
-    assert {line.probe for line in lines if not line.in_order} == expected
+@pytest.mark.parametrize(("left_out", "group"), LEFT_OUT, ids=["+".join(names) for names, _ in LEFT_OUT])
+def test_without_a_patch_exactly_its_probes_fail(
+    left_out: tuple[str, ...], group: list[str], tmp_path: Path
+) -> None:
+    patches = {
+        name: row.fix.at.removeprefix("vllm/")
+        for name, row in ROWS.items()
+        if row.fix and row.fix.kind == "patch"
+    }
+    looked_at = [name for name, patch in patches.items() if patch in group]
+    lines = look(open_tree(patched(tmp_path / "tree", without=left_out)), looked_at)
+    assert {line.probe for line in lines if not line.in_order} == {
+        name for name in looked_at if patches[name] in left_out
+    }
 
 
 def test_every_patch_has_a_probe_and_is_left_out_somewhere() -> None:
     mended = {
         row.fix.at.removeprefix("vllm/") for row in ROWS.values() if row.fix and row.fix.kind == "patch"
     }
-    assert mended == set(PATCHES) == {patch for left_out in subsets(PATCHES) for patch in left_out}
+    assert mended == set(PATCHES)
+    for patch in PATCHES:
+        runs = [patch in left_out for left_out, group in LEFT_OUT if patch in group]
+        assert True in runs and False in runs
 
 
 def test_both_tables_of_the_reference_are_there() -> None:
