@@ -26,12 +26,18 @@ def is_cloverlm(checkpoint: Checkpoint | None) -> bool:
 
 
 def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """What a CloverLM model needs beyond `args`. Raises MODEL where nothing says which vocabulary its text is in."""
+    """What a CloverLM model needs beyond `args`. Raises MODEL where nothing says which vocabulary its text is in,
+    CONFIG for another quantization.
+    """
     if checkpoint is None or not is_cloverlm(checkpoint):
         return {}
     if checkpoint.architecture != ARCHITECTURE:
         what = f"config.json of {checkpoint.where} has model_type {MODEL_TYPE} and the architecture {checkpoint.architecture}"
         raise NibbleError(ExitCode.MODEL, what, ARCHITECTURE, "take config.json as it is published")
+    asked = args.get("--quantization")
+    if asked is not None and asked.value != QUANTIZATION:
+        what = f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of 128x4"
+        raise NibbleError(ExitCode.CONFIG, what, QUANTIZATION, "drop --quantization")
     wanted = {
         "--quantization": Choice(
             QUANTIZATION, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"

@@ -48,7 +48,7 @@ def token_bytes(layer: LayerMemory, kv_cache_dtype: str, tensor_parallel_size: i
     if layer.kind == "mla":
         return _latent_bytes(layer, kv_cache_dtype)
     # Fewer KV heads than GPUs: each GPU keeps one, replicated (vllm 0.32 config/model.py:1670).
-    heads = max(1, layer.num_kv_heads // tensor_parallel_size)
+    heads = _heads_of_rank(layer.num_kv_heads, tensor_parallel_size)
     return heads * _pair_bytes(layer, kv_cache_dtype)
 
 
@@ -60,6 +60,15 @@ def _latent_bytes(layer: LayerMemory, dtype: str) -> int:
     if dtype in TURBOQUANT or dtype.startswith("nvfp4"):
         raise ValueError(f"{dtype} does not work with latent attention")
     return layer.head_dim * _element_bytes(dtype)
+
+
+def _heads_of_rank(heads: int, ranks: int) -> int:
+    """Key heads in the cache of one rank.
+
+    Where neither number divides the other only CloverLM runs, 7 heads on 2 or 4 ranks, and each rank keeps one for each half of
+    a group or for each query: 7 again (kernels/…/cloverlm/projection.py).
+    """
+    return max(1, heads // ranks) if heads % ranks == 0 or ranks % heads == 0 else heads
 
 
 def _pair_bytes(layer: LayerMemory, dtype: str) -> int:

@@ -122,6 +122,13 @@ def test_more_context_than_it_was_trained_for_is_refused(tmp_path: Path) -> None
     assert error.code == ExitCode.CONFIG and "1024" in error.line()
 
 
+def test_another_reader_for_its_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m", packed=True)
+    write_vocabulary(folder / NAME)
+    error = refused(folder, "--quantization", "modelopt_fp4")
+    assert error.code == ExitCode.CONFIG and "128x4" in error.line()
+
+
 def test_another_architecture_under_its_type_is_refused(tmp_path: Path) -> None:
     error = refused(write_headers(tmp_path / "m", architectures=["LlamaForCausalLM"]))
     assert error.code == ExitCode.MODEL and "CloverLMForCausalLM" in error.line()

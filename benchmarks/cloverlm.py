@@ -1,0 +1,151 @@
+"""CloverLM's real shape (29 blocks, 4.03 B parameters) with generated weights: bytes and tokens/s of BF16 and NVFP4.
+
+    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--device cpu]
+
+For each way a vLLM of its own with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of one sequence and of 32,
+prompt tokens/s of 16 prompts of 512 tokens. Weights are random and of the published sizes, so texts mean nothing and times do.
+The checkpoint is packed (2.7 GB in /tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvfp4_layers import machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
+
+from cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
+
+PROMPT_TOKENS, NEW_TOKENS, SEQUENCES, PREFILLS = 128, 256, 32, 16
+# Way -> (form of the checkpoint, options of vllm.LLM)
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("bf16", {}),
+    "w4a16": ("packed", {"additional_config": {"nibble": {"nvfp4_activations": "bf16"}}}),
+    "w4a4, token": ("packed", {}),
+    "w4a4, batch": ("packed", {"additional_config": {"nibble": {"act_scale_mode": "batch"}}}),
+}
+
+
+def main() -> None:
+    """Measure every way and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--blocks", type=int, default=29)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print("RESULT " + json.dumps(measure(options.measure[0], json.loads(options.measure[1]))))
+        return
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in options.only:
+            form, more = WAYS[way]
+            model = write(Path(folder) / form, form, options.blocks, options.device)
+            results[way] = in_a_process(model, more)
+            print(f"{way:14} {json.dumps(results[way])}", flush=True)
+            if form == "bf16":
+                shutil.rmtree(model)  # 8.3 GB
+    found = {"machine": machine(options.device), "blocks": options.blocks, "ways": results}
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def write(folder: Path, form: str, blocks: int, device: str) -> Path:
+    """The checkpoint in one file, made on the device; an existing one stays."""
+    from nibble_kernels.quant_fp4 import quant_fp4
+    from safetensors.torch import save_file
+
+    if folder.exists():
+        return folder
+    shape = CloverShape(blocks, 28, 7, 128, 32000)
+    generator = torch.Generator(device).manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, size in shape.sizes().items():
+        if len(size) != 2:
+            tensors[name] = torch.full(size, 11.3137 if name.endswith("scale") else 1.0, dtype=torch.bfloat16)
+            continue
+        weight = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * size[1] ** -0.5
+        if form == "packed" and is_product(name):
+            codes, scales, g = (y.cpu() for y in quant_fp4(weight, four_over_six=True))
+            tensors |= {
+                name: codes.view(torch.float4_e2m1fn_x2),
+                f"{name}_scale": scales,
+                f"{name}_scale_2": g,
+            }
+        else:
+            tensors[name] = weight.cpu()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    if form == "packed":
+        (folder / "hf_quant_config.json").write_text(json.dumps(HF_QUANT_CONFIG))
+    return folder
+
+
+def in_a_process(model: Path, options: dict[str, Any]) -> dict[str, float]:
+    words = [sys.executable, __file__, "--measure", str(model), json.dumps(options)]
+    environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # so that the parameters can be counted
+    done = subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.rpartition("RESULT ")[2])
+
+
+def measure(model: str, options: dict[str, Any]) -> dict[str, float]:
+    """Seconds from vLLM's Python interface, the best of three; the first answer of each kind is not counted."""
+    from vllm import LLM, SamplingParams
+
+    begun = time.monotonic()
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=SEQUENCES,
+        enable_prefix_caching=False,
+        **options,
+    )
+    start_s = time.monotonic() - begun
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(count: int, length: int) -> list[Any]:
+        ids = torch.randint(0, 32000, (count, length), generator=generator).tolist()
+        return [{"prompt_token_ids": row} for row in ids]
+
+    def best_s(count: int, length: int, tokens: int) -> float:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        times = []
+        for _ in range(4):
+            given = prompts(count, length)
+            before = time.monotonic()
+            llm.generate(given, sampling, use_tqdm=False)
+            times.append(time.monotonic() - before)
+        return min(times[1:])
+
+    one, many = (
+        best_s(count, PROMPT_TOKENS, NEW_TOKENS) - best_s(count, PROMPT_TOKENS, 1) for count in (1, SEQUENCES)
+    )
+    weights = llm.apply_model(lambda m: sum(p.nbytes for p in {id(p): p for p in m.parameters()}.values()))
+    return {
+        "start_s": round(start_s, 1),
+        "weights_bytes": weights[0],
+        "decode_tokens_per_s": round((NEW_TOKENS - 1) / one, 1),
+        f"decode_tokens_per_s_of_{SEQUENCES}": round(SEQUENCES * (NEW_TOKENS - 1) / many, 1),
+        "prompt_tokens_per_s": round(PREFILLS * 512 / best_s(PREFILLS, 512, 1), 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

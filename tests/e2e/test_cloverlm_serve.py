@@ -1,0 +1,108 @@
+"""CloverLM through `nibble serve`: a generated model with a generated vocabulary, packed as its authors' converter packs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloverlm_models import CloverShape, write_packed
+from serving import ROOT, Server, clean_environ
+from tokenmonster_file import TEXT, tokens_of, write_vocabulary
+
+pytestmark = pytest.mark.vllm
+WORDS = ("--enforce-eager", "--max-num-seqs", "8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokens = tokens_of()
+    folder = tmp_path_factory.mktemp("clover") / "model"
+    write_packed(folder, CloverShape(vocabulary=len(tokens) + 1))
+    write_vocabulary(folder / f"made-here-eot={len(tokens)}.vocab", tokens)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(tmp_path_factory.mktemp("server"), ["serve", str(model), *WORDS])
+    try:
+        yield found.wait_until_ready()
+    finally:
+        found.end()
+
+
+def complete(server: Server, prompt: Any, **more: Any) -> tuple[int, Any]:
+    body = {"model": "default", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return server.ask("/v1/completions", body | more)
+
+
+def test_a_text_is_continued_and_the_same_again(server: Server) -> None:
+    status, first = complete(server, "The people of the world")
+    assert status == 200, first
+    assert first["usage"]["completion_tokens"] == 8 and first["choices"][0]["text"]
+    assert complete(server, "The people of the world")[1]["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def test_streamed_pieces_are_the_whole(server: Server) -> None:
+    whole = complete(server, "He said", max_tokens=24)[1]["choices"][0]["text"]
+    body = {"model": "default", "prompt": "He said", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    connection, response = server._send("/v1/completions", body | {"stream": True}, None, 60)
+    with contextlib.closing(connection):
+        lines = response.read().decode().splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
+
+
+def test_eot_in_a_prompt_is_one_token_of_the_vocabulary(server: Server, model: Path) -> None:
+    status, found = server.ask("/tokenize", {"model": "default", "prompt": "one<eot>two"})
+    assert status == 200 and found["tokens"].count(len(tokens_of())) == 1
+    assert complete(server, "one<eot>two")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "empty"),
+        (TEXT * 8, "1024"),
+        ([5, 6, 5000], "vocab"),
+        ([-1], ""),
+    ],
+    ids=["empty", "too long", "beyond the vocabulary", "negative"],
+)
+def test_a_prompt_that_cannot_be_is_answered_and_the_engine_goes_on(
+    prompt: Any, said: str, server: Server
+) -> None:
+    status, answer = complete(server, prompt)
+    assert status == 400 and said in answer["error"]["message"], answer
+    assert "\n" not in answer["error"]["message"]
+    assert complete(server, "the")[0] == 200
+
+
+def test_chat_says_that_there_is_no_template(server: Server) -> None:
+    body = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+    status, answer = server.ask("/v1/chat/completions", body)
+    assert status == 400 and "chat template" in answer["error"]["message"]
+    assert complete(server, "the")[0] == 200
+
+
+def test_the_log_names_no_error_and_no_download(server: Server) -> None:
+    assert "Traceback" not in server.log()
+
+
+def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path: Path) -> None:
+    words = ["--model", str(model), "--tp", "1", "--max-model-len", "256", "--gpu-memory-utilization", "0.5"]
+    done = subprocess.run(
+        [str(ROOT / "scripts/serve-cloverlm.py"), *words, "--max-tokens", "4", "the people", "he said"],
+        env=clean_environ(tmp_path, NIBBLE_TARGET="cpu", VLLM_EXTRA_ARGS="--enforce-eager"),
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the people" in done.stdout and "he said" in done.stdout
