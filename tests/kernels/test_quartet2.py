@@ -239,3 +239,18 @@ def test_the_rotation_is_that_of_the_vectors(kernels: ModuleType) -> None:
     x = torch.sin(0.1 * torch.arange(128, dtype=torch.float64) + 0.3).float()
     found = rotary(torch.tensor([7]), x.reshape(1, 1, 128))
     assert (found.flatten() - torch.tensor(vector["y7"])).abs().max() < 2e-6
+
+
+@pytest.mark.vllm
+def test_rows_that_fill_up_a_graph_do_not_count(kernels: ModuleType) -> None:
+    from nibble_kernels.vllm_plugin.quartet2 import _batch_amax
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    x = activations()
+    x[-2:] = torch.nan
+    context = ForwardContext(
+        no_compile_layers={}, attn_metadata={}, slot_mapping={}, is_padding=torch.arange(len(x)) >= len(x) - 2
+    )
+    with override_forward_context(context):
+        assert _batch_amax(x) == x[:-2].abs().amax()
+    assert _batch_amax(x).isnan()
