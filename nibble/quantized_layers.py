@@ -39,6 +39,8 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
     given = args.get(FLAG)
     if checkpoint is None or checkpoint.vllm_config is None or (given and not _may_be_joined(given.value)):
         return {}
+    if checkpoint.scheme.vllm_quantization == "quartet2":  # nibble's plugin reads no list of layers
+        return {}
     speculative = args.get("--speculative-config")
     with_draft = drafts_from_itself(speculative.value if speculative else None)
     found = _correction(checkpoint, with_draft)

@@ -350,15 +350,9 @@ def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Sch
         return Scheme(
             "quartet2-bf16", "quartet2", 16, "fp4", detail="BF16 weights, quantized when they are loaded"
         )
-    notes = [
-        "its weight_scale tensors are in the 128x4 tiled layout: a ModelOpt reader would permute them silently"
-    ]
-    if hf is not None:
-        notes.append(
-            "its hf_quant_config.json makes vLLM 0.32 refuse --quantization quartet2 without an override"
-        )
+    note = "its weight_scale tensors are in the 128x4 tiled layout: a ModelOpt reader would permute them silently"
     reason = "" if _text_value(config, "model_type") == "cloverlm" else (
         "its scales are in the 128x4 tiled layout, which vLLM 0.32 reads for no such model; `nibble convert` makes it ModelOpt's"
     )  # fmt: skip
     return Scheme("quartet2-packed", "quartet2", 4, "fp4", detail="F4 weights, tiled E4M3 scales",
-                  notes=tuple(notes), is_nvfp4=True, unsupported_reason=reason)  # fmt: skip
+                  notes=(note,), is_nvfp4=True, unsupported_reason=reason)  # fmt: skip

@@ -177,7 +177,6 @@ def test_cloverlm_packed_and_bf16_are_told_apart_by_their_tensors(tmp_path: Path
     plain = scheme(tmp_path / "b", tensors("bf16"), model_type="cloverlm")
     assert (packed.name, packed.is_nvfp4, packed.weight_bits) == ("quartet2-packed", True, 4)
     assert "128x4 tiled" in packed.notes[0]
-    assert "hf_quant_config.json" in packed.notes[1]
     assert (plain.name, plain.is_nvfp4, plain.weight_bits) == ("quartet2-bf16", False, 16)
 
 

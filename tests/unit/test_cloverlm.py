@@ -62,6 +62,7 @@ def test_both_forms_get_their_quantization_and_tokenizer(packed: bool, tmp_path:
         "--quantization": "quartet2",
         "--tokenizer-mode": "tokenmonster",
     }
+    assert "--hf-overrides" not in found.args  # its hf_quant_config.json is no obstacle to the plugin
     assert all(found.args[name].reason for name in ("--quantization", "--tokenizer-mode"))
 
 
