@@ -46,7 +46,7 @@ doctor: setup ## check this machine
 
 .PHONY: lint fmt ruff types shell dockerfiles generated
 lint: setup-dev ## ruff, pyright, shellcheck, shfmt, hadolint, generated docs, recipes: all of them, then the verdict
-	@$(MAKE) -k ruff shell dockerfiles generated types
+	@$(MAKE) -k -j2 -Otarget types ruff shell dockerfiles generated
 ruff:
 	ruff check --quiet .
 	ruff format --check --quiet .
