@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from nibble.budget import is_shared
 from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
 from nibble.errors import ExitCode, NibbleError
+from nibble.failures import steps
 from nibble.hardware import Hardware
 from nibble.host import (
     BindProblem,
@@ -24,7 +25,7 @@ from nibble.host import (
     shm_problem,
     vllm_cache,
 )
-from nibble.memory_plan import Step, arithmetic, show_gib
+from nibble.memory_plan import arithmetic, show_gib
 from nibble.model_files import missing_weights
 from nibble.paths import cache_dir
 from nibble.plan import Plan
@@ -109,18 +110,14 @@ def check_memory(plan: Plan) -> list[str]:
     if certain > 0:
         what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} would not fit: "
         what += arithmetic(budget, budget.least_kv_bytes) + f": {show_gib(missing)} too little"
-        raise NibbleError(ExitCode.NO_FIT, what, "", f"try, in this order: {_steps(plan.ladder)}")
+        raise NibbleError(ExitCode.NO_FIT, what, "", f"try, in this order: {steps(plan.ladder)}")
     if missing > 0:
         left = show_gib(max(0, budget.room_bytes))
         return [
             f"one sequence of {budget.sequence_tokens} tokens takes {show_gib(budget.least_kv_bytes)}, about {left} "
-            f"are left; to need less: {_steps(plan.ladder)}"
+            f"are left; to need less: {steps(plan.ladder)}"
         ]
     return []
-
-
-def _steps(ladder: Sequence[Step]) -> str:
-    return ", ".join(str(step) for step in ladder)
 
 
 def check_port(variable: str, host: str, port: int, problem: BindProblem | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -332,11 +333,30 @@ def _failed(error: Exception) -> int:
     if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
         raise error
     detail = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(
-        f"nibble: error: internal fault: {detail}; please report it, with NIBBLE_DEBUG=1 it shows the traceback",
-        file=sys.stderr,
-    )
+    written = _write_traceback(error)
+    where = f"with the traceback in {written}" if written else "with NIBBLE_DEBUG=1 it shows the traceback"
+    print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
     return int(ExitCode.INTERNAL)
+
+
+def _write_traceback(error: Exception) -> Path | None:
+    """The traceback in a file for this user alone, beside nibble's state or where temporary files go; None where neither."""
+    import tempfile
+    import traceback
+
+    from nibble.paths import cache_dir
+
+    text = "".join(traceback.format_exception(error))
+    for folder in (cache_dir, lambda: Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            folder().mkdir(parents=True, exist_ok=True)
+            path = folder() / "last-fault.txt"
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            return path
+    return None
 
 
 def _version_option(value: bool) -> None:

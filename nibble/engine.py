@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from nibble.processes import become_subreaper, die_with_parent, family, kill_family
+from nibble.processes import become_subreaper, die_with_parent, engine_title, family, kill_family
 
 _CHUNK_BYTES = 1 << 16
+_LOOK_FOR_PROCESSES_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,14 @@ class Failed:
     error: Exception
 
 
-Event = Stop | Ended | Answering | Failed
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something a thread has to say that must not wait for the terminal itself."""
+
+    text: str
+
+
+Event = Stop | Ended | Answering | Failed | Told
 
 
 class Engine:
@@ -111,6 +120,31 @@ class Engine:
         """SIGTERM to the API process alone."""
         with contextlib.suppress(ProcessLookupError):
             self._child.send_signal(signal.SIGTERM)
+
+    def kill_at_once(self) -> None:
+        """SIGKILL to the process group, in one system call and without a look at anything; `kill` finds the rest."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def first_death(self, over: threading.Event) -> str | None:
+        """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`."""
+        known: dict[int, str] = {}  # descriptor of a process -> how to name it
+        poll, pids = select.poll(), set[int]()
+        try:
+            while not over.is_set():
+                for one in family(self.pid):
+                    if one.pid not in pids and one.pid != self.pid and (title := engine_title(one.pid)):
+                        pids.add(one.pid)
+                        known[descriptor := os.pidfd_open(one.pid)] = f"{title} (pid {one.pid})"
+                        poll.register(descriptor, select.POLLIN)
+                for descriptor, _ in poll.poll(_LOOK_FOR_PROCESSES_MS):
+                    return known[descriptor]
+        except OSError:  # it ended between the look and pidfd_open, or the kernel is older than 5.3
+            pass
+        finally:
+            for descriptor in known:
+                os.close(descriptor)
+        return None
 
     def last_words(self) -> None:
         """Wait a moment until all it wrote before its end has been read."""

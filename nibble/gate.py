@@ -38,8 +38,8 @@ Header = tuple[bytes, bytes]
 
 INTERNAL_HEADER = b"x-nibble-internal"
 # Starting: the next phase may be the last. Draining: this process ends, whoever follows it needs its start-up
-# time.
-RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30}
+# time. Paused: as long as a long answer takes, for what runs has to end first.
+RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30, "paused": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,8 @@ def _readiness(state: State, phase: str) -> Answer:
 
 def _unavailable(state: State, phase: str) -> Answer:
     message = f"The server is {state}" + (f" (phase: {phase})." if phase else ".")
+    if state == "paused":
+        message = f"The server takes no new requests for now: {phase}."
     return error_answer(
         503, "ServiceUnavailableError", message, _retry_headers(state), state=state, phase=phase
     )

@@ -1,5 +1,5 @@
-"""The few bytes the supervisor and the gate share: is the server starting, ready or draining, and in which
-phase.
+"""The few bytes the supervisor and the gate share: is the server starting, ready, paused or draining, and in
+which phase (for "paused": why).
 
 A file mapped by both sides. The supervisor writes it (`create`, `set`); the gate, inside each vLLM API
 process, reads it once per request (`open`, `get`, about a microsecond). Everything that cannot be read counts
@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import Literal
 
-State = Literal["starting", "ready", "draining"]
+State = Literal["starting", "ready", "draining", "paused"]
 
 # Layout, fixed size: magic, one state byte, then the phase as UTF-8 padded with NUL. The state is one byte
 # because one byte cannot be read half-written by another process; the phase is for people and may be.
@@ -24,7 +24,7 @@ _PHASE_OFFSET = _STATE_OFFSET + 1
 PHASE_BYTES = 119
 FILE_BYTES = _PHASE_OFFSET + PHASE_BYTES
 
-_CODES: dict[State, int] = {"starting": 0, "ready": 1, "draining": 2}
+_CODES: dict[State, int] = {"starting": 0, "ready": 1, "draining": 2, "paused": 3}
 _STATES: dict[int, State] = {code: state for state, code in _CODES.items()}
 _CLOSED: tuple[State, str] = ("starting", "")
 

@@ -6,23 +6,26 @@ import os
 import queue
 import secrets
 import shutil
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
 from nibble.control import ControlServer
-from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, child_environ
+from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
 from nibble.errors import ExitCode, NibbleError
-from nibble.gate_state import GateState, State
+from nibble.failures import engine_died, kept, stopped_for_memory
+from nibble.governor import UNWATCHED, Action, Governor, Limits
+from nibble.memory import MemorySource
+from nibble.memory_plan import show_gib
 from nibble.phases import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
-from nibble.processes import Activity, activity, signal_name, stop_signals
+from nibble.processes import Activity, activity, once_a_second, signal_name, stop_signals
 from nibble.progress import Display, StallWatch, stderr_is_terminal
 from nibble.readiness import Api, answer_one_token, lists_models, reachable_host, requests_in_flight
 
@@ -33,64 +36,67 @@ TEARDOWN_S = (
     10.0  # after the last answer; vLLM took 4.5 s on two cores, and 60 s are allowed by compose and units
 )
 LOADING_STOP_S = 5.0
-REPEAT_S = 1.0
+SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
+ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 _DRAIN_POLL_S = 0.1
 
 
-def serve(plan: Plan, environ: Mapping[str, str], key: KeyDecision) -> int:
+def serve(
+    plan: Plan,
+    environ: Mapping[str, str],
+    key: KeyDecision,
+    limit: Limits = UNWATCHED,
+    on_success: Callable[[], None] = lambda: None,
+) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
-    0: stopped as asked, every running request answered (or none served yet). 10: vLLM ended by itself. 143: time ran
-    out, or a second signal came, with requests still running. Raises NibbleError for a control port in use
-    (CONFIG) and for a first request that went wrong (CANARY); nothing of vLLM is left running then either.
+    0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with requests running. Raises
+    NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
+    and a first request gone wrong (CANARY). Nothing of vLLM is left. `on_success`: it has been ready for SUCCESS_S.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
-        supervisor = Supervisor(plan, environ, key, events)
+        supervisor = Supervisor(plan, environ, key, events, limit, on_success)
         try:
             return int(supervisor.run())
         finally:
             supervisor.close()
 
 
-def once_a_second(tell: Callable[[int], None]) -> Callable[[int], None]:
-    """Signals within a second of one that counted are the same wish: `timeout` sends SIGTERM to us and to our group."""
-    counted = float("-inf")
-
-    def handle(signum: int) -> None:
-        nonlocal counted
-        now = time.monotonic()
-        if now - counted >= REPEAT_S:
-            counted = now
-            tell(signum)
-
-    return handle
-
-
 class Supervisor:
     """One run of vLLM. `run` once, then `close`."""
 
     def __init__(
-        self, plan: Plan, environ: Mapping[str, str], key: KeyDecision, events: queue.SimpleQueue[Event]
+        self,
+        plan: Plan,
+        environ: Mapping[str, str],
+        key: KeyDecision,
+        events: queue.SimpleQueue[Event],
+        limit: Limits,
+        on_success: Callable[[], None],
     ) -> None:
         settings = plan.settings
-        self._plan, self._key, self._events = plan, key, events
+        self._plan, self._key, self._events, self._on_success = plan, key, events, on_success
         self._started = self._phase_since = time.monotonic()
         self._since = datetime.now(UTC)
-        self._state: State = "starting"
         self._update = PhaseUpdate("start")
         self._history: list[dict[str, Any]] = [{"phase": "start", "at_s": 0.0}]
         self._phases, self._drain_log, self._errors = PhaseReader(), DrainReader(), ErrorReader()
+        self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._control = ControlServer(settings.control_port, self.status, lambda: self._state == "ready")
+        self._control = ControlServer(settings.control_port, self.status, self._is_ready)
+        self._governor = Governor(MemorySource(), limit, self._on_memory)
+        self._limit = limit
         self._folder = _temporary_folder()
-        self._gate = GateState.create(self._folder / "gate")
+        self._admission = Admission(self._folder / "gate")
         tls = "--ssl-certfile" in plan.args
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
-        child = child_environ(plan.vllm_environ(environ), self._gate.path, self._api.internal_token, key.key)
+        child = child_environ(
+            plan.vllm_environ(environ), self._admission.path, self._api.internal_token, key.key
+        )
         self._engine = Engine(
             plan.argv(), child, events
         )  # last: whatever fails above leaves no process behind
@@ -105,24 +111,27 @@ class Supervisor:
         self._show(self._update)
         self._engine.start_reading(self._display.pass_through, self._read)
         self._engine.run(self._probe)
+        self._engine.run(self._governor.run)
+        self._engine.run(self._watch_processes)
         code = self._until_ready()
         return self._until_told() if code is None else code
 
     def close(self) -> None:
         """Leave nothing behind, however `run` ended."""
         self._over.set()
+        self._governor.close()
         self._display.stop()
         if stuck := self._engine.kill():
             self._display.say(f"warning: these processes cannot be killed: {stuck}")
         self._control.close()
-        self._gate.close()
+        self._admission.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def status(self) -> dict[str, Any]:
         """What /status answers; no secrets."""
         now = time.monotonic()
         return {
-            "state": self._state,
+            "state": self._admission.state,
             "phase": self._update.phase,
             "progress": self._update.progress,
             "detail": self._update.detail,
@@ -132,12 +141,16 @@ class Supervisor:
             "last_sign_of_life_age_s": round(self._engine.silence(), 1),
             "history": list(self._history),
             "facts": dict(self._phases.facts),
+            "memory": self._governor.to_json(),
             "url": f"{self._api.url}/v1",
             "pid": os.getpid(),
             "engine_pid": self._engine.pid,
             "served_names": list(self._plan.served_names),
             "plan": self._plan.to_json(),
         }
+
+    def _is_ready(self) -> bool:
+        return self._admission.state == "ready"
 
     def _next(self, timeout_s: float | None) -> Event | None:
         try:
@@ -146,6 +159,9 @@ class Supervisor:
             return None
         if isinstance(event, Failed):
             raise event.error
+        if isinstance(event, Told):
+            self._display.say(event.text)
+            return None
         return event
 
     # --- start-up ---
@@ -174,7 +190,6 @@ class Supervisor:
 
     def _open(self) -> None:
         with self._lock:
-            self._state = "ready"
             self._show(PhaseUpdate("ready"))
         self._display.stop()
         seconds = time.monotonic() - self._started
@@ -186,7 +201,7 @@ class Supervisor:
 
     def _stop_loading(self, event: Stop) -> ExitCode:
         self._display.stop()
-        self._set_state("draining")
+        self._admission.set("draining", "drain")
         self._display.say(
             f"{signal_name(event.signum)} during {self._update.phase}: stopping; nothing was being served"
         )
@@ -226,15 +241,21 @@ class Supervisor:
     # --- serving and stopping ---
 
     def _until_told(self) -> ExitCode:
-        event = self._next(None)
-        if isinstance(event, Stop):
-            return self._drain(event)
-        assert isinstance(event, Ended)
-        return self._died(event.code)
+        left_s: float | None = SUCCESS_S
+        since = time.monotonic()
+        while True:
+            event = self._next(left_s)
+            if isinstance(event, Stop):
+                return self._drain(event)
+            if isinstance(event, Ended):
+                self._died(event.code)
+            if left_s is not None and (left_s := since + SUCCESS_S - time.monotonic()) <= 0:
+                left_s = None
+                self._on_success()
 
     def _drain(self, event: Stop) -> ExitCode:
         limit_s = self._plan.settings.drain_seconds
-        self._set_state("draining")
+        self._admission.set("draining", "drain")
         self._display.say(
             f"{signal_name(event.signum)}: new requests get 503, running ones may finish for {limit_s} s"
         )
@@ -298,15 +319,44 @@ class Supervisor:
         self._display.say(f"ended before the drain was done: {why}")
         return ExitCode.TERMINATED
 
-    def _died(self, code: int) -> ExitCode:
+    def _died(self, code: int) -> NoReturn:
         self._display.stop()
         self._engine.last_words()
-        how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
-        if code == -signal.SIGKILL:
-            how += ", as the kernel does when memory runs out: see dmesg"
-        cause = f": {self._errors.cause}" if self._errors.cause else ""
-        self._display.say(f"vLLM ended by itself in phase {self._update.phase} ({how}){cause}")
-        return ExitCode.ENGINE_DIED
+        raise self._death(f"exit code {code}" if code >= 0 else f"API server killed by {signal_name(-code)}")
+
+    def _death(self, how: str) -> NibbleError:
+        ladder = self._plan.ladder if self._governor.kernel_has_killed() else None
+        lost = "" if "killed" in how else self._lost
+        return engine_died(self._update.phase, how, self._errors.cause, lost, ladder)
+
+    def _watch_processes(self) -> None:
+        """Notes which process of vLLM's ended first, and ends the rest where vLLM does not end by itself.
+
+        Its executor for Ray has left an engine that answers nothing behind a dead worker (environment.md 3).
+        """
+        lost = self._engine.first_death(self._over)
+        if lost is None or self._admission.state == "draining":
+            return
+        self._lost = lost
+        if not self._over.wait(ENGINE_END_S) and self._admission.state != "draining":
+            self._events.put(Failed(self._death(f"still there {ENGINE_END_S:.0f} s later")))
+
+    # --- memory ---
+
+    def _on_memory(self, action: Action, why: str) -> None:
+        """In the watchdog's thread: nothing here may wait."""
+        if action == "stop":
+            error = stopped_for_memory(self._update.phase, why, self._limit, self._plan.ladder)
+            self._events.put(Failed(error))
+            self._engine.kill_at_once()
+        elif action == "pause":
+            if self._admission.change("ready", "paused", f"{why}, {kept(self._limit)}"):
+                until = show_gib(self._limit.resume_from_bytes)
+                self._events.put(
+                    Told(f"new requests get 503 until {until} are available: {why}, {kept(self._limit)}")
+                )
+        elif self._admission.change("paused", "ready", "ready"):
+            self._events.put(Told(f"new requests are let in again: {why}"))
 
     # --- what the engine says ---
 
@@ -314,7 +364,7 @@ class Supervisor:
         with self._lock:  # two threads read, one for each stream
             self._errors.feed(line)
             self._drain_log.feed(line)
-            if self._state == "starting" and (update := self._phases.feed(line)):
+            if self._admission.state == "starting" and (update := self._phases.feed(line)):
                 self._show(update)
 
     def _show(self, update: PhaseUpdate) -> None:
@@ -323,13 +373,9 @@ class Supervisor:
             self._since = datetime.now(UTC)
             self._history.append({"phase": update.phase, "at_s": round(self._phase_since - self._started, 2)})
         self._update = update
-        self._gate.set(self._state, update.phase)
+        self._admission.change("starting", "ready" if update.phase == "ready" else "starting", update.phase)
         if update.phase != "ready":  # that is told with more words
             self._display.show(update)
-
-    def _set_state(self, state: State) -> None:
-        self._state = state
-        self._gate.set(state, "drain" if state == "draining" else self._update.phase)
 
 
 def _temporary_folder() -> Path:

@@ -14,9 +14,12 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4  # asm-generic/mman.h
+OOM_SCORE_STEP = 500  # of 1000: half of all memory; the engine's share counts on top of it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _libc = ctypes.CDLL(None, use_errno=True)
 _GIB = 1 << 30
+REPEAT_S = 1.0
 
 
 def become_subreaper() -> None:
@@ -32,10 +35,32 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
     def arm() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        shift_oom_score(OOM_SCORE_STEP)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 
     return arm
+
+
+def shift_oom_score(by: int) -> None:
+    """Make the kernel's OOM killer take this process (and what it starts) more readily, or less where that is permitted.
+
+    Everybody may raise the score; lowering it needs CAP_SYS_RESOURCE.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            score = int(os.read(descriptor, 16)) + by
+            os.pwrite(descriptor, str(max(-1000, min(1000, score))).encode(), 0)
+        finally:
+            os.close(descriptor)
+
+
+def survive_memory_pressure() -> None:
+    """Make this process the last one the kernel takes, and keep its pages in memory, as far as that is permitted."""
+    shift_oom_score(-OOM_SCORE_STEP)
+    # ENOMEM or EPERM where RLIMIT_MEMLOCK is small: then a page of ours may have to be read back from disk.
+    _libc.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +148,16 @@ def reap() -> None:
             pass
 
 
+def engine_title(pid: int) -> str | None:
+    """The title vLLM gave a process of its own (`VLLM::EngineCore`), or None for any other."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+    title = text.partition(b"\0")[0].decode(errors="replace").strip()
+    return title if title.startswith("VLLM::") else None
+
+
 @dataclass(frozen=True, slots=True)
 class Activity:
     """What a family has done: CPU seconds, bytes read from storage (None where the kernel does not say)."""
@@ -180,3 +215,17 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
+
+
+def once_a_second(tell: Callable[[int], None]) -> Callable[[int], None]:
+    """Signals within a second of one that counted are the same wish: `timeout` sends SIGTERM to us and to our group."""
+    counted = float("-inf")
+
+    def handle(signum: int) -> None:
+        nonlocal counted
+        now = time.monotonic()
+        if now - counted >= REPEAT_S:
+            counted = now
+            tell(signum)
+
+    return handle

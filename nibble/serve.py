@@ -12,20 +12,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nibble.api_key import resolve_api_key
+from nibble.api_key import KeyDecision, resolve_api_key
+from nibble.breaker import Breaker, Verdict, plan_key
+from nibble.budget import host_reserve_bytes
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.fp8_checks import check_fp8_on_cpu
+from nibble.governor import limits
+from nibble.hold import hold
 from nibble.launch import serve as launch
 from nibble.localize import Fetch, localize
+from nibble.memory import memory_now
 from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
-from nibble.processes import stop_signals
+from nibble.processes import stop_signals, survive_memory_pressure
 from nibble.pull import OnProgress, Progress, as_lines, pull
 from nibble.recipes import load_recipe
 from nibble.settings import Settings
@@ -35,26 +40,64 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until told to stop; the exit code of the whole."""
     asked = read_wishes(words, environ, ("--json",))
     accepted = dict(asked.accepted.environ)
-    plan = _on_disk(plan_for(asked), asked)
-    for notice in plan.notices:
-        say(notice)
-    for warning in run_checks(plan, accepted):
-        say(f"warning: {warning}")
-    check_fp8_on_cpu(plan)
-    for line in check_nvfp4(plan, plan.vllm_environ(accepted)):
-        say(line)
+    plan = _checked(_on_disk(plan_for(asked), asked), accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
-    key = resolve_api_key(
-        settings.host, given, settings.allow_anonymous, settings.cache_dir or cache_dir(accepted)
-    )
+    cache = settings.cache_dir or cache_dir(accepted)
+    key = resolve_api_key(settings.host, given, settings.allow_anonymous, cache)
     link_moe_configs(plan)
     _announce(plan)
     if "--json" in asked.command.rest:
         # One line, the first on stdout; a program that started us follows `status` from there.
         start = {"status": f"http://127.0.0.1:{settings.control_port}/status", "plan": plan.to_json()}
         print(json.dumps(start, default=str), flush=True)
-    return launch(plan, accepted, key)
+    breaker = Breaker(cache / "crash-loop" / f"{plan_key(plan)}.json", str(settings.model), say)
+    verdict = breaker.verdict()
+    if verdict.is_tripped:
+        raise breaker.tripped(verdict)
+    if verdict.wait_s > 0:
+        if not _hold(plan, verdict):
+            return ExitCode.OK
+        plan = _checked(_on_disk(plan_for(asked), asked), accepted)  # what is free has changed meanwhile
+    return _run(plan, accepted, key, breaker)
+
+
+def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
+    """The plan, once everything that would stop it later was looked at."""
+    for notice in plan.notices:
+        say(notice)
+    for warning in run_checks(plan, environ):
+        say(f"warning: {warning}")
+    check_fp8_on_cpu(plan)
+    for line in check_nvfp4(plan, plan.vllm_environ(environ)):
+        say(line)
+    return plan
+
+
+def _hold(plan: Plan, verdict: Verdict) -> bool:
+    why = (
+        f"{verdict.failures} starts in a row failed, the next is in {verdict.wait_s:.0f} s; "
+        f"the last failed with: {verdict.cause}"
+    )
+    say(why)
+    return hold(plan.settings.control_port, verdict.wait_s, why)
+
+
+def _run(plan: Plan, environ: dict[str, str], key: KeyDecision, breaker: Breaker) -> int:
+    """vLLM, watched; how it ends goes on record."""
+    survive_memory_pressure()
+    asked_gib = plan.settings.memory_reserve_gib
+    asked_bytes = None if asked_gib is None else int(asked_gib * (1 << 30))
+    limit = limits(host_reserve_bytes(plan.target, memory_now(), asked_bytes))
+    ended_with: NibbleError | None = None
+    breaker.begin()
+    try:
+        return launch(plan, environ, key, limit, breaker.clear)
+    except NibbleError as error:
+        ended_with = error
+        raise
+    finally:
+        breaker.end(ended_with)
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:

@@ -166,7 +166,19 @@ def test_a_killed_engine_exits_10_and_a_key_stays_out_of_sight(start: Start) -> 
     os.kill(engine.pid, signal.SIGKILL)
     assert server.wait(30) == 10
     assert server.engine_processes() == []
-    assert "vLLM ended by itself" in server.said()[-1]
+    last = server.err.read_text().splitlines()[-1]
+    assert "nibble: error: vLLM ended by itself in phase ready" in last
+    assert f"VLLM::EngineCore (pid {engine.pid}) ended first" in last
+
+
+def test_a_killed_api_server_exits_10_and_is_named(start: Start) -> None:
+    server = start().wait_until_ready()
+    assert server.engine_pid
+    os.kill(server.engine_pid, signal.SIGKILL)
+    assert server.wait(15) == 10
+    assert server.engine_processes() == []
+    last = server.err.read_text().splitlines()[-1]
+    assert "vLLM ended by itself in phase ready (API server killed by SIGKILL)" in last
 
 
 def test_a_signal_during_load_stops_quickly_with_0(start: Start) -> None:
@@ -187,7 +199,8 @@ def test_an_engine_that_cannot_start_exits_10_with_its_reason_in_one_line(
     server.wait_for_status()
     assert server.wait(90) == 10
     assert re.search(
-        r"vLLM ended by itself in phase start \(exit code 1\): [\w.]+: .*nowhere", server.said()[-1]
+        r"vLLM ended by itself in phase start \(exit code 1\): [\w.]+: .*nowhere",
+        server.err.read_text().splitlines()[-1],
     )
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,18 @@ def test_the_list_of_recipes_shows_every_name_and_status_whole() -> None:
 )
 def test_every_verb_that_answers_a_question_does_so_in_json(words: list[str]) -> None:
     assert json.loads(nibble(*words, "--json", HF_HUB_OFFLINE="1").stdout)
+
+
+def test_a_fault_of_our_own_is_one_line_exit_1_and_a_file_with_the_traceback(tmp_path: Path) -> None:
+    program = "import sys; from nibble import cli; sys.exit(cli._guarded(lambda: 1 // 0))"
+    environ = {**os.environ, "NIBBLE_CACHE_DIR": str(tmp_path / "cache"), "NIBBLE_DEBUG": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False
+    )
+    file = tmp_path / "cache" / "last-fault.txt"
+    assert run.returncode == 1 and run.stderr.count("\n") == 1
+    assert (
+        f"internal fault: ZeroDivisionError: integer division or modulo by zero; please report it, with the traceback in {file}"
+        in run.stderr
+    )
+    assert "Traceback (most recent call last)" in file.read_text() and file.stat().st_mode & 0o077 == 0

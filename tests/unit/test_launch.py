@@ -24,6 +24,8 @@ import pytest
 from nibble import engine, launch
 from nibble.api_key import KeyDecision
 from nibble.errors import ExitCode, NibbleError
+from nibble.governor import UNWATCHED, Limits
+from nibble.memory_plan import Step
 from nibble.processes import processes
 
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
@@ -76,6 +78,7 @@ class Run:
         stall_s: int = 60,
         signals: tuple[tuple[float, int], ...] = (),
         when_ready: bool = True,
+        limit: Limits = UNWATCHED,
     ) -> tuple[int, str]:
         program = STAND_IN.format(before=before, behave=textwrap.dedent(behave), answer=answer)
         ports = [_free_port(), _free_port()]
@@ -95,12 +98,18 @@ class Run:
             argv=lambda: ["serve", "m"],
             vllm_environ=dict,
             to_json=dict,
+            ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
         )
         sender = threading.Thread(target=self._send, args=(ports[1], signals, when_ready), daemon=True)
         sender.start()
-        code = launch.serve(plan, dict(os.environ), NO_KEY)
+        try:
+            code, end = launch.serve(plan, dict(os.environ), NO_KEY, limit), ""
+        except NibbleError as error:
+            if error.code not in (ExitCode.ENGINE_DIED, ExitCode.NO_FIT):
+                raise
+            code, end = int(error.code), error.line()
         sender.join(5)
-        return code, self._capfd.readouterr().err
+        return code, self._capfd.readouterr().err + end
 
     def _send(self, port: int, signals: tuple[tuple[float, int], ...], when_ready: bool) -> None:
         import http.client
@@ -155,11 +164,18 @@ def test_an_engine_that_ends_during_load_is_10_with_the_cause(run: Run) -> None:
     assert "in phase load (exit code 1): ValueError: no room" in told
 
 
-def test_a_kill_by_the_kernel_hints_at_memory(run: Run) -> None:
+def test_a_killed_api_server_is_named(run: Run) -> None:
+    code, told = run(behave="time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 10
+    assert "in phase ready (API server killed by SIGKILL)" in told
+
+
+def test_a_kill_by_the_kernel_says_so_and_what_needs_less(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([4, 5])
+    monkeypatch.setattr(launch.MemorySource, "kernel_kills", lambda self: next(kills))
     code, told = run(behave="os.kill(os.getpid(), signal.SIGKILL)")
     assert code == 10
-    assert "killed by SIGKILL" in told
-    assert "dmesg" in told
+    assert "memory ran out and the kernel killed it; to need less: MAX_NUM_SEQS=1 (1.0 GiB less)" in told
 
 
 def test_requests_that_still_run_when_time_is_over_are_143(run: Run) -> None:

@@ -29,12 +29,16 @@ def mount(root: Path, kind: str, mount_root: str, point: str, options: str, cgro
     (root / "proc/self/cgroup").write_text(cgroup)
 
 
-def v2(folder: Path, limit: str, used_mib: int, inactive_mib: int = 0, high: str = "max") -> None:
+def v2(
+    folder: Path, limit: str, used_mib: int, inactive_mib: int = 0, active_mib: int = 0, high: str = "max"
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.high").write_text(f"{high}\n")
     (folder / "memory.current").write_text(f"{used_mib * MIB}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_mib * MIB}\nactive_file 7\n")
+    (folder / "memory.stat").write_text(
+        f"anon 5\ninactive_file {inactive_mib * MIB}\nactive_file {active_mib * MIB}\n"
+    )
     (folder / "memory.events").write_text("low 0\nhigh 0\nmax 4\noom 1\noom_kill 2\n")
 
 
@@ -51,10 +55,10 @@ def test_without_a_cgroup_the_machine_counts_by_what_is_available_not_free(tmp_p
     assert found == Memory(16000 * MIB, 8000 * MIB, "MemAvailable", 2.5)
 
 
-def test_a_v2_limit_counts_and_the_inactive_page_cache_is_available(tmp_path: Path) -> None:
+def test_a_v2_limit_counts_and_the_page_cache_is_available(tmp_path: Path) -> None:
     machine(tmp_path)
     mount(tmp_path, "cgroup2", "/", "/sys/fs/cgroup", "rw", "0::/nibble\n")
-    v2(tmp_path / "sys/fs/cgroup/nibble", str(2000 * MIB), 1500, inactive_mib=300)
+    v2(tmp_path / "sys/fs/cgroup/nibble", str(2000 * MIB), 1500, inactive_mib=200, active_mib=200)
     (tmp_path / "sys/fs/cgroup/nibble/memory.pressure").write_text("full avg10=40.00 avg60=0.0\n")
     found = MemorySource(tmp_path).read()
     assert (found.total_bytes, found.available_bytes) == (2000 * MIB, 800 * MIB)

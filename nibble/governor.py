@@ -1,0 +1,110 @@
+"""The memory watchdog: stops admission, then the engine, before the host swaps or the machine wedges.
+
+`decide` is pure. `Governor` samples in a thread of its own that opens no files and waits for no lock, no terminal and no
+other thread: what it must do when memory is gone, it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from nibble.memory import Memory, MemorySource
+from nibble.memory_plan import show_gib
+
+Action = Literal["serve", "pause", "stop"]
+
+INTERVAL_S = 0.2
+RESUME_AFTER_S = 3.0  # above the limit for so long, so that admission does not flap
+# Shares of the reserve (docs/operations.md says why).
+PAUSE_SHARE, STOP_SHARE, RESUME_SHARE = 1 / 2, 1 / 4, 3 / 4
+# "full avg10" of PSI. systemd-oomd kills at 60 for 30 s; a stall only counts here while the reserve is being used.
+PAUSE_STALLED_PERCENT, STOP_STALLED_PERCENT = 10.0, 50.0
+_NICE = -10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of the host's memory. All 0: nothing is watched."""
+
+    reserve_bytes: int
+    pause_below_bytes: int
+    stop_below_bytes: int
+    resume_from_bytes: int
+
+
+def limits(reserve_bytes: int) -> Limits:
+    """The limits that follow from what is kept for the rest of the machine."""
+    shares = (PAUSE_SHARE, STOP_SHARE, RESUME_SHARE)
+    return Limits(reserve_bytes, *(int(reserve_bytes * share) for share in shares))
+
+
+UNWATCHED = limits(0)
+
+
+def decide(memory: Memory, limit: Limits, is_paused: bool) -> tuple[Action, str]:
+    """What to do, and why in words. A pause ends only above `resume_from_bytes`."""
+    is_short = memory.available_bytes < limit.reserve_bytes
+    stalled = memory.stalled_percent or 0.0
+    left = f"{show_gib(memory.available_bytes)} of memory are available ({memory.limited_by})"
+    waiting = f"{left} and all tasks waited for memory {stalled:.0f} % of the last 10 s"
+    if memory.available_bytes < limit.stop_below_bytes:
+        return "stop", left
+    if is_short and stalled >= STOP_STALLED_PERCENT:
+        return "stop", waiting
+    if memory.available_bytes < limit.pause_below_bytes:
+        return "pause", left
+    if is_short and stalled >= PAUSE_STALLED_PERCENT:
+        return "pause", waiting
+    if is_paused and memory.available_bytes < limit.resume_from_bytes:
+        return "pause", left
+    return "serve", left
+
+
+class Governor:
+    """Samples memory until `close`; `act` is called from its thread and must not wait.
+
+    "pause" comes with every look, so that a server that becomes ready meanwhile is paused too, "serve" once after it.
+    After "stop" the thread ends: there is nothing left to watch.
+    """
+
+    def __init__(self, source: MemorySource, limit: Limits, act: Callable[[Action, str], None]) -> None:
+        self._source, self._limit, self._act = source, limit, act
+        self._last: Memory | None = None
+        self._action: Action = "serve"
+        self._over = threading.Event()
+        self._kills_before = source.kernel_kills()
+
+    def run(self) -> None:
+        """The loop; call it in a thread of its own."""
+        with contextlib.suppress(OSError):  # where it is permitted: ahead of the engine's threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        calm_since = 0.0
+        while not self._over.is_set() and self._action != "stop":
+            self._last = self._source.read()
+            action, why = decide(self._last, self._limit, self._action == "pause")
+            now = time.monotonic()
+            if action != "serve" or self._action == "serve":
+                calm_since = now
+            if action != "serve" or (self._action == "pause" and now - calm_since >= RESUME_AFTER_S):
+                self._action = action
+                self._act(action, why)
+            self._over.wait(INTERVAL_S)
+
+    def close(self) -> None:
+        """End the loop; it may look once more."""
+        self._over.set()
+
+    def kernel_has_killed(self) -> bool:
+        """Whether the kernel's OOM killer ended a process since this was made."""
+        return self._source.kernel_kills() > self._kills_before
+
+    def to_json(self) -> dict[str, Any]:
+        """For /status: what was last seen, and the limits."""
+        last = self._last
+        return {"action": self._action, **(asdict(last) if last else {}), **asdict(self._limit)}
