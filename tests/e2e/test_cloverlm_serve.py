@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,18 +19,23 @@ pytestmark = pytest.mark.vllm
 WORDS = ("--enforce-eager", "--max-num-seqs", "8")
 
 
+EOT_ID = len(tokens_of())
+VOCABULARY = f"made-here-eot={EOT_ID}.vocab"
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokens = tokens_of()
+    """The model's folder; beside it, as after a download of both, the vocabulary."""
     folder = tmp_path_factory.mktemp("clover") / "model"
-    write_packed(folder, CloverShape(vocabulary=len(tokens) + 1))
-    write_vocabulary(folder / f"made-here-eot={len(tokens)}.vocab", tokens)
+    write_packed(folder, CloverShape(vocabulary=EOT_ID + 1))
+    write_vocabulary(folder.parent / VOCABULARY)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("server"), ["serve", str(model), *WORDS])
+    words = ["serve", str(model), "--tokenizer", str(model.parent / VOCABULARY), *WORDS]
+    found = Server(tmp_path_factory.mktemp("server"), words)
     try:
         yield found.wait_until_ready()
     finally:
@@ -58,9 +64,9 @@ def test_streamed_pieces_are_the_whole(server: Server) -> None:
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
 
 
-def test_eot_in_a_prompt_is_one_token_of_the_vocabulary(server: Server, model: Path) -> None:
+def test_eot_in_a_prompt_is_one_token_of_the_vocabulary(server: Server) -> None:
     status, found = server.ask("/tokenize", {"model": "default", "prompt": "one<eot>two"})
-    assert status == 200 and found["tokens"].count(len(tokens_of())) == 1
+    assert status == 200 and found["tokens"].count(EOT_ID) == 1
     assert complete(server, "one<eot>two")[0] == 200
 
 
@@ -95,7 +101,9 @@ def test_the_log_names_no_error_and_no_download(server: Server) -> None:
 
 
 def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path: Path) -> None:
-    words = ["--model", str(model), "--tp", "1", "--max-model-len", "256", "--gpu-memory-utilization", "0.5"]
+    whole = shutil.copytree(model, tmp_path / "model")
+    shutil.copy(model.parent / VOCABULARY, whole)
+    words = ["--model", str(whole), "--tp", "1", "--max-model-len", "256", "--gpu-memory-utilization", "0.5"]
     done = subprocess.run(
         [str(ROOT / "scripts/serve-cloverlm.py"), *words, "--max-tokens", "4", "the people", "he said"],
         env=clean_environ(tmp_path, NIBBLE_TARGET="cpu", VLLM_EXTRA_ARGS="--enforce-eager"),

@@ -133,6 +133,12 @@ def test_zeros_and_no_rows_are_fine(mode: str, op: Any) -> None:
     assert (codes.shape, scales.shape) == ((0, 16), (0, 2))
 
 
+def test_float16_and_bfloat16_are_read_as_they_are(op: Any) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        x = (activations() / 4).to(dtype)
+        assert torch.equal(meaning(*op(x, "token")), meaning(*op(x.float(), "token")))
+
+
 def test_every_implementation_gives_the_specifications_bits(compiled: str) -> None:
     from nibble_kernels.quartet2 import quartet2_quant, reference
 

@@ -28,17 +28,17 @@ def quartet2_quant(x: Tensor, amax: Tensor | None, mode: str, tiled: bool) -> tu
     """Codes [M, K/2], scales and G, float32 [M, 1] by token and [] otherwise, of x [M, K]."""
     if mode == "batch":
         return quant_fp4(x, amax, four_over_six=True, tiled=tiled)
-    x = x.float()
     if mode == "token":
-        amax = x.abs().amax(-1, keepdim=True) if amax is None else amax.float().reshape(-1, 1)
+        amax = x.abs().amax(-1, keepdim=True) if amax is None else amax.reshape(-1, 1)
+    elif amax is None:
+        amax = x.abs().amax() if x.numel() else x.new_zeros(())
     else:
-        amax = (
-            (x.abs().amax() if x.numel() else x.new_zeros(())) if amax is None else amax.float().reshape(())
-        )
-    g, inverse = power_of_two(amax)
-    codes, scales, _ = quant_fp4(
-        x * inverse, torch.full((), LARGEST, device=x.device), four_over_six=True, tiled=tiled
-    )
+        amax = amax.reshape(())
+    g, inverse = power_of_two(amax.float())
+    # In x's own type, which is what the GPU's kernel reads; in float16 what this underflows has the code 0 anyway.
+    scaled = (x.float() * inverse).to(x.dtype)
+    largest = torch.full((), LARGEST, dtype=torch.float32, device=x.device)
+    codes, scales, _ = quant_fp4(scaled, largest, four_over_six=True, tiled=tiled)
     return codes, scales, g
 
 
