@@ -4,23 +4,15 @@
 // (`arrange` puts activations in the same), and knows by what power of two its products are off (`kUnit`).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "conversions.cuh"
+#include "nibble/tensor_core.cuh"
 
 namespace nibble {
 
-// Two E4M3 values as f16, exact.
-__device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
-  return pair;
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+  return instruction::permute_bytes<0x5410>(a, b);
 }
-
-__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return permute_bytes<0x5410>(a, b); }
 __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
-  return permute_bytes<0x7632>(a, b);
+  return instruction::permute_bytes<0x7632>(a, b);
 }
 
 // Four scales of a word, each in both halves of a register.
@@ -61,21 +53,17 @@ struct BfloatOperand {
   // Times 2^119: f16 and bfloat16 differ by three mantissa bits and the bias of the exponent.
   static __device__ __forceinline__ void scales(uint32_t codes, uint32_t (&scales)[4]) {
     constexpr uint32_t kBias = 0x73807380;
-    broadcast_scales((e4m3_pair(codes) >> 3) + kBias, (e4m3_pair(codes >> 16) >> 3) + kBias, scales);
+    broadcast_scales((instruction::e4m3_pair(codes) >> 3) + kBias,
+                     (instruction::e4m3_pair(codes >> 16) >> 3) + kBias, scales);
   }
 
   static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-    uint32_t product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
+    return instruction::multiply_bfloats(a, b);
   }
 
   static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    instruction::mma_bfloats(sum, a0, a1, a2, a3, b0, b1);
   }
 };
 
@@ -86,21 +74,16 @@ struct HalfOperand {
   static constexpr bool kAnyRange = false;
 
   static __device__ __forceinline__ void scales(uint32_t codes, uint32_t (&scales)[4]) {
-    broadcast_scales(e4m3_pair(codes), e4m3_pair(codes >> 16), scales);
+    broadcast_scales(instruction::e4m3_pair(codes), instruction::e4m3_pair(codes >> 16), scales);
   }
 
   static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-    uint32_t product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
+    return instruction::multiply_halves(a, b);
   }
 
   static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    instruction::mma_halves(sum, a0, a1, a2, a3, b0, b1);
   }
 
 #if NIBBLE_HAS_E2M1_INSTRUCTIONS
@@ -124,10 +107,10 @@ struct HalfOperand {
     constexpr uint32_t kSigns = 0x80808080, kMagnitudes = 0x1c1c1c1c;
     const uint32_t even = (codes << 4 & kSigns) | (codes << 2 & kMagnitudes);
     const uint32_t odd = (codes & kSigns) | (codes >> 2 & kMagnitudes);
-    pairs[0] = e4m3_pair(even);
-    pairs[1] = e4m3_pair(even >> 16);
-    pairs[2] = e4m3_pair(odd);
-    pairs[3] = e4m3_pair(odd >> 16);
+    pairs[0] = instruction::e4m3_pair(even);
+    pairs[1] = instruction::e4m3_pair(even >> 16);
+    pairs[2] = instruction::e4m3_pair(odd);
+    pairs[3] = instruction::e4m3_pair(odd >> 16);
   }
 
   static __device__ __forceinline__ void arrange(uint4& x) {

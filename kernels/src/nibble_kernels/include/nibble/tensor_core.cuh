@@ -1,0 +1,79 @@
+// Instructions of the kernels that multiply on tensor cores. tests/kernels/emulator/ has the same names for a
+// host, where a thread stands for each lane.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "nibble/arch.h"
+
+namespace nibble::instruction {
+
+// Two E4M3 values as f16, exact.
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+  return pair;
+}
+
+// Four of the eight bytes of a and b, by the nibbles of the selector.
+template <uint32_t Selector>
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, Selector);
+}
+
+__device__ __forceinline__ uint32_t multiply_bfloats(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// sum += a b, a [16, 16] and b [16, 8] spread over the warp as PTX has m16n8k16.
+__device__ __forceinline__ void mma_bfloats(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                            uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_halves(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                           uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// What is read once a kernel, and would only push other data out of the first cache.
+__device__ __forceinline__ uint4 load_once(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_once(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+template <uint32_t Threads>
+__device__ __forceinline__ void barrier(uint32_t number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(Threads) : "memory");
+}
+
+}  // namespace nibble::instruction

@@ -1,0 +1,224 @@
+// CUDA for a host, as far as the decode kernel uses it: a thread stands for each lane, and instructions are
+// what PTX says of them. In place of kernels/src/nibble_kernels/include/nibble/tensor_core.cuh. A product of
+// two bfloat16 or float16 numbers that is not exact ends the program: the kernel counts on there being none.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "nibble/arch.h"
+
+#undef NIBBLE_HAS_E2M1_INSTRUCTIONS
+#define NIBBLE_HAS_E2M1_INSTRUCTIONS EMULATE_E2M1_INSTRUCTIONS
+
+#define __device__
+#define __forceinline__ inline
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct Index {
+  uint32_t x;
+};
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+struct __half {
+  uint16_t bits;
+};
+struct __half2 {
+  __half low, high;
+};
+
+inline thread_local Index threadIdx, blockIdx, gridDim;
+using std::max;
+using std::min;
+
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline float __expf(float x) { return std::exp(x); }
+
+inline float __half2float(__half x) { return std::bit_cast<_Float16>(x.bits); }
+inline __half __float2half_rn(float x) { return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))}; }
+inline __half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
+inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(uint32_t{x.bits} << 16); }
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+  if (std::isnan(x)) return {0x7fff};
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+template <class T>
+T __ldg(const T* place) {
+  return *place;
+}
+template <class T>
+T __ldcg(const T* place) {
+  return *place;
+}
+template <class T>
+void __stcg(T* place, T value) {
+  *place = value;
+}
+
+// What the lanes of a thread block share.
+struct EmulatedBlock {
+  using Barrier = std::barrier<>;
+  struct Lane {
+    uint32_t a[4], b[2], shuffled;
+  };
+  std::vector<std::unique_ptr<Barrier>> warps, teams;
+  Barrier all;
+  std::vector<Lane> lanes;
+  std::mutex atomics;
+
+  EmulatedBlock(uint32_t threads, uint32_t team_threads) : all(threads), lanes(threads) {
+    for (uint32_t i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Barrier>(32));
+    for (uint32_t i = 0; i < threads / team_threads; ++i)
+      teams.push_back(std::make_unique<Barrier>(team_threads));
+  }
+};
+inline thread_local EmulatedBlock* emulated_block;
+
+inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
+  return emulated_block->lanes[threadIdx.x / 32 * 32 + lane];
+}
+inline void meet_warp() { emulated_block->warps[threadIdx.x / 32]->arrive_and_wait(); }
+inline void __syncthreads() { emulated_block->all.arrive_and_wait(); }
+inline void __threadfence() {}
+
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, uint32_t mask) {
+  emulated_lane(threadIdx.x % 32).shuffled = value;
+  meet_warp();
+  const uint32_t result = emulated_lane(threadIdx.x % 32 ^ mask).shuffled;
+  meet_warp();
+  return result;
+}
+
+inline uint32_t atomicAdd(uint32_t* place, uint32_t value) {
+  const std::lock_guard lock(emulated_block->atomics);
+  return std::exchange(*place, *place + value);
+}
+inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
+  const std::lock_guard lock(emulated_block->atomics);
+  return std::exchange(*place, std::max(*place, value));
+}
+
+namespace nibble::instruction {
+
+inline float e4m3_value(uint32_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float magnitude =
+      exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(1.0f * mantissa, -9);
+  return code & 128 ? -magnitude : magnitude;
+}
+
+inline float e2m1_value(uint32_t code) {
+  constexpr float kMagnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  return code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
+}
+
+inline uint32_t half_pair(float low, float high) {
+  return __float2half_rn(low).bits | uint32_t{__float2half_rn(high).bits} << 16;
+}
+
+inline uint32_t e4m3_pair(uint32_t codes) { return half_pair(e4m3_value(codes), e4m3_value(codes >> 8)); }
+
+inline void e2m1_decode8(uint32_t codes, uint32_t (&pairs)[4]) {
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = half_pair(e2m1_value(codes >> 8 * i & 15), e2m1_value(codes >> (8 * i + 4) & 15));
+  }
+}
+
+template <uint32_t Selector>
+uint32_t permute_bytes(uint32_t a, uint32_t b) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (Selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+
+inline float half_of(uint32_t pair, int i) { return __half2float({static_cast<uint16_t>(pair >> 16 * i)}); }
+inline float bfloat_of(uint32_t pair, int i) {
+  return __bfloat162float({static_cast<uint16_t>(pair >> 16 * i)});
+}
+
+inline void require_exact(double product, float rounded) {
+  if (product == rounded) return;
+  std::fprintf(stderr, "a product is rounded: %a instead of %a\n", rounded, product);
+  std::abort();
+}
+
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  const float low = half_of(a, 0) * half_of(b, 0), high = half_of(a, 1) * half_of(b, 1);
+  const uint32_t pair = half_pair(low, high);
+  require_exact(low, half_of(pair, 0));
+  require_exact(high, half_of(pair, 1));
+  return pair;
+}
+
+inline uint32_t multiply_bfloats(uint32_t a, uint32_t b) {
+  uint32_t pair = 0;
+  for (int i = 0; i < 2; ++i) {
+    const double product = double{bfloat_of(a, i)} * bfloat_of(b, i);
+    const __nv_bfloat16 rounded = __float2bfloat16_rn(static_cast<float>(product));
+    require_exact(product, __bfloat162float(rounded));
+    pair |= uint32_t{rounded.bits} << 16 * i;
+  }
+  return pair;
+}
+
+// The fragments of PTX's mma.m16n8k16: lane 4 r + c has rows r and r + 8 of a and of the sum, and column r of
+// b.
+template <class Value>
+void mma(Value&& value, float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const uint32_t own = threadIdx.x % 32;
+  std::ranges::copy(a, emulated_lane(own).a);
+  std::ranges::copy(b, emulated_lane(own).b);
+  meet_warp();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t row = own / 4 + i / 2 * 8, column = own % 4 * 2 + i % 2;
+    double total = sum[i];
+    for (uint32_t k = 0; k < 16; ++k) {
+      const EmulatedBlock::Lane &left = emulated_lane(row % 8 * 4 + k % 8 / 2),
+                                &right = emulated_lane(column * 4 + k % 8 / 2);
+      total += double{value(left.a[k / 8 * 2 + row / 8], k % 2)} * value(right.b[k / 8], k % 2);
+    }
+    sum[i] = static_cast<float>(total);
+  }
+  meet_warp();
+}
+
+inline void mma_bfloats(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                        uint32_t b1) {
+  mma(bfloat_of, sum, {a0, a1, a2, a3}, {b0, b1});
+}
+inline void mma_halves(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                       uint32_t b1) {
+  mma(half_of, sum, {a0, a1, a2, a3}, {b0, b1});
+}
+
+inline uint4 load_once(const void* place) { return *static_cast<const uint4*>(place); }
+inline uint32_t load_once(const uint32_t* place) { return *place; }
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}
+
+template <uint32_t Threads>
+void barrier(uint32_t number) {
+  emulated_block->teams[number - 1]->arrive_and_wait();
+}
+
+}  // namespace nibble::instruction

@@ -1,0 +1,122 @@
+"""The decode kernel's own source (nvfp4_linear/decode.cuh) without a GPU: compiled by g++, a thread for each lane of a block.
+
+Only the instructions are stood in for (emulator/nibble/tensor_core.cuh), as PTX describes them. Runs where each lane reads
+and writes, the order of x, both forms of operands with and without the conversion instruction, splits, epilogues and tails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import KERNELS
+from kernel_cases import activations, assert_rounded_once, packed_weight, values_of
+from torch import Tensor
+
+EMULATOR = Path(__file__).parent / "emulator"
+GLOBAL_SCALE = 1.23e-4
+# Rows of x, N, K, splits, thread blocks of each: every form, half a chunk at a row's end, fewer chunks than warps, groups of
+# four rows, several groups a team, the last block of a group being any of them.
+CASES = [
+    (1, 24, 160, 1, 1),
+    (8, 64, 2144, 1, 1),
+    (5, 48, 1280, 1, 2),
+    (3, 112, 3072, 3, 2),
+    (13, 32, 1056, 2, 1),
+    (29, 48, 640, 2, 1),
+    (50, 160, 384, 2, 1),
+]
+Multiply = Callable[..., Tensor]
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here")
+
+
+@pytest.fixture(scope="module")
+def compiled_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], ctypes.CDLL]:
+    """compiled_with(e2m1_instructions)"""
+
+    @cache
+    def compiled(instructions: bool) -> ctypes.CDLL:
+        library = tmp_path_factory.mktemp("emulator") / "decode.so"
+        sources = KERNELS / "src/nibble_kernels"
+        words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread"]
+        words += [f"-DEMULATE_E2M1_INSTRUCTIONS={int(instructions)}", f"-I{EMULATOR}", f"-I{sources}"]
+        words += [f"-I{sources / 'include'}", "-o", str(library), str(EMULATOR / "decode.cpp")]
+        subprocess.run(words, check=True)
+        return ctypes.CDLL(str(library))
+
+    return compiled
+
+
+@pytest.fixture(params=["software", "instructions"])
+def multiply(
+    request: pytest.FixtureRequest, compiled_with: Callable[[bool], ctypes.CDLL], kernels: object
+) -> Multiply:
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+
+    library = compiled_with(request.param == "instructions")
+
+    def call(
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        bfloat_operands: bool = False,
+        column_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        division: tuple[int, int] = (1, 1),
+        silu_mul: bool = False,
+    ) -> Tensor:
+        weight = prepare_weight(codes.clone(), scales)
+        rows, columns = len(codes), x.shape[1]
+        out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
+        pointers = [x, weight.codes, weight.scales, column_scale, bias, residual, out, weight.arrivals]
+        arguments: list[Any] = [
+            ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in pointers
+        ]
+        arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
+        library.multiply_on_the_host(x.dtype == torch.bfloat16, bfloat_operands, *arguments)
+        assert not weight.arrivals.any()
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize("operands", ["bfloat16", "float16", "bfloat16 as float16"])
+def test_sums_are_rounded_once(multiply: Multiply, operands: str) -> None:
+    dtype = torch.float16 if operands == "float16" else torch.bfloat16
+    for tokens, rows, columns, *division in CASES:
+        codes, scales = packed_weight(rows, columns)
+        x, factors, bias = activations(tokens, columns, dtype), torch.rand(rows) + 0.5, torch.randn(rows)
+        options: dict[str, Any] = {"bfloat_operands": operands == "bfloat16", "division": tuple(division)}
+        y = multiply(x, codes, scales, column_scale=factors, bias=bias.to(dtype), **options)
+        expected = GLOBAL_SCALE * factors.double()
+        assert_rounded_once(y, x, values_of(codes, scales), expected, bias.to(dtype).double())
+
+
+def test_activations_keep_their_range_in_every_split(multiply: Multiply) -> None:
+    """A row's power of two is another one in each split."""
+    codes, scales = packed_weight(32, 1024)
+    x = torch.randn(3, 1024) * torch.tensor([[1e30], [1.0], [1e-30]])
+    x[:, 512:] *= 1e-6
+    x[1, :512] = 0
+    y = multiply(x.bfloat16(), codes, scales, division=(2, 1))
+    factor = torch.tensor(GLOBAL_SCALE).double()
+    assert_rounded_once(y, x.bfloat16(), values_of(codes, scales), factor)
+
+
+def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply) -> None:
+    codes, scales = packed_weight(48, 512)
+    x, residual = activations(11, 512, torch.bfloat16), torch.randn(11, 24).bfloat16()
+    y = multiply(x, codes, scales, bfloat_operands=True, silu_mul=True, residual=residual).double()
+    gate, up = (GLOBAL_SCALE * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up + residual.double()
+    assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
