@@ -12,7 +12,6 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint, sequence_memory_bytes
 from nibble.hardware import Hardware
-from nibble.memory import Memory
 from nibble.targets import Target
 
 GIB = 1 << 30
@@ -170,12 +169,12 @@ def reserve(target: Target, hardware: Hardware, asked_bytes: int | None) -> tupl
     return target.memory.reserve_bytes, target.memory.reserve_reason
 
 
-def host_reserve_bytes(target: Target, here: Memory, asked_bytes: int | None) -> int:
+def host_reserve_bytes(target: Target, host_total_bytes: int, asked_bytes: int | None) -> int:
     """What the watchdog keeps free of the host's memory; beside a discrete GPU that is not the budget's memory."""
     if asked_bytes is not None:
         return asked_bytes
     default = target.memory.reserve_bytes if is_shared(target) else HOST_RESERVE_BYTES
-    return min(default, int(here.total_bytes * LARGEST_SHARE_RESERVED))
+    return min(default, int(host_total_bytes * LARGEST_SHARE_RESERVED))
 
 
 def make_budget(

@@ -9,17 +9,17 @@ class ExitCode(IntEnum):
     """Every exit status nibble uses on purpose (docs/operations.md has the table)."""
 
     OK = 0  # drained and stopped as asked
-    INTERNAL = 1  # our own fault
+    INTERNAL = 1  # our own fault; the line names the file with the traceback
     USAGE = 2  # a missing or malformed argument or variable
     NO_HARDWARE = 3  # no usable hardware for what was asked
     MODEL = 4  # the model is not available, not readable or not complete
     CONFIG = 5  # settings that contradict each other or cannot work
     VERIFY = 6  # a patch or build verification failed
-    NO_FIT = 7  # memory or disk would not suffice
+    NO_FIT = 7  # memory or disk would not suffice, or memory ran short and the watchdog stopped vLLM
     CANARY = 8  # wrong kernel or wrong answer
     CLUSTER = 9  # cluster preflight failed
     ENGINE_DIED = 10  # vLLM ended by itself
-    CRASH_LOOP = 75  # stopped after repeated failures; do not restart
+    CRASH_LOOP = 75  # not started after six failures in a row; do not restart
     TERMINATED = 143  # terminated before the drain was done
 
 

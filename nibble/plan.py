@@ -6,14 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nibble.budget import Budget, DecodeBound, make_bound, memory_bytes, weights_bytes_per_gpu
+from nibble.budget import (
+    Budget,
+    DecodeBound,
+    host_reserve_bytes,
+    make_bound,
+    memory_bytes,
+    weights_bytes_per_gpu,
+)
 from nibble.checkpoint import Checkpoint
 from nibble.cloverlm import cloverlm_flags
 from nibble.gemma4 import check_gemma4
+from nibble.governor import Limits, limits
 from nibble.hardware import Hardware
 from nibble.memory_plan import Step, plan_memory
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
@@ -63,6 +71,13 @@ class Plan:
         found = self.args.get("--revision")
         return str(found.value) if found else None
 
+    @property
+    def memory_limits(self) -> Limits:
+        """Where the watchdog acts."""
+        asked = self.settings.memory_reserve_gib
+        asked_bytes = None if asked is None else int(asked * GIB)
+        return limits(host_reserve_bytes(self.target, self.hardware.memory_total_bytes, asked_bytes))
+
     def argv(self) -> list[str]:
         """Words after `vllm`, without any secret."""
         words = ["serve", self.model]
@@ -99,6 +114,7 @@ class Plan:
             "args": {name: choice.to_json() for name, choice in self.args.items()},
             "env": {name: choice.to_json() for name, choice in self.env.items()},
             "budget": self.budget.to_json(),
+            "memory_limits": asdict(self.memory_limits),
             "to_need_less": [str(step) for step in self.ladder],
             "decode_bound": self.bound.to_json(),
             "expected": dict(self.recipe.expected) if self.recipe else {},

@@ -14,17 +14,14 @@ from typing import Any
 
 from nibble.api_key import KeyDecision, resolve_api_key
 from nibble.breaker import Breaker, Verdict, plan_key
-from nibble.budget import host_reserve_bytes
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.fp8_checks import check_fp8_on_cpu
-from nibble.governor import limits
 from nibble.hold import hold
 from nibble.launch import serve as launch
 from nibble.localize import Fetch, localize
-from nibble.memory import memory_now
 from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import cache_dir, root
@@ -86,13 +83,10 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
 def _run(plan: Plan, environ: dict[str, str], key: KeyDecision, breaker: Breaker) -> int:
     """vLLM, watched; how it ends goes on record."""
     survive_memory_pressure()
-    asked_gib = plan.settings.memory_reserve_gib
-    asked_bytes = None if asked_gib is None else int(asked_gib * (1 << 30))
-    limit = limits(host_reserve_bytes(plan.target, memory_now(), asked_bytes))
     ended_with: NibbleError | None = None
     breaker.begin()
     try:
-        return launch(plan, environ, key, limit, breaker.clear)
+        return launch(plan, environ, key, plan.memory_limits, breaker.clear)
     except NibbleError as error:
         ended_with = error
         raise

@@ -112,7 +112,8 @@ class Settings(BaseSettings):
     kv_cache_bytes: int | None = _option(None, "Engine", "Bytes of KV cache; overrides what vLLM would measure.",
         "NIBBLE_KV_CACHE_BYTES", flag="--kv-cache-bytes", vllm="--kv-cache-memory-bytes",
         expected="a whole number of bytes from 1048576 up", ge=1 << 20)
-    memory_reserve_gib: float | None = _option(None, "Engine", "GiB of memory the plan leaves to the rest of the machine.",
+    memory_reserve_gib: float | None = _option(None, "Engine",
+        "GiB of memory that plan and watchdog leave to the rest of the machine; 0 switches the watchdog off.",
         "NIBBLE_MEMORY_RESERVE_GIB", flag="--memory-reserve-gib", expected="a number of GiB from 0 to 4096", ge=0, le=4096)
     tq: str | None = _option(None, "Engine", "TurboQuant KV cache: more context, lower quality; alone it means turboquant_k8v4.",
         "NIBBLE_TQ", flag="--tq", bare=TURBOQUANT_DEFAULT, expected="1 or the name of a preset such as turboquant_k8v4")

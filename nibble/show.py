@@ -97,6 +97,7 @@ def _budget_table(plan: Plan) -> Table:
         (f"one sequence of {budget.sequence_tokens or '?'} tokens", _gib(budget.sequence_bytes)),
         ("full-length sequences that fit", _number(budget.sequences_that_fit)),
         ("all sequences at full length", _all_sequences(plan)),
+        ("watchdog", _watchdog(plan)),
         ("a decode step reads", _gib(bound.bytes_per_step)),
         (
             "decode bound, one sequence",
@@ -114,6 +115,16 @@ def _overhead(plan: Plan) -> str:
     budget, facts = plan.budget, plan.target.memory
     sizes = (budget.engine_bytes, budget.graphs_bytes, budget.workspace_bytes)
     return " + ".join(show_gib(size) for size in sizes) + f" ({facts.overhead_reason})"
+
+
+def _watchdog(plan: Plan) -> str:
+    limit = plan.memory_limits
+    if not limit.reserve_bytes:
+        return "off: the reserve is 0"
+    pause, stop, resume = (
+        show_gib(size) for size in (limit.pause_below_bytes, limit.stop_below_bytes, limit.resume_from_bytes)
+    )
+    return f"host memory below {pause}: no new requests until {resume}; below {stop}: the engine is stopped"
 
 
 def _all_sequences(plan: Plan) -> str:
