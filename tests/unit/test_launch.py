@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 
-from nibble import engine, launch
+from nibble import engine, governor, launch
 from nibble.api_key import KeyDecision
 from nibble.errors import ExitCode, NibbleError
-from nibble.governor import UNWATCHED, Limits
+from nibble.governor import UNWATCHED, Limits, limits
+from nibble.memory import Memory
 from nibble.memory_plan import Step
 from nibble.processes import processes
 
@@ -308,3 +309,45 @@ def test_the_key_reaches_the_gate_through_the_environment_only() -> None:
     assert environ["NIBBLE_GATE_STATE"] == "/tmp/gate"
     assert not [word for word in engine.child_command(["serve", "m"]) if "secret" in word]
     assert "NIBBLE_API_KEY" not in engine.child_environ({}, Path("/tmp/gate"), "token", None)
+
+
+def test_memory_below_the_limit_stops_the_engine_at_once_with_7_and_leaves_no_process(run: Run) -> None:
+    began = time.monotonic()
+    code, told = run(before="time.sleep(30)", limit=limits(1 << 60))
+    assert code == 7
+    assert time.monotonic() - began < 10
+    assert re.search(
+        r"stopped the engine in phase (start|load): .* of memory are available .*; to need less: MAX_NUM_SEQS=1",
+        told,
+    )
+    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+
+
+def test_a_server_that_becomes_ready_with_little_memory_is_paused_until_there_is_more(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+
+    def read(self: object) -> Memory:
+        return Memory(100, 90 if time.monotonic() - began > 3 else 30)
+
+    monkeypatch.setattr(launch.MemorySource, "read", read)
+    monkeypatch.setattr(governor, "RESUME_AFTER_S", 0.5)
+    code, told = run(signals=((5.0, signal.SIGTERM),), limit=limits(80))
+    assert code == 0
+    lines = [line for line in told.splitlines() if "available" in line]
+    assert "new requests get 503 until" in lines[0] and "let in again" in lines[1]
+    assert told.index("ready in") < told.index("new requests get 503")
+
+
+def test_a_lost_process_of_vllms_that_leaves_the_rest_hanging_ends_it_with_10(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "ENGINE_END_S", 1.0)
+    behave = """
+        worker = subprocess.Popen(["VLLM::Worker", "300"], executable="/bin/sleep")
+        time.sleep(2); worker.kill(); time.sleep(60)
+    """
+    code, told = run(behave=behave)
+    assert code == 10
+    assert re.search(r"still there 1 s later\); VLLM::Worker \(pid \d+\) ended first", told)
