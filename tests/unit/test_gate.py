@@ -377,8 +377,10 @@ def test_health_is_open_under_the_root_path_too(door: Door) -> None:
 # Readiness and drain
 
 
-@pytest.mark.parametrize(("state", "phase"), [("starting", "load"), ("draining", "drain")])
-def test_until_ready_and_while_draining_listed_routes_are_503_with_the_phase(
+@pytest.mark.parametrize(
+    ("state", "phase"), [("starting", "load"), ("draining", "drain"), ("paused", "memory is short")]
+)
+def test_until_ready_while_paused_and_while_draining_listed_routes_are_503_with_the_phase(
     door: Door, open_door: Door, state, phase: str
 ) -> None:
     door.state.set(state, phase)
@@ -391,7 +393,7 @@ def test_until_ready_and_while_draining_listed_routes_are_503_with_the_phase(
     assert door.app.scopes == open_door.app.scopes == []
 
 
-@pytest.mark.parametrize("state", ["starting", "draining"])
+@pytest.mark.parametrize("state", ["starting", "draining", "paused"])
 def test_without_the_key_nobody_learns_the_state_from_other_routes(door: Door, state) -> None:
     door.state.set(state, "load")
     reply = door.http("POST", CHAT)
@@ -399,7 +401,7 @@ def test_without_the_key_nobody_learns_the_state_from_other_routes(door: Door, s
     assert b"load" not in reply.body
 
 
-@pytest.mark.parametrize("state", ["starting", "draining"])
+@pytest.mark.parametrize("state", ["starting", "draining", "paused"])
 def test_health_and_ready_are_503_with_the_phase_unless_ready(door: Door, state) -> None:
     door.state.set(state, "warm-up")
     health, ready = door.http("GET", "/health"), door.http("GET", "/ready")
@@ -527,7 +529,7 @@ def test_plain_http_on_a_websocket_route_is_404(door: Door) -> None:
     assert door.http("GET", "/v1/realtime", BEARER).status == 404
 
 
-@pytest.mark.parametrize("state", ["starting", "draining"])
+@pytest.mark.parametrize("state", ["starting", "draining", "paused"])
 def test_websocket_is_refused_unless_ready(door: Door, state) -> None:
     door.state.set(state, "load")
     assert door.websocket("/v1/realtime", BEARER, extensions=DENIAL)[0]["status"] == 503

@@ -30,7 +30,7 @@ def test_state_file_is_private_under_an_open_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "gate").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("state", ["starting", "ready", "draining"])
+@pytest.mark.parametrize("state", ["starting", "ready", "draining", "paused"])
 def test_reader_sees_what_the_writer_set(tmp_path: Path, state) -> None:
     writer = GateState.create(tmp_path / "gate")
     reader = GateState.open(tmp_path / "gate")
