@@ -100,6 +100,11 @@ class Governor:
         """End the loop; it may look once more."""
         self._over.set()
 
+    @property
+    def available_bytes(self) -> int:
+        """As last seen."""
+        return self._last.available_bytes if self._last else 0
+
     def kernel_has_killed(self) -> bool:
         """Whether the kernel's OOM killer ended a process since this was made."""
         return self._source.kernel_kills() > self._kills_before

@@ -350,7 +350,9 @@ class Supervisor:
             self._events.put(Failed(error))
             self._engine.kill_at_once()
         elif action == "pause":
-            if self._admission.change("ready", "paused", f"{why}, {kept(self._limit)}"):
+            # /health and /ready say it to everybody: no path of a cgroup.
+            reason = f"memory is short: {show_gib(self._governor.available_bytes)}, {kept(self._limit)}"
+            if self._admission.change("ready", "paused", reason):
                 until = show_gib(self._limit.resume_from_bytes)
                 self._events.put(
                     Told(f"new requests get 503 until {until} are available: {why}, {kept(self._limit)}")

@@ -1,0 +1,151 @@
+"""The memory watchdog around a real server in a real cgroup, and the refusal before the load.
+
+On the CPU the engine's memory is the host's, as on unified memory: budget and watchdog are the same.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_cgroup import MIB, Hog, MemoryCgroup
+from serving import ROOT, Server
+from slow_model import make_slow_model
+
+from nibble.processes import OOM_SCORE_STEP
+
+pytestmark = pytest.mark.vllm
+FLAGS = ("--enforce-eager", "--max-model-len", "2048")
+LIMIT_MIB = 3400
+# No new requests below 400 MiB, the engine is stopped below 200, resumed from 600.
+RESERVE = {"NIBBLE_MEMORY_RESERVE_GIB": str(800 / 1024)}
+STEP_MIB = 50
+
+
+@pytest.fixture
+def cgroup() -> Iterator[MemoryCgroup]:
+    try:
+        made = MemoryCgroup("governor", LIMIT_MIB)
+    except OSError as error:
+        pytest.skip(
+            f"no memory cgroup may be made here ({error}); tests/image runs in a container with a limit"
+        )
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def hog(cgroup: MemoryCgroup) -> Iterator[Hog]:
+    made = Hog(cgroup)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def server(cgroup: MemoryCgroup, tmp_path: Path) -> Iterator[Server]:
+    model = make_slow_model(ROOT / ".cache" / "slow_model")
+    made = Server(tmp_path, ["serve", str(model), *FLAGS], before=cgroup.words, **RESERVE)
+    yield made
+    made.end()
+
+
+def take_until(hog: Hog, server: Server, done: Callable[[], Any]) -> None:
+    """Down to above the first limit at once, then in small steps, slower than the watchdog looks."""
+    status = server.status()
+    assert status is not None
+    hog.take(max(1, status["memory"]["available_bytes"] // MIB - 650))
+    for _ in range(LIMIT_MIB // STEP_MIB):
+        if done():
+            return
+        hog.take(STEP_MIB)
+        time.sleep(0.4)
+    raise AssertionError("memory was taken and nothing happened")
+
+
+def state(server: Server) -> str:
+    found = server.status()
+    return found["state"] if found else ""
+
+
+def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_supervisor_lives(
+    server: Server, hog: Hog
+) -> None:
+    server.wait_until_ready()
+    memory = server.status()["memory"]  # type: ignore[index]
+    assert memory["limited_by"].startswith("cgroup ") and memory["action"] == "serve"
+    assert memory["available_bytes"] > memory["resume_from_bytes"]
+    ours, engine = (
+        int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+        for pid in (server.process.pid, server.engine_processes()[0].pid)
+    )
+    assert engine - ours == OOM_SCORE_STEP
+
+    stream = server.stream(1200).wait_for(5)
+    take_until(hog, server, lambda: state(server) == "paused")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("POST", "/v1/completions", b"{}", {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "10")
+    assert re.search(
+        r"takes no new requests for now: memory is short: 0\.\d+ GiB, 0\.781 GiB are kept",
+        answer.read().decode(),
+    )
+    assert not server.is_ready() and server.ask("/ready")[0] == 503
+    assert server.ask("/health")[0] == 503
+    before = stream.chunks
+    stream.wait_for(before + 20)  # what was let in goes on
+
+    hog.take(-1)
+    deadline = time.monotonic() + 30
+    while not server.is_ready():
+        assert time.monotonic() < deadline, server.said()
+        time.sleep(0.2)
+    body = {"model": "default", "prompt": "word1", "max_tokens": 1}
+    assert server.ask("/v1/completions", body)[0] == 200
+
+    take_until(hog, server, lambda: server.process.poll() is not None)
+    assert server.wait(10) == 7
+    assert server.engine_processes() == []
+    assert hog.process.poll() is None  # nothing else was killed
+    said, last = "\n".join(server.said()), server.err.read_text().splitlines()[-1]
+    assert re.search(
+        r"new requests get 503 until 0\.586 GiB are available(?s:.*)new requests are let in again", said
+    )
+    assert re.search(
+        r"^nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are available \(cgroup \S+\), 0\.781 GiB "
+        r"are kept for the rest of the machine; expected at least 0\.195 GiB; to need less: \S+",
+        last,
+    )
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow  # in two parts in tests/unit: test_launch.py stops during load, test_breaker.py counts
+def test_memory_that_runs_out_during_load_stops_the_engine_and_counts_as_a_failed_start(
+    server: Server, hog: Hog
+) -> None:
+    server.wait_for_status()
+    time.sleep(3)  # vLLM is importing
+    take_until(hog, server, lambda: server.process.poll() is not None)
+    assert server.wait(10) == 7
+    assert server.engine_processes() == []
+    assert "stopped the engine in phase" in server.err.read_text().splitlines()[-1]
+    (record,) = (Path(server.environ["NIBBLE_CACHE_DIR"]) / "crash-loop").iterdir()
+    assert '"code": 7' in record.read_text()
+
+
+def test_what_cannot_fit_the_cgroup_is_refused_before_the_load(
+    cgroup: MemoryCgroup, hog: Hog, tmp_path: Path
+) -> None:
+    hog.take(LIMIT_MIB - 1500)
+    server = Server(tmp_path, ["serve", "nibble-demo"], before=cgroup.words)
+    assert server.wait(30) == 7
+    assert re.search(
+        r"would not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB", server.log()
+    )
+    assert "try, in this order: MAX_MODEL_LEN=" in server.log()
+    assert not (Path(server.environ["NIBBLE_CACHE_DIR"]) / "crash-loop").exists()
