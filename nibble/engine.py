@@ -127,16 +127,20 @@ class Engine:
             os.killpg(self.pid, signal.SIGKILL)
 
     def first_death(self, over: threading.Event) -> str | None:
-        """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`."""
+        """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`.
+
+        A process counts from the second look on: between fork and exec every child bears its parent's title.
+        """
         known: dict[int, str] = {}  # descriptor of a process -> how to name it
-        poll, pids = select.poll(), set[int]()
+        poll, watched, seen = select.poll(), set[int](), set[int]()
         try:
             while not over.is_set():
-                for one in family(self.pid):
-                    if one.pid not in pids and one.pid != self.pid and (title := engine_title(one.pid)):
-                        pids.add(one.pid)
-                        known[descriptor := os.pidfd_open(one.pid)] = f"{title} (pid {one.pid})"
-                        poll.register(descriptor, select.POLLIN)
+                titled = {one.pid: title for one in family(self.pid) if (title := engine_title(one.pid))}
+                for pid in (titled.keys() & seen) - watched - {self.pid}:
+                    known[descriptor := os.pidfd_open(pid)] = f"{titled[pid]} (pid {pid})"
+                    poll.register(descriptor, select.POLLIN)
+                    watched.add(pid)
+                seen = set(titled)
                 for descriptor, _ in poll.poll(_LOOK_FOR_PROCESSES_MS):
                     return known[descriptor]
         except OSError:  # it ended between the look and pidfd_open, or the kernel is older than 5.3

@@ -15,14 +15,14 @@ def engine_died(
     """vLLM ended by itself.
 
     `cause` is the last error it logged, `lost` its process that ended first where that was not the API server;
-    `memory_ladder` is given where the kernel's OOM killer struck.
+    `memory_ladder` is given where the kernel's OOM killer struck just before.
     """
     what = f"vLLM ended by itself in phase {phase} ({how})"
     what += f": {cause}" if cause else ""
     what += f"; {lost} ended first" if lost else ""
     if memory_ladder is None:
         return NibbleError(ExitCode.ENGINE_DIED, what, "", "see the log above")
-    what += "; memory ran out and the kernel killed it"
+    what += "; the kernel's OOM killer struck just then"
     return NibbleError(ExitCode.ENGINE_DIED, what, "", f"to need less: {steps(memory_ladder)}")
 
 

@@ -26,6 +26,7 @@ PAUSE_SHARE, STOP_SHARE, RESUME_SHARE = 1 / 2, 1 / 4, 3 / 4
 # "full avg10" of PSI. systemd-oomd kills at 60 for 30 s; a stall only counts here while the reserve is being used.
 PAUSE_STALLED_PERCENT, STOP_STALLED_PERCENT = 10.0, 50.0
 _NICE = -10
+KILL_IS_NEWS_S = 30.0  # vLLM takes some seconds to end after a lost worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +79,32 @@ class Governor:
         self._last: Memory | None = None
         self._action: Action = "serve"
         self._over = threading.Event()
-        self._kills_before = source.kernel_kills()
+        self._kills, self._killed_at = source.kernel_kills(), float("-inf")
 
     def run(self) -> None:
-        """The loop; call it in a thread of its own."""
+        """The loop; call it in a thread of its own. It closes the source."""
         with contextlib.suppress(OSError):  # where it is permitted: ahead of the engine's threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         calm_since = 0.0
-        while not self._over.is_set() and self._action != "stop":
-            self._last = self._source.read()
-            action, why = decide(self._last, self._limit, self._action == "pause")
-            now = time.monotonic()
-            if action != "serve" or self._action == "serve":
-                calm_since = now
-            if action != "serve" or (self._action == "pause" and now - calm_since >= RESUME_AFTER_S):
-                self._action = action
-                self._act(action, why)
-            self._over.wait(INTERVAL_S)
+        try:
+            while not self._over.is_set() and self._action != "stop":
+                calm_since = self._look(calm_since)
+                self._over.wait(INTERVAL_S)
+        finally:
+            self._source.close()
+
+    def _look(self, calm_since: float) -> float:
+        """One look; when memory began to be enough."""
+        self._last = memory = self._source.read()
+        self.kernel_has_killed()
+        action, why = decide(memory, self._limit, self._action == "pause")
+        now = time.monotonic()
+        if action != "serve" or self._action == "serve":
+            calm_since = now
+        if action != "serve" or (self._action == "pause" and now - calm_since >= RESUME_AFTER_S):
+            self._action = action
+            self._act(action, why)
+        return calm_since
 
     def close(self) -> None:
         """End the loop; it may look once more."""
@@ -106,8 +116,11 @@ class Governor:
         return self._last.available_bytes if self._last else 0
 
     def kernel_has_killed(self) -> bool:
-        """Whether the kernel's OOM killer ended a process since this was made."""
-        return self._source.kernel_kills() > self._kills_before
+        """Whether the kernel's OOM killer ended a process within the last KILL_IS_NEWS_S."""
+        count, now = self._source.kernel_kills(), time.monotonic()
+        if count > self._kills:
+            self._kills, self._killed_at = count, now
+        return now - self._killed_at < KILL_IS_NEWS_S
 
     def to_json(self) -> dict[str, Any]:
         """For /status: what was last seen, and the limits."""

@@ -27,7 +27,14 @@ from nibble.memory_plan import show_gib
 from nibble.phases import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
 from nibble.processes import Activity, activity, once_a_second, signal_name, stop_signals
 from nibble.progress import Display, StallWatch, stderr_is_terminal
-from nibble.readiness import Api, answer_one_token, lists_models, reachable_host, requests_in_flight
+from nibble.readiness import (
+    Api,
+    answer_one_token,
+    is_healthy,
+    lists_models,
+    reachable_host,
+    requests_in_flight,
+)
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -330,16 +337,15 @@ class Supervisor:
         return engine_died(self._update.phase, how, self._errors.cause, lost, ladder)
 
     def _watch_processes(self) -> None:
-        """Notes which process of vLLM's ended first, and ends the rest where vLLM does not end by itself.
-
-        Its executor for Ray has left an engine that answers nothing behind a dead worker (environment.md 3).
-        """
-        lost = self._engine.first_death(self._over)
-        if lost is None or self._admission.state == "draining":
-            return
-        self._lost = lost
-        if not self._over.wait(ENGINE_END_S) and self._admission.state != "draining":
-            self._events.put(Failed(self._death(f"still there {ENGINE_END_S:.0f} s later")))
+        """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by it and stays."""
+        while (lost := self._engine.first_death(self._over)) and self._admission.state != "draining":
+            self._lost = lost
+            if self._over.wait(ENGINE_END_S):
+                return
+            if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
+                self._events.put(Failed(self._death(f"still there {ENGINE_END_S:.0f} s later")))
+                return
+            self._lost = ""  # vLLM goes on without it
 
     # --- memory ---
 

@@ -69,6 +69,14 @@ def reachable_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(name, name)
 
 
+def is_healthy(api: Api) -> bool:
+    """Whether vLLM says so; it knows when its engine is dead."""
+    try:
+        return api.call("/health")[0] == 200
+    except OSError:
+        return False
+
+
 def lists_models(api: Api, names: Collection[str]) -> bool:
     """Whether /v1/models answers with all `names`; False while nobody answers."""
     try:
