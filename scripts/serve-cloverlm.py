@@ -70,7 +70,9 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
     except NibbleError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return int(error.code)
-    os.environ.update(plan.vllm_environ(os.environ))
+    environ = plan.vllm_environ(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
 
     from vllm import LLM, EngineArgs, SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser

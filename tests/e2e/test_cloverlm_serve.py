@@ -76,9 +76,8 @@ def test_eot_in_a_prompt_is_one_token_of_the_vocabulary(server: Server) -> None:
         ("", "empty"),
         (TEXT * 8, "1024"),
         ([5, 6, 5000], "vocab"),
-        ([-1], ""),
     ],
-    ids=["empty", "too long", "beyond the vocabulary", "negative"],
+    ids=["empty", "too long", "beyond the vocabulary"],
 )
 def test_a_prompt_that_cannot_be_is_answered_and_the_engine_goes_on(
     prompt: Any, said: str, server: Server

@@ -37,8 +37,8 @@ PROMPTS = [
 # Log-probabilities of 512 tokens with a standard deviation of 5. Seen: 0.24 and 0.09, in BF16 with either kind of weights.
 BF16_MAX, BF16_RMS = 0.5, 0.15
 # In float32 two orders of summation differ by 1e-6. A code that lies on a tie can fall the other way, and from that position on
-# the answer is another draw of the quantization error; elsewhere the arithmetic is the same or it is not.
-FLOAT32_RMS, SAME_POSITIONS = 1e-4, 0.75
+# the answers to a prompt are another draw of the quantization error; prompts without such a code agree, at 3e-5 or better.
+FLOAT32_RMS = 1e-4
 
 
 def in_vllm(installed: Path, folder: Path, requests: list[dict[str, Any]], **environ: str) -> list[Any]:
@@ -84,7 +84,9 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "batch-pow2": request(bf16, QUARTET2, *both, act_scale_mode="batch-pow2"),
         "batch": request(bf16, QUARTET2, *both, act_scale_mode="batch"),
         "token, float32": request(bf16, FLOAT32 | QUARTET2),
-        "batch, float32": request(bf16, FLOAT32 | QUARTET2, PROMPTS[2:3], act_scale_mode="batch"),
+        "batch, float32": request(
+            bf16, FLOAT32 | QUARTET2, *([prompt] for prompt in PROMPTS), act_scale_mode="batch"
+        ),
         "float32 residual": request(bf16, {"hf_overrides": {"residual_dtype": "float32"}}),
     }
     return dict(zip(requests, in_vllm(installed, folder, list(requests.values())), strict=True))
@@ -140,10 +142,13 @@ def rms(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((x - y).square().mean().sqrt()) for x, y in zip(found, wanted, strict=True))
 
 
-def same_share(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Of the positions of all prompts, how many agree as float32 can."""
-    each = [(x - y).square().mean(-1).sqrt() for x, y in zip(found, wanted, strict=True)]
-    return float((torch.cat(each) < FLOAT32_RMS).double().mean())
+def most_agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Whether at least half of the prompts agree at all of their positions."""
+    each = [
+        bool(((x - y).square().mean(-1).sqrt() < FLOAT32_RMS).all())
+        for x, y in zip(found, wanted, strict=True)
+    ]
+    return sum(each) >= len(each) / 2
 
 
 def test_the_formula_gives_the_vectors_logits(kernels: Any) -> None:
@@ -179,9 +184,9 @@ def test_quantized_activations_give_the_formulas_logits_with_those_activations(
     kernels: Any, answers: dict[str, Any]
 ) -> None:
     wanted = expected(SHAPE, PROMPTS, lambda tensors: quantized(tensors, by_mode("token")))
-    assert same_share(answers["token, float32"][0], wanted) > SAME_POSITIONS
-    (prompt,) = expected(SHAPE, PROMPTS[2:3], lambda tensors: quantized(tensors, by_mode("batch")))
-    assert same_share(answers["batch, float32"][0], [prompt]) > SAME_POSITIONS
+    assert most_agree(answers["token, float32"][0], wanted)
+    wanted = expected(SHAPE, PROMPTS, lambda tensors: quantized(tensors, by_mode("batch")))
+    assert most_agree([batch[0] for batch in answers["batch, float32"]], wanted)
 
 
 def test_in_bf16_they_are_no_further_from_the_formula_than_quantization_itself(
@@ -219,7 +224,7 @@ def test_two_ranks_answer_as_one(options: dict[str, Any], installed: Path, tmp_p
         )[0][0]
         for ranks in (1, 2)
     )
-    assert same_share(one, two) > SAME_POSITIONS
+    assert most_agree(one, two)
 
 
 @pytest.mark.slow
@@ -228,10 +233,10 @@ def test_the_real_widths_give_the_formulas_logits(
     options: dict[str, Any], quantize: bool, kernels: Any, installed: Path, tmp_path: Path
 ) -> None:
     folder = models.write_bf16(tmp_path / "model", REAL)
-    prompts = PROMPTS[:1]
+    prompts = PROMPTS[:2]
     linear = (lambda tensors: quantized(tensors, by_mode("token"))) if quantize else None
     ((found,),) = in_vllm(installed, tmp_path, [request(folder, FLOAT32 | options, prompts)])
-    assert same_share(found, expected(REAL, prompts, linear)) > SAME_POSITIONS
+    assert most_agree(found, expected(REAL, prompts, linear))
 
 
 @pytest.mark.slow
@@ -239,4 +244,4 @@ def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) ->
     folder = models.write_bf16(tmp_path / "model", SHAPE)
     options = [FLOAT32 | QUARTET2 | {"enforce_eager": eager} for eager in (True, False)]
     eager, compiled = in_vllm(installed, tmp_path, [request(folder, option) for option in options])
-    assert same_share(eager[0], compiled[0]) > SAME_POSITIONS
+    assert most_agree(eager[0], compiled[0])
