@@ -205,6 +205,8 @@ def ladder(
     if parts.loaded.settings.memory_reserve_gib:
         steps.append(Step("a smaller NIBBLE_MEMORY_RESERVE_GIB", None))
     others = "a higher limit of that cgroup" if "cgroup" in budget.limited_by else "stop other programs"
+    worth = budget.missing_bytes // 16  # what frees next to nothing of what lacks is no advice
+    steps = [step for step in steps if step.frees_bytes is None or step.frees_bytes >= worth]
     return (*steps, Step(others, None), Step("a smaller model", None))
 
 

@@ -147,5 +147,5 @@ def test_what_cannot_fit_the_cgroup_is_refused_before_the_load(
     assert re.search(
         r"would not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB", server.log()
     )
-    assert "try, in this order: MAX_MODEL_LEN=" in server.log()
+    assert "try, in this order: a higher limit of that cgroup, a smaller model" in server.log()
     assert not (Path(server.environ["NIBBLE_CACHE_DIR"]) / "crash-loop").exists()

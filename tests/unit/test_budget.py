@@ -134,6 +134,13 @@ def test_a_model_that_cannot_fit_is_refused_with_the_sum_and_the_steps_in_order(
     assert "--enforce-eager (1.0 GiB less), stop other programs, a smaller model" in error.line()
 
 
+def test_what_frees_next_to_nothing_of_what_lacks_is_not_advised(plan: Any) -> None:
+    error = refusal(plan(replace(SPARK, memory_available_bytes=4 * GIB), MAX_MODEL_LEN="4096"))
+    assert (
+        "in this order: --enforce-eager (1.0 GiB less), stop other programs, a smaller model" in error.line()
+    )
+
+
 def test_a_cap_that_is_too_low_is_named_first(plan: Any) -> None:
     error = refusal(large(plan(GPU_MEMORY_UTIL="0.5"), 60 * GIB, 2 * GIB))
     assert "of which a cap of 0.5 leaves" in error.line()

@@ -53,6 +53,18 @@ def test_a_reserve_of_0_watches_nothing() -> None:
     assert decide(Memory(GIB, 0, "MemAvailable", 100.0), UNWATCHED, False)[0] == "serve"
 
 
+def test_a_kill_by_the_kernel_is_news_for_a_while_and_no_reason_for_a_later_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = machine(tmp_path)
+    found = Governor(MemorySource(root), UNWATCHED, lambda action, why: None)
+    assert not found.kernel_has_killed()  # those of before do not count
+    (root / "proc/vmstat").write_text("oom_kill 4\n")
+    assert found.kernel_has_killed()
+    monkeypatch.setattr(governor, "KILL_IS_NEWS_S", 0.0)
+    assert not found.kernel_has_killed()
+
+
 class TestThread:
     @pytest.fixture
     def told(self) -> list[str]:
