@@ -37,11 +37,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]
     """The plans that would have been launched and vLLM's environment; starting vLLM is tests/e2e's subject."""
     plans: list[tuple[Plan, dict[str, str]]] = []
 
-    def launch(plan: Plan, environ: dict[str, str], key: object) -> int:
+    def launch(plan: Plan, environ: dict[str, str], *_: object) -> int:
         plans.append((plan, plan.vllm_environ(environ)))
         return 0
 
     monkeypatch.setattr(serve_module, "launch", launch)
+    monkeypatch.setattr(serve_module, "survive_memory_pressure", lambda: None)  # this process has tests to run
     return plans
 
 
