@@ -32,7 +32,7 @@ def extension(make: type, name: str, pattern: str, **flags: list[str]):
     return make(
         f"nibble_kernels.{name}",
         sorted(str(path) for path in SOURCES.glob(pattern)),
-        include_dirs=[str((SOURCES / "include").absolute())],
+        include_dirs=[str((SOURCES / "include").absolute()), str(SOURCES.absolute())],
         extra_compile_args={kind: STABLE_ABI + words for kind, words in flags.items()},
         py_limited_api=True,
     )

@@ -1,4 +1,4 @@
-"""The decode kernel's own source (nvfp4_linear/decode.cuh) without a GPU: compiled by g++, a thread for each lane of a block.
+"""The decode kernels' own sources (nvfp4_linear and nvfp4_moe) without a GPU: compiled by g++, a thread for each lane of a block.
 
 Only the instructions are stood in for (emulator/nibble/tensor_core.cuh), as PTX describes them. Runs where each lane reads
 and writes, the order of x, both forms of operands with and without the conversion instruction, splits, epilogues and tails.
@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import KERNELS
 from kernel_cases import activations, assert_rounded_once, packed_weight, values_of
+from test_nvfp4_gpu_moe import COLUMNS, EXPERTS, GLOBAL_SCALES, OUTPUTS, choices, expected_sums, experts_of
 from torch import Tensor
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -78,16 +79,19 @@ def multiply(
         weight = prepare_weight(codes.clone(), scales)
         rows, columns = len(codes), x.shape[1]
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
-        pointers = [x, weight.codes, weight.scales, column_scale, bias, residual, out, weight.arrivals]
-        arguments: list[Any] = [
-            ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in pointers
-        ]
+        arguments: list[Any] = pointers(
+            x, weight.codes, weight.scales, column_scale, bias, residual, out, weight.arrivals
+        )
         arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
         library.multiply_on_the_host(x.dtype == torch.bfloat16, bfloat_operands, *arguments)
         assert not weight.arrivals.any()
         return out
 
     return call
+
+
+def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in tensors]
 
 
 @pytest.mark.parametrize("operands", ["bfloat16", "float16", "bfloat16 as float16"])
@@ -120,3 +124,28 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply)
     gate, up = (GLOBAL_SCALE * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up + residual.double()
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(("tokens", "topk", "blocks"), [(1, 6, 13), (3, 2, 4), (8, 6, 9), (16, 4, 3)])
+def test_each_pair_gets_its_experts_product(
+    compiled_with: Callable[[bool], ctypes.CDLL], kernels: object, tokens: int, topk: int, blocks: int
+) -> None:
+    """More blocks than experts in use, and fewer; first with silu · mul from tokens, then weighted from pairs."""
+    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+    codes, scales = experts_of()
+    experts = prepare_experts(codes.clone(), scales, GLOBAL_SCALES)
+    ids, weights = choices(tokens, topk), torch.rand(tokens, topk)
+    elsewhere = ((ids < 0) | (ids >= EXPERTS)).flatten()
+    for by_pair in (False, True):
+        x = activations(tokens * topk if by_pair else tokens, COLUMNS, torch.bfloat16) / 16
+        y = torch.full((tokens * topk, OUTPUTS if by_pair else OUTPUTS // 2), float("nan")).bfloat16()
+        arguments: list[Any] = pointers(x, *experts, ids, weights if by_pair else None, y)
+        arguments += [tokens, tokens * topk, tokens * topk // len(x), EXPERTS, OUTPUTS, COLUMNS, blocks]
+        compiled_with(False).multiply_experts_on_the_host(*arguments, not by_pair)
+        sums = expected_sums(x, codes, scales, ids)
+        gate, up = sums.chunk(2, dim=-1)
+        exact = sums * weights.double().flatten()[:, None] if by_pair else torch.nn.functional.silu(gate) * up
+        size = sums.abs() if by_pair else (gate * up).abs()
+        assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-8 + size * 2.0**-16 + 1e-3).all()
+        assert not y[elsewhere].any()

@@ -59,6 +59,7 @@ def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
     words += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
     words += [
         f"-I{PACKAGE / 'include'}",
+        f"-I{PACKAGE}",
         "-isystem",
         str(torch_headers),
         "-o",
@@ -132,14 +133,17 @@ def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
 @pytest.mark.parametrize(
     "arch", ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))]
 )
-def test_the_decode_kernel_is_compiled_to_what_it_counts_on(arch: str, compile_for: Compiler) -> None:
+@pytest.mark.parametrize(("source", "count"), [("nvfp4_linear", 12), ("nvfp4_moe", 6)])
+def test_the_decode_kernels_are_compiled_to_what_they_count_on(
+    arch: str, source: str, count: int, compile_for: Compiler
+) -> None:
     """Nothing spilled, tensor cores and overlapped launches in every form, codes converted as the target can."""
-    _, cubin = compile_for(arch, "nvfp4_linear/decode.cu")
+    _, cubin = compile_for(arch, f"{source}/decode.cu")
     tool = disassembler()
     words = [tool / "cuobjdump", "-res-usage", cubin]
     usage = subprocess.run(words, capture_output=True, text=True, check=True, env={"PATH": str(tool)}).stdout
     spilled = re.findall(r"STACK:(\d+)", usage)
-    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == 12 and set(spilled) == {"0"}
+    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == count and set(spilled) == {"0"}
     unpack = "E2M1" if arch not in WITHOUT_FP4 else "E4M3"
     for name, body in sass_functions(cubin):
         tokens, depth = map(int, re.search(r"FormILj(\d)ELj\dELj\dELj(\d)E", name).groups())  # type: ignore[union-attr]

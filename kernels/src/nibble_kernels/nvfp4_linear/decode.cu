@@ -1,9 +1,5 @@
 // nibble::nvfp4_decode_linear: how the work of decode.cuh is divided, and its launch.
-#include "nibble/cuda.h"
-
-#include <optional>
-
-#include "decode.cuh"
+#include "nibble/decode_launch.h"
 
 namespace nibble::decode {
 namespace {
@@ -11,28 +7,14 @@ namespace {
 template <class T, class Operand, class Form>
 __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 shared[];
-  Multiplier<T, Operand, Form>(problem, shared).run();
+  const Share share{blockIdx.x % problem.splits, blockIdx.x / problem.splits, gridDim.x / problem.splits};
+  Multiplier<T, Operand, Form>(problem, share, shared).run();
 }
 
 // How the work is divided.
 struct Division {
   uint32_t splits, chunks_per_split, blocks_per_split;
 };
-
-struct Device {
-  uint32_t multiprocessors, shared_bytes;
-  bool has_e2m1_instructions;  // in the code compiled for it: arch.h
-};
-
-Device device_of(int index) {
-  int multiprocessors = 0, shared_bytes = 0, major = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
-  check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-  return {static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(shared_bytes), major >= 10};
-}
-
-uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // The division whose slowest multiprocessor is first, by what it must read and what the splits cost. The
 // constants are nanoseconds on an H200; only their proportions matter.
@@ -57,27 +39,6 @@ std::optional<Division> best_division(const Problem& p, uint32_t tokens, const D
   }
   return best;
 }
-
-template <class T, class Operand, class Form>
-void launch_multiply(const Problem& problem, const Division& division, cudaStream_t stream) {
-  const auto kernel = multiply<T, Operand, Form>;
-  const uint32_t shared_bytes = Form::shared_bytes(division.chunks_per_split);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes)));
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(division.splits * division.blocks_per_split);
-  launch.blockDim = dim3(Form::kThreads);
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = stream;
-  launch.attrs = &overlap;
-  launch.numAttrs = 1;
-  check(cudaLaunchKernelEx(&launch, kernel, problem));
-}
-
-enum class Operands : int64_t { kBest, kBfloat, kHalf };
 
 struct Run {
   Problem problem;
@@ -106,7 +67,8 @@ bool try_form(Run& run) {
         torch::stable::new_empty(run.like, {int64_t{p.groups} * p.splits * Form::kSums}, ScalarType::Float);
     p.partials = static_cast<float*>(partials->mutable_data_ptr());
   }
-  launch_multiply<T, Operand, Form>(p, *division, run.stream);
+  launch_overlapped(multiply<T, Operand, Form>, p.splits * division->blocks_per_split, Form::kThreads,
+                    Form::shared_bytes(p.chunks_per_split), run.stream, p);
   return true;
 }
 
@@ -145,44 +107,28 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
                            bool batch_invariant, const std::vector<int64_t>& division) {
   const Tensor x = torch::stable::contiguous(input);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t columns = x.size(x.dim() - 1), outputs = codes.size(0), tokens = x.numel() / columns;
-  require(columns % 32 == 0 && outputs % 8 == 0, "expected columns in 32s and outputs in 8s, found ", columns,
-          " and ", outputs);
+  const int64_t outputs = codes.size(0);
   const Device device = device_of(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
   const Tensor out =
       torch::stable::new_empty(x, with_last(x, silu_mul ? outputs / 2 : outputs), x.scalar_type());
 
-  Problem problem{};
-  problem.x = static_cast<const uint4*>(x.const_data_ptr());
-  problem.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
-  problem.scales = static_cast<const uint32_t*>(scales.const_data_ptr());
+  Problem problem = problem_of(x, codes, outputs, scales);
   problem.column_scale = static_cast<const float*>(data_or_null(column_scale));
   problem.bias = data_or_null(bias);
   problem.residual = data_or_null(residual);
   problem.out = out.mutable_data_ptr();
   problem.arrivals = static_cast<uint32_t*>(arrivals.mutable_data_ptr());
-  problem.global_scale = static_cast<float>(global_scale);
-  problem.tokens = static_cast<uint32_t>(tokens);
-  problem.outputs = static_cast<uint32_t>(outputs);
-  problem.columns = static_cast<uint32_t>(columns);
-  problem.chunks = quotient_up(problem.columns, kChunk);
-  problem.groups = quotient_up(problem.outputs / 2, kGroup);
+  problem.upper_global_scale = problem.lower_global_scale = static_cast<float>(global_scale);
+  problem.tokens = static_cast<uint32_t>(x.numel() / problem.columns);
   problem.silu_mul = silu_mul;
   require(scales.numel() == int64_t{problem.groups} * problem.chunks * kLanes * 4 &&
               arrivals.numel() >= problem.groups,
           "scales or arrivals are not those of prepare_weight");
 
   Run run{problem, device, division, stream, x};
-  for_cuda_type(x.scalar_type(), [&](auto type) {
-    using T = typename decltype(type)::type;
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      const bool half = operands == static_cast<int64_t>(Operands::kHalf) ||
-                        (operands == static_cast<int64_t>(Operands::kBest) && device.has_e2m1_instructions &&
-                         use_instructions(x.get_device_index(), stream));
-      if (!half) return multiply_all<T, BfloatOperand>(run, batch_invariant);
-    }
-    multiply_all<T, HalfOperand>(run, batch_invariant);
+  for_operands(x, operands, device, stream, [&](auto type, auto operand) {
+    multiply_all<typename decltype(type)::type, typename decltype(operand)::type>(run, batch_invariant);
   });
   return out;
 }

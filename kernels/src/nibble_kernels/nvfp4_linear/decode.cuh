@@ -30,9 +30,9 @@ struct Problem {
   const void* bias;
   const void* residual;
   void* out;
-  float* partials;     // [groups, splits, token groups, 2, 64]
-  uint32_t* arrivals;  // [groups], zero before and after
-  float global_scale;
+  float* partials;                               // [groups, splits, token groups, 2, 64]
+  uint32_t* arrivals;                            // [groups], zero before and after
+  float upper_global_scale, lower_global_scale;  // of rows below N / 2 and of the others
   uint32_t tokens, outputs, columns, chunks, groups, splits, chunks_per_split;
   bool silu_mul;
 };
@@ -127,12 +127,31 @@ __device__ __forceinline__ uint32_t range_exponent(uint32_t largest) {
   return min(268 - (largest >> 7), 253u);
 }
 
-template <class T, class Operand, class Form>
+// Where tokens lie: one after the other, in x as in the output.
+struct InOrder {
+  // Weights may be read while the previous kernel runs, x may not.
+  static __device__ __forceinline__ void before_x() {
+    instruction::let_next_kernel_start();
+    instruction::wait_for_previous_kernel();
+  }
+  __device__ __forceinline__ uint32_t input(uint32_t token) const { return token; }
+  __device__ __forceinline__ uint32_t output(uint32_t token) const { return token; }
+  __device__ __forceinline__ float weight(uint32_t) const { return 1.0f; }
+};
+
+// What a thread block multiplies: the columns of a split, and every `groups_apart`-th group.
+struct Share {
+  uint32_t split, first_group, groups_apart;
+};
+
+template <class T, class Operand, class Form, class Rows = InOrder>
 struct Multiplier {
   static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
   static constexpr uint32_t kTokenGroups = Form::kTokenGroups;
 
   const Problem& p;
+  const Rows rows;
+  const Share share;
   uint4* const x;               // [chunks of the split, token groups, pieces, lanes]
   float* const reduction;       // [teams, buffers, warps, sums]
   uint32_t* const token_range;  // [tokens]: largest bits, then the factor that undoes the scaling
@@ -140,14 +159,15 @@ struct Multiplier {
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t team = warp / Form::kTeamWarps, team_warp = warp % Form::kTeamWarps;
   const uint32_t row = lane / 4, quarter = lane % 4;  // of a group, and of a chunk's columns
-  const uint32_t split = blockIdx.x % p.splits;
-  const uint32_t first_chunk = split * p.chunks_per_split;
+  const uint32_t first_chunk = share.split * p.chunks_per_split;
   const uint32_t chunk_count = min(p.chunks_per_split, p.chunks - first_chunk);
-  const uint32_t group_stride = gridDim.x / p.splits;
-  const uint32_t half = p.outputs / 2, row_bytes = p.columns / 2;
+  const uint32_t half = p.outputs / 2;
 
-  __device__ __forceinline__ Multiplier(const Problem& problem, uint4* shared)
+  __device__ __forceinline__ Multiplier(const Problem& problem, const Share& share, uint4* shared,
+                                        Rows rows = {})
       : p(problem),
+        rows(rows),
+        share(share),
         x(shared),
         reduction(reinterpret_cast<float*>(shared +
                                            problem.chunks_per_split * (Form::kChunkBytes / sizeof(uint4)))),
@@ -158,7 +178,7 @@ struct Multiplier {
   __device__ __forceinline__ uint4 load_x(uint32_t token, uint32_t chunk, uint32_t piece) const {
     const uint32_t column = (first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
     if (token >= p.tokens || column >= p.columns) return make_uint4(0, 0, 0, 0);
-    return __ldcg(p.x + (size_t{token} * p.columns + column) / 8);
+    return __ldcg(p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
   }
 
   // The split's columns of x, in the order in which lanes need them.
@@ -275,7 +295,7 @@ struct Multiplier {
       if (p.splits == 1) {
         write(group, item, sum);
       } else {
-        __stcg(partials + split * kAll + item, sum);
+        __stcg(partials + share.split * kAll + item, sum);
       }
     }
     if (p.splits == 1 || !arrived_last(group, thread)) return;
@@ -314,18 +334,21 @@ struct Multiplier {
   __device__ __forceinline__ void write(uint32_t group, uint32_t item, float2 sum) const {
     const uint32_t token = token_of(item), upper = group * kGroup + item % kItems / 8;
     if (token >= p.tokens || upper >= half) return;
-    const float y = finished(sum.x, upper), z = finished(sum.y, upper + half);
+    const float weight = rows.weight(token);
+    const float y = finished(sum.x, p.upper_global_scale, upper) * weight;
+    const float z = finished(sum.y, p.lower_global_scale, upper + half) * weight;
+    const size_t out_row = rows.output(token);
     if (p.silu_mul) {
-      store(size_t{token} * half + upper, y / (1.0f + __expf(-y)) * z);
+      store(out_row * half + upper, y / (1.0f + __expf(-y)) * z);
     } else {
-      store(size_t{token} * p.outputs + upper, y);
-      store(size_t{token} * p.outputs + upper + half, z);
+      store(out_row * p.outputs + upper, y);
+      store(out_row * p.outputs + upper + half, z);
     }
   }
 
-  __device__ __forceinline__ float finished(float sum, uint32_t output) const {
+  __device__ __forceinline__ float finished(float sum, float global_scale, uint32_t output) const {
     sum *= Operand::kUnit;
-    sum *= p.global_scale;
+    sum *= global_scale;
     if (p.column_scale) sum *= __ldg(p.column_scale + output);
     if (p.bias) sum += to_float(static_cast<const T*>(p.bias)[output]);
     return sum;
@@ -337,8 +360,8 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void run() const {
-    const uint32_t first_group = blockIdx.x / p.splits + team * group_stride;
-    const uint32_t team_stride = Form::kTeams * group_stride;
+    const uint32_t first_group = share.first_group + team * share.groups_apart;
+    const uint32_t team_stride = Form::kTeams * share.groups_apart;
     const uint32_t groups = first_group < p.groups ? (p.groups - first_group - 1) / team_stride + 1 : 0;
     const uint32_t chunks =
         (chunk_count + Form::kTeamWarps - 1 - team_warp) / Form::kTeamWarps;  // of this warp
@@ -350,8 +373,7 @@ struct Multiplier {
     for (uint32_t i = 0; i < Form::kDepth; ++i) {
       if (i < fragments) ring[i] = loader.next();
     }
-    instruction::let_next_kernel_start();
-    instruction::wait_for_previous_kernel();
+    Rows::before_x();
     stage_x();
 
     float sums[kTokenGroups][4] = {};

@@ -42,7 +42,7 @@ struct __half2 {
   __half low, high;
 };
 
-inline thread_local Index threadIdx, blockIdx, gridDim;
+inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 using std::max;
 using std::min;
 

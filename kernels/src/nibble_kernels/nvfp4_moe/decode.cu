@@ -1,0 +1,69 @@
+// nibble::nvfp4_moe_decode_linear: the launch of decode.cuh.
+#include "nibble/decode_launch.h"
+#include "nvfp4_moe/decode.cuh"
+
+namespace nibble::decode {
+namespace {
+
+template <class T, class Operand, class Form>
+__global__ void __launch_bounds__(Form::kThreads, 1)
+    multiply_experts(const __grid_constant__ Problem problem, const __grid_constant__ Experts experts) {
+  extern __shared__ uint4 shared[];
+  __shared__ Table table;
+  run_experts<T, Operand, Form>(problem, experts, table, shared);
+}
+
+template <class T, class Operand, class Form>
+void launch(const Problem& problem, const Experts& experts, const Device& device, cudaStream_t stream) {
+  const uint32_t bytes = Form::shared_bytes(problem.chunks);
+  require(bytes + sizeof(Table) <= device.shared_bytes, "experts of ", problem.columns,
+          " columns do not fit this GPU's shared memory");
+  launch_overlapped(multiply_experts<T, Operand, Form>, device.multiprocessors, Form::kThreads, bytes, stream,
+                    problem, experts);
+}
+
+Tensor nvfp4_moe_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales,
+                               const Tensor& global_scales, const Tensor& ids,
+                               const std::optional<Tensor>& weights, bool silu_mul, int64_t operands) {
+  const Tensor x = torch::stable::contiguous(input), choices = torch::stable::contiguous(ids);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t pairs = choices.numel(), inputs = x.size(0), tokens = choices.size(0),
+                outputs = codes.size(1);
+  require(pairs <= kMostPairs && tokens <= 16, "expected at most 16 tokens and ", kMostPairs,
+          " pairs of a token and an expert, found ", tokens, " and ", pairs);
+  require(choices.scalar_type() == ScalarType::Int, "ids of experts must be int32");
+  require(inputs == tokens || inputs == pairs, "x has ", inputs, " rows for ", tokens, " tokens");
+  const Device device = device_of(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  const Tensor out = torch::stable::new_empty(x, {pairs, silu_mul ? outputs / 2 : outputs}, x.scalar_type());
+  if (pairs == 0) return out;
+
+  Problem problem = problem_of(x, codes, outputs, scales);
+  problem.out = out.mutable_data_ptr();
+  problem.silu_mul = silu_mul;
+  problem.splits = 1;
+  problem.chunks_per_split = problem.chunks;
+  require(scales.numel() == codes.size(0) * problem.groups * problem.chunks * kLanes * 4 &&
+              global_scales.numel() == 2 * codes.size(0),
+          "scales are not those of prepare_experts");
+  const Experts experts{static_cast<const int32_t*>(choices.const_data_ptr()),
+                        weights ? static_cast<const float*>(weights->const_data_ptr()) : nullptr,
+                        static_cast<const float*>(global_scales.const_data_ptr()),
+                        static_cast<uint32_t>(pairs),
+                        static_cast<uint32_t>(codes.size(0)),
+                        static_cast<uint32_t>(pairs / inputs)};
+  for_operands(x, operands, device, stream, [&](auto type, auto operand) {
+    using T = typename decltype(type)::type;
+    using Operand = typename decltype(operand)::type;
+    if (tokens <= 8) return launch<T, Operand, FewOfAnExpert>(problem, experts, device, stream);
+    launch<T, Operand, SomeOfAnExpert>(problem, experts, device, stream);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace nibble::decode
+
+STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {
+  library.impl("nvfp4_moe_decode_linear", TORCH_BOX(&nibble::decode::nvfp4_moe_decode_linear));
+}

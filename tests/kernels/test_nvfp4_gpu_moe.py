@@ -1,0 +1,93 @@
+"""nvfp4_moe_decode_linear: every pair of a token and an expert, experts of other processes, both products of an MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import activations, packed_weight, values_of
+from torch import Tensor
+
+EXPERTS, OUTPUTS, COLUMNS = 6, 48, 416
+GLOBAL_SCALES = torch.rand(EXPERTS, 2, generator=torch.Generator().manual_seed(1)) * 1e-3 + 1e-4
+
+
+def experts_of(outputs: int = OUTPUTS, columns: int = COLUMNS) -> tuple[Tensor, Tensor]:
+    parts = [packed_weight(outputs, columns, seed) for seed in range(EXPERTS)]
+    codes, scales = zip(*parts, strict=True)
+    return torch.stack(codes), torch.stack(scales)
+
+
+def choices(tokens: int, topk: int) -> Tensor:
+    """Different experts for each token; some of another process."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(EXPERTS + 2, generator=generator)[:topk] for _ in range(tokens)])
+    return torch.where(ids == EXPERTS + 1, -1, ids).int()
+
+
+def expected_sums(x: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+    """[pairs, N] in float64, without the package's code; zeros for experts of other processes."""
+    sums = torch.zeros(ids.numel(), codes.shape[1], dtype=torch.float64)
+    inputs = x.double().repeat_interleave(ids.numel() // len(x), 0)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if 0 <= expert < EXPERTS:
+            factors = GLOBAL_SCALES[expert].double().repeat_interleave(codes.shape[1] // 2)
+            sums[pair] = inputs[pair] @ values_of(codes[expert], scales[expert]).T * factors
+    return sums
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, kernels: Any) -> str:
+    assert request.param == "cpu" or kernels.implementations()["cuda"] == "compiled"
+    return request.param
+
+
+@pytest.mark.parametrize(("tokens", "topk"), [(1, 1), (1, 6), (3, 2), (8, 6), (9, 5), (16, 4)])
+@pytest.mark.parametrize("by_pair", [False, True])
+def test_each_pair_gets_its_experts_product(device: str, tokens: int, topk: int, by_pair: bool) -> None:
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear, prepare_experts
+
+    codes, scales = experts_of()
+    ids, weights = choices(tokens, topk), torch.rand(tokens, topk)
+    x = activations(tokens * topk if by_pair else tokens, COLUMNS, torch.bfloat16)
+    experts = prepare_experts(codes.to(device, copy=True), scales.to(device), GLOBAL_SCALES.to(device))
+    expected = expected_sums(x, codes, scales, ids)
+    for operands in ("bfloat16", "float16") if device == "cuda" else ("best",):
+        y = nvfp4_moe_decode_linear(
+            x.to(device), experts, ids.to(device), topk_weights=weights.to(device), operands=operands
+        )
+        wanted = expected * weights.double().flatten()[:, None]
+        size = x.float().abs().sum(-1).max() * 2688 * GLOBAL_SCALES.max()
+        assert ((y.cpu().double() - wanted).abs() <= wanted.abs() * 2.0**-8 + size * 2.0**-20).all()
+        assert not y.cpu()[((ids < 0) | (ids >= EXPERTS)).flatten()].any()
+
+
+def test_silu_mul_joins_gate_and_up_with_their_own_global_scales(device: str) -> None:
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear, prepare_experts
+
+    codes, scales = experts_of()
+    ids, x = choices(5, 3), activations(5, COLUMNS, torch.bfloat16) / 16
+    experts = prepare_experts(codes.to(device, copy=True), scales.to(device), GLOBAL_SCALES.to(device))
+    y = nvfp4_moe_decode_linear(x.to(device), experts, ids.to(device), silu_mul=True).cpu().double()
+    gate, up = expected_sums(x, codes, scales, ids).chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up
+    assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-17 * (gate * up).abs() + 1e-5).all()
+
+
+def test_prepared_experts_have_a_global_scale_for_each_half(kernels: object) -> None:
+    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+    codes, scales = experts_of()
+    one = prepare_experts(codes.clone(), scales, GLOBAL_SCALES[:, 0])
+    assert torch.equal(one.global_scales, GLOBAL_SCALES[:, :1].expand(-1, 2))
+    assert one.scales.shape == (EXPERTS, 3, 4, 32, 4)
+
+
+def test_the_operator_is_registered_soundly(device: str) -> None:
+    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+    codes, scales = experts_of()
+    experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device))
+    x, ids = activations(4, COLUMNS, torch.bfloat16).to(device), choices(4, 2).to(device)
+    torch.library.opcheck(torch.ops.nibble.nvfp4_moe_decode_linear.default, (x, *experts, ids, None, True, 0))
