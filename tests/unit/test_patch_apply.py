@@ -130,7 +130,16 @@ def killed_at(event: int, work: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "two renames"])
+@pytest.mark.parametrize(
+    ("tree", "exchange"),
+    [
+        pytest.param("wheel", True, id="wheel-renameat2"),
+        pytest.param("source", False, id="source-two renames"),
+        pytest.param("source", True, id="source-renameat2", marks=pytest.mark.slow),
+        pytest.param("wheel", False, id="wheel-two renames", marks=pytest.mark.slow),
+    ],
+    indirect=["tree"],
+)
 def test_killed_at_any_point_the_tree_is_as_before_or_patched(
     tree: Tree, series: Series, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
