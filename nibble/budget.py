@@ -188,16 +188,17 @@ def make_budget(
     sequences: int | None,
     shape: CacheShape,
     gpus_per_model: int,
+    replicas: int,
     has_graphs: bool,
     kv_cache_bytes: int | None,
 ) -> Budget:
     """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None where nobody asks.
 
-    On a CPU all ranks of a model share one memory, so what each takes counts `gpus_per_model` times.
+    On a CPU all ranks of all `replicas` (data parallelism) share one memory, so what each takes counts that often.
     """
     total, available = memory_bytes(target, hardware)
     kept, reason = reserve(target, hardware, reserve_bytes)
-    ranks = gpus_per_model if target.memory.kind == "host" else 1
+    ranks = gpus_per_model * replicas if target.memory.kind == "host" else 1
     weights = weights_bytes_per_gpu(checkpoint, gpus_per_model)
     each = sequence_bytes(checkpoint, tokens, shape)
     budget = Budget(

@@ -51,6 +51,7 @@ def plan_memory(parts: Ingredients, args: Mapping[str, Choice]) -> MemoryPlan:
     """Weigh what is there against what the model needs under `args`."""
     tokens, shape = context(parts, args), cache_shape(parts, args)
     gpus = _number(args, "--tensor-parallel-size", 1) * _number(args, "--pipeline-parallel-size", 1)
+    replicas = _number(args, "--data-parallel-size", 1)
     asked = parts.loaded.settings.memory_reserve_gib
     legacy = _cpu_space(parts, args)
     given = {**args, **legacy}.get(KV)
@@ -64,6 +65,7 @@ def plan_memory(parts: Ingredients, args: Mapping[str, Choice]) -> MemoryPlan:
         sequences=_number(args, "--max-num-seqs", 0) or None,
         shape=shape,
         gpus_per_model=gpus,
+        replicas=replicas,
         has_graphs=parts.target.device == "cuda" and not _is_eager(args),
         kv_cache_bytes=int(given.value) if given else None,
     )
@@ -71,7 +73,7 @@ def plan_memory(parts: Ingredients, args: Mapping[str, Choice]) -> MemoryPlan:
     def each(tokens: int, dtype: str) -> int | None:
         return sequence_bytes(parts.checkpoint, tokens, replace(shape, kv_cache_dtype=dtype))
 
-    flags = legacy | _kv_cache(parts, given, budget, gpus)
+    flags = legacy | _kv_cache(parts, given, budget, gpus * replicas)
     kv = flags.get(KV, given)
     flags |= _utilization(parts, args, budget, int(kv.value) if kv else None)
     return MemoryPlan(budget, flags, ladder(budget, each, parts, shape.kv_cache_dtype, gpus))

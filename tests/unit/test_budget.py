@@ -196,3 +196,6 @@ def test_ranks_of_a_model_on_the_cpu_share_one_memory(plan: Any) -> None:
     one, two = plan(here), plan(here, TENSOR_PARALLEL_SIZE="2")
     assert two.budget.engine_bytes == 2 * one.budget.engine_bytes
     assert two.budget.weights_bytes >= one.budget.weights_bytes
+    both = plan(here, "--data-parallel-size", "2")
+    assert both.budget.weights_bytes == 2 * one.budget.weights_bytes
+    assert both.args[KV].value <= one.args[KV].value  # for each
