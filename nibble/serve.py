@@ -77,7 +77,10 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
         f"the last failed with: {verdict.cause}"
     )
     say(why)
-    return hold(plan.settings.control_port, verdict.wait_s, why)
+    waited = hold(plan.settings.control_port, verdict.wait_s, why)
+    if not waited:
+        say("told to stop while waiting: nothing was started")
+    return waited
 
 
 def _run(plan: Plan, environ: dict[str, str], key: KeyDecision, breaker: Breaker) -> int:
