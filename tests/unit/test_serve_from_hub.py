@@ -42,7 +42,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]
         return 0
 
     monkeypatch.setattr(serve_module, "launch", launch)
-    monkeypatch.setattr(serve_module, "survive_memory_pressure", lambda: None)  # this process has tests to run
+    monkeypatch.setattr(
+        serve_module, "survive_memory_pressure", lambda: None
+    )  # this process has tests to run
     return plans
 
 
