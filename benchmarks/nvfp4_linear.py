@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_dequantize
+from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_dequantize_weight
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from torch import Tensor
 
@@ -149,7 +149,7 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
         ]
     }
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-    dense = [nvfp4_dequantize(weight, like) for weight in weights[: max(2, len(weights) // 3)]]
+    dense = [nvfp4_dequantize_weight(weight, like) for weight in weights[: max(2, len(weights) // 3)]]
     found["cublas bf16"] = [
         lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in dense
     ]

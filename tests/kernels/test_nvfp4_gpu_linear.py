@@ -82,7 +82,7 @@ def test_a_weight_that_cannot_be_prepared_is_refused(kernels: object) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_under_every_scale_is_exact(device: str, dtype: torch.dtype) -> None:
     """Products, one column at a time, and the dequantized weight."""
-    from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 
     codes, scales = one_of_each()
     expected = values_of(codes, scales) + 0.0
@@ -92,7 +92,7 @@ def test_every_code_under_every_scale_is_exact(device: str, dtype: torch.dtype) 
         for rows in (1, 8, 16, 32, 64):
             y = decode(x[:rows], weight, 1.0, operands=operands)
             assert torch.equal(y.double() + 0.0, expected.T[:rows]), (operands, rows)
-    assert torch.equal(nvfp4_dequantize(weight, x.to(device)).cpu().double() + 0.0, expected)
+    assert torch.equal(nvfp4_dequantize_weight(weight, x.to(device)).cpu().double() + 0.0, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -235,4 +235,4 @@ def test_operators_are_registered_soundly(device: str) -> None:
         ops.nvfp4_decode_linear.default, (x, *weight, 1.0, None, None, None, True, 0, False, [])
     )
     torch.library.opcheck(ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, False))
-    torch.library.opcheck(ops.nvfp4_dequantize.default, (weight.codes, weight.scales, x))
+    torch.library.opcheck(ops.nvfp4_dequantize_weight.default, (weight.codes, weight.scales, x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +114,17 @@ def test_first_use_inside_a_capture_works(installed: object) -> None:
     )
     environ = os.environ | {"PYTHONPATH": str(installed)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environ)
+
+
+def test_all_modules_load_in_one_process(installed: Path) -> None:
+    """Two operators of one name would not."""
+    program = (
+        "import importlib, pkgutil, nibble_kernels as package\n"
+        "names = [one.name for one in pkgutil.walk_packages(package.__path__, 'nibble_kernels.')]\n"
+        "wanted = [name for name in names if 'vllm_plugin' not in name and not name.endswith(('._cpu', '._cuda'))]\n"
+        "print(len([importlib.import_module(name) for name in wanted]))\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(installed)}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, check=True, env=environ, capture_output=True, text=True)
+    assert int(done.stdout) > 20

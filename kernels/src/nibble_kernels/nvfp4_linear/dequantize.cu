@@ -1,5 +1,5 @@
-// nibble::nvfp4_dequantize: a prepared weight (weight.py) as codes times block scales, exact, for products
-// with more rows than decode.cu is for.
+// nibble::nvfp4_dequantize_weight: a prepared weight (weight.py) as codes times block scales, exact, for
+// products with more rows than decode.cu is for.
 #include "nibble/cuda.h"
 #include "nibble/mma_operand.cuh"
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-Tensor nvfp4_dequantize(const Tensor& codes, const Tensor& scales, const Tensor& like) {
+Tensor nvfp4_dequantize_weight(const Tensor& codes, const Tensor& scales, const Tensor& like) {
   const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
   const int64_t rows = codes.size(0), columns = 2 * codes.size(1), blocks = columns / kBlock;
   require(columns % kBlock == 0 && rows % 8 == 0 &&
@@ -69,5 +69,5 @@ Tensor nvfp4_dequantize(const Tensor& codes, const Tensor& scales, const Tensor&
 }  // namespace nibble
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {
-  library.impl("nvfp4_dequantize", TORCH_BOX(&nibble::nvfp4_dequantize));
+  library.impl("nvfp4_dequantize_weight", TORCH_BOX(&nibble::nvfp4_dequantize_weight));
 }

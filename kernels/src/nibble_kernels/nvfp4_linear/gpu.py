@@ -12,7 +12,7 @@ from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_scales
 from nibble_kernels.scale_layout import BLOCK
 
-__all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize", "nvfp4_weight_linear"]
+__all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize_weight", "nvfp4_weight_linear"]
 
 # Up to as many rows decode.cu is faster than dequantizing and torch's matmul; see docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 128
@@ -98,7 +98,7 @@ _decode = operator(
     _decode_fake,
 )
 _dequantize = operator(
-    "nvfp4_dequantize(Tensor codes, Tensor scales, Tensor like) -> Tensor",
+    "nvfp4_dequantize_weight(Tensor codes, Tensor scales, Tensor like) -> Tensor",
     _dequantize_reference,
     lambda codes, scales, like: like.new_empty((codes.shape[0], 2 * codes.shape[1])),
 )
@@ -164,6 +164,6 @@ def nvfp4_decode_linear(
     )
 
 
-def nvfp4_dequantize(weight: PreparedWeight, like: Tensor) -> Tensor:
+def nvfp4_dequantize_weight(weight: PreparedWeight, like: Tensor) -> Tensor:
     """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global scale is left out."""
     return _dequantize(weight.codes, weight.scales, like)
