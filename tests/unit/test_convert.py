@@ -431,7 +431,8 @@ main()
 
 def test_a_full_disk_leaves_nothing_and_is_one_line(bf16: Path, tmp_path: Path) -> None:
     assert resource.RLIMIT_FSIZE is not None
-    words = [sys.executable, "-c", LIMITED, str(bf16), str(tmp_path / "out" / "x")]
+    # -B: a compiled module that ended at the limit would be read by every later process.
+    words = [sys.executable, "-B", "-c", LIMITED, str(bf16), str(tmp_path / "out" / "x")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == ExitCode.NO_FIT, done.stderr
     assert "writing" in done.stderr and "Traceback" not in done.stderr
