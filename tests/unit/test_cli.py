@@ -33,9 +33,10 @@ def nibble(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def best_of_three(*words: str) -> float:
+def best_of_ten(*words: str) -> float:
+    """Seconds; the machine may have other work for most of the ten."""
     times = []
-    for _ in range(3):
+    for _ in range(10):
         start = time.perf_counter()
         assert nibble(*words).returncode == 0
         times.append(time.perf_counter() - start)
@@ -43,7 +44,7 @@ def best_of_three(*words: str) -> float:
 
 
 def test_help_takes_less_than_0_3_seconds() -> None:
-    assert best_of_three("--help") < 0.3
+    assert best_of_ten("--help") < 0.3
 
 
 @pytest.mark.parametrize(
