@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     float z[8] = {};
     if (vector < vectors) {
       float added[8];
-      unpack<T>(load_once(x + start + vector), z);
-      unpack<T>(load_once(residual + start + vector), added);
+      unpack<T>(instruction::load_once(x + start + vector), z);
+      unpack<T>(instruction::load_once(residual + start + vector), added);
 #pragma unroll
       for (int i = 0; i < 8; ++i) z[i] += added[i];
       const uint4 rounded = pack<T>(z);

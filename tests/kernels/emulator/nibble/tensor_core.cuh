@@ -61,6 +61,13 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+
 template <class T>
 T __ldg(const T* place) {
   return *place;
@@ -141,14 +148,6 @@ inline void e2m1_decode8(uint32_t codes, uint32_t (&pairs)[4]) {
   for (int i = 0; i < 4; ++i) {
     pairs[i] = half_pair(e2m1_value(codes >> 8 * i & 15), e2m1_value(codes >> (8 * i + 4) & 15));
   }
-}
-
-template <uint32_t Selector>
-uint32_t permute_bytes(uint32_t a, uint32_t b) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (Selector >> 4 * i & 7) & 255) << 8 * i;
-  return result;
 }
 
 inline float half_of(uint32_t pair, int i) { return __half2float({static_cast<uint16_t>(pair >> 16 * i)}); }

@@ -8,12 +8,8 @@
 
 namespace nibble {
 
-__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
-  return instruction::permute_bytes<0x5410>(a, b);
-}
-__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
-  return instruction::permute_bytes<0x7632>(a, b);
-}
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
 // Four scales of a word, each in both halves of a register.
 __device__ __forceinline__ void broadcast_scales(uint32_t first, uint32_t second, uint32_t (&scales)[4]) {

@@ -15,6 +15,7 @@
 #include "conversions.cuh"
 #include "exact.h"
 #include "scale_layout.h"
+#include "tensor_core.cuh"
 #include "tensors.h"
 
 namespace nibble {
@@ -78,16 +79,6 @@ __device__ __forceinline__ uint4 pack(const float (&x)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers
-// are free.
-__device__ __forceinline__ uint4 load_once(const uint4* from) {
-  uint4 raw;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-               : "l"(from));
-  return raw;
-}
-
 // ---- what the elements are
 
 template <class T>
@@ -102,7 +93,7 @@ struct Plain {
   const uint4* x;
 
   __device__ __forceinline__ void load(uint32_t row, uint32_t vectors, uint32_t vector, Raw& raw) const {
-    raw.x = load_once(x + (uint64_t{row} * vectors + vector));
+    raw.x = instruction::load_once(x + (uint64_t{row} * vectors + vector));
   }
 
   static __device__ __forceinline__ uint4 words(const Raw& raw) { return raw.x; }
@@ -123,8 +114,8 @@ struct SiluMul {
 
   __device__ __forceinline__ void load(uint32_t row, uint32_t vectors, uint32_t vector, Raw& raw) const {
     const uint64_t gate = uint64_t{row} * (2 * vectors) + vector;
-    raw.gate = load_once(x + gate);
-    raw.up = load_once(x + gate + vectors);
+    raw.gate = instruction::load_once(x + gate);
+    raw.up = instruction::load_once(x + gate + vectors);
   }
 
   static __device__ __forceinline__ uint4 words(const Raw& raw) {

@@ -1,5 +1,5 @@
-// Instructions of the kernels that multiply on tensor cores. tests/kernels/emulator/ has the same names for a
-// host, where a thread stands for each lane.
+// Instructions of kernels: of those that multiply on tensor cores, and loads. tests/kernels/emulator/ has the
+// same names for a host, where a thread stands for each lane.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,12 +14,6 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
   uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
   return pair;
-}
-
-// Four of the eight bytes of a and b, by the nibbles of the selector.
-template <uint32_t Selector>
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
-  return __byte_perm(a, b, Selector);
 }
 
 __device__ __forceinline__ uint32_t multiply_bfloats(uint32_t a, uint32_t b) {
@@ -51,7 +45,8 @@ __device__ __forceinline__ void mma_halves(float (&sum)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// What is read once a kernel, and would only push other data out of the first cache.
+// Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers
+// are free.
 __device__ __forceinline__ uint4 load_once(const void* address) {
   uint4 value;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

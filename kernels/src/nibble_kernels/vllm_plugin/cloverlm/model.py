@@ -49,9 +49,9 @@ def model_dtype(vllm_config: VllmConfig) -> torch.dtype:
 
 
 class UnitKeyAttention(Attention):
-    _k_scale: Tensor
-
     """vLLM's attention, whose FP8 cache has a scale for keys of length 1 where vLLM would take 1.0."""
+
+    _k_scale: Tensor
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
