@@ -129,14 +129,23 @@ def is_shared(target: Target) -> bool:
     return target.memory.kind in ("unified", "host")
 
 
-def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int) -> int | None:
+def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int, replicas: int = 1) -> int | None:
     """Bytes of weights on each of `gpus` GPUs; an even split, replicated norms and routers are below 1 %.
 
-    float32 files are loaded in 16 bits, so two bytes a parameter bound what a file's size overstates.
+    Data parallel `replicas` hold everything again but the experts, which are divided over all of them, with expert
+    parallelism and without (vllm 0.32 fused_moe/config.py flatten_tp_across_dp_and_pcp). float32 files are loaded in 16
+    bits, so two bytes a parameter bound what a file's size overstates.
     """
     if checkpoint is None or checkpoint.weights is None:
         return None
-    return -(-min(checkpoint.weights.total_bytes, 2 * checkpoint.weights.parameters) // gpus)
+    weights = checkpoint.weights
+    total = min(weights.total_bytes, 2 * weights.parameters)
+    if replicas == 1:
+        return -(-total // gpus)
+    scales = weights.bytes_by_kind.get("scales", 0)
+    share = weights.bytes_by_kind.get("moe_experts", 0) / max(1, weights.total_bytes - scales)
+    experts = int(total * share)  # with their scales, which belong to experts as the weights do
+    return -(-(total - experts) // gpus) + -(-experts // (gpus * replicas))
 
 
 @dataclass(frozen=True)
@@ -189,17 +198,19 @@ def make_budget(
     shape: CacheShape,
     gpus_per_model: int,
     replicas: int,
+    ranks_here: int,
     has_graphs: bool,
     kv_cache_bytes: int | None,
 ) -> Budget:
     """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None where nobody asks.
 
-    On a CPU all ranks of all `replicas` (data parallelism) share one memory, so what each takes counts that often.
+    On a CPU all of this machine's ranks, those of `replicas` (data parallelism) too, share one memory, so what each takes
+    counts that often.
     """
     total, available = memory_bytes(target, hardware)
     kept, reason = reserve(target, hardware, reserve_bytes)
-    ranks = gpus_per_model * replicas if target.memory.kind == "host" else 1
-    weights = weights_bytes_per_gpu(checkpoint, gpus_per_model)
+    ranks = ranks_here if target.memory.kind == "host" else 1
+    weights = weights_bytes_per_gpu(checkpoint, gpus_per_model, replicas)
     each = sequence_bytes(checkpoint, tokens, shape)
     budget = Budget(
         memory_bytes=total,

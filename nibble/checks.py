@@ -43,15 +43,15 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
     warnings = check_driver(plan.target, plan.hardware.driver)
     warnings += check_memory(plan)
     settings = plan.settings
-    check_port("PORT", settings.host, settings.port, bind_problem(settings.host, settings.port))
+    if not plan.topology.is_headless:
+        check_port("PORT", settings.host, settings.port, bind_problem(settings.host, settings.port))
     control = bind_problem("127.0.0.1", settings.control_port)
     check_port("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port, control)
     child = plan.vllm_environ(environ)
     warnings += check_folders(settings.cache_dir or cache_dir(environ), vllm_cache(child))
     if plan.checkpoint is not None and plan.checkpoint.is_local:  # one from the Hub was verified by the pull
         check_model_folder(Path(plan.model))
-    workers = _workers(plan)
-    problems = (shm_problem(shm_bytes(), workers), open_files_problem(open_files_limit()))
+    problems = (shm_problem(shm_bytes(), plan.topology.ranks_here), open_files_problem(open_files_limit()))
     return warnings + [text for text in problems if text] + vllm_port_warning(child, settings.port)
 
 
@@ -178,11 +178,3 @@ def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:
         return []
     clash = f" and is PORT {port} too" if int(given) == port else ""
     return [f"VLLM_PORT={given} is for vLLM's own processes{clash}; PORT is the port of the API"]
-
-
-def _workers(plan: Plan) -> int:
-    sizes = (plan.args.get("--tensor-parallel-size"), plan.args.get("--pipeline-parallel-size"))
-    count = 1
-    for size in sizes:
-        count *= int(size.value) if size else 1
-    return count

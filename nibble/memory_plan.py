@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nibble.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
+from nibble.cluster.topology import Topology
 from nibble.precedence import Choice, Choices, Ingredients
 from nibble.settings import token_count
 
@@ -47,7 +48,7 @@ class MemoryPlan:
     ladder: tuple[Step, ...]
 
 
-def plan_memory(parts: Ingredients, args: Mapping[str, Choice]) -> MemoryPlan:
+def plan_memory(parts: Ingredients, args: Mapping[str, Choice], topology: Topology) -> MemoryPlan:
     """Weigh what is there against what the model needs under `args`."""
     tokens, shape = context(parts, args), cache_shape(parts, args)
     gpus = _number(args, "--tensor-parallel-size", 1) * _number(args, "--pipeline-parallel-size", 1)
@@ -66,6 +67,7 @@ def plan_memory(parts: Ingredients, args: Mapping[str, Choice]) -> MemoryPlan:
         shape=shape,
         gpus_per_model=gpus,
         replicas=replicas,
+        ranks_here=topology.ranks_here,
         has_graphs=parts.target.device == "cuda" and not _is_eager(args),
         kv_cache_bytes=int(given.value) if given else None,
     )
@@ -73,7 +75,7 @@ def plan_memory(parts: Ingredients, args: Mapping[str, Choice]) -> MemoryPlan:
     def each(tokens: int, dtype: str) -> int | None:
         return sequence_bytes(parts.checkpoint, tokens, replace(shape, kv_cache_dtype=dtype))
 
-    flags = legacy | _kv_cache(parts, given, budget, gpus * replicas)
+    flags = legacy | _kv_cache(parts, given, budget, topology.ranks_here)
     kv = flags.get(KV, given)
     flags |= _utilization(parts, args, budget, int(kv.value) if kv else None)
     return MemoryPlan(budget, flags, ladder(budget, each, parts, shape.kv_cache_dtype, gpus))

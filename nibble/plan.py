@@ -21,6 +21,7 @@ from nibble.budget import (
 from nibble.checkpoint import Checkpoint
 from nibble.cloverlm import cloverlm_flags
 from nibble.gemma4 import check_gemma4
+from nibble.cluster.topology import Topology, find_topology, topology_flags
 from nibble.governor import Limits, limits
 from nibble.hardware import Hardware
 from nibble.memory_plan import Step, plan_memory
@@ -65,6 +66,7 @@ class Plan:
     bound: DecodeBound
     moe_alias: Alias | None
 
+    topology: Topology
     @property
     def revision(self) -> str | None:
         """The commit, branch or tag to fetch."""
@@ -111,6 +113,7 @@ class Plan:
             "recipe": _describe_recipe(self.recipe),
             "checkpoint": describe_checkpoint(self.checkpoint, self.checkpoint_note),
             "choices": {name: choice.to_json() for name, choice in self.choices.items()},
+            "topology": self.topology.to_json(),
             "args": {name: choice.to_json() for name, choice in self.args.items()},
             "env": {name: choice.to_json() for name, choice in self.env.items()},
             "budget": self.budget.to_json(),
@@ -172,12 +175,16 @@ def make_plan(parts: Ingredients) -> Plan:
         int(values.get("--tensor-parallel-size", 1)),
         int(values.get("--pipeline-parallel-size", 1)),
     )
-    check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, pipeline)
+    gpus_here = len(parts.hardware.gpus) if parts.target.device == "cuda" else None
+    topology = find_topology(settings, values, gpus_here)
+    flags = topology_flags(topology)
+    args = {name: Choice(value, "nibble's default", why) for name, (value, why) in flags.items()} | args
+    check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, pipeline, topology)
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
     args |= quantization_override(parts.checkpoint, args)
-    memory = plan_memory(parts, args)
+    memory = plan_memory(parts, args, topology)
     args |= memory.flags
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(
@@ -223,6 +230,7 @@ def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
     if "--tensor-parallel-size" in args or "--pipeline-parallel-size" in args or parts.target.device == "cpu":
         return {}
     here = len(parts.hardware.gpus)
+        topology=topology,
     reported = parts.recipe.gpus if parts.recipe else None
     if reported and 1 < reported <= here:
         return {"--tensor-parallel-size": Choice(reported, "recipe", f"the evidence is for {reported} GPUs")}  # type: ignore[union-attr]

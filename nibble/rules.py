@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.cluster.topology import Topology
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Hardware
 from nibble.recipes import ResolvedRecipe
@@ -115,20 +116,26 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
 
 
 def check_parallel(
-    checkpoint: Checkpoint | None, hardware: Hardware, target: Target, tensor_parallel: int, pipeline: int
+    checkpoint: Checkpoint | None,
+    hardware: Hardware,
+    target: Target,
+    tensor_parallel: int,
+    pipeline: int,
+    topology: Topology,
 ) -> None:
-    """Tensor parallel size against the heads of the model and the GPUs of the machine."""
+    """Tensor parallel size against the heads of the model, ranks against the GPUs of the machine."""
     heads = checkpoint.num_attention_heads if checkpoint else None
     if heads and heads % tensor_parallel:
         what = f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of {checkpoint.id}"  # type: ignore[union-attr]
         raise NibbleError(
             ExitCode.CONFIG, what, "a divisor of the heads, such as 1, 2 or 4", "change TENSOR_PARALLEL_SIZE"
         )
-    if target.device == "cuda" and tensor_parallel * pipeline > len(hardware.gpus):
-        what = f"{tensor_parallel * pipeline} GPUs are asked for and {len(hardware.gpus)} are here"
+    wanted = topology.ranks_here if topology.spans_machines else tensor_parallel * pipeline
+    if target.device == "cuda" and wanted > len(hardware.gpus):
+        what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"
         raise NibbleError(
             ExitCode.CONFIG,
             what,
             "at most the GPUs of this machine",
-            "lower TENSOR_PARALLEL_SIZE or use ray-head and ray-worker",
+            "lower TENSOR_PARALLEL_SIZE, or serve on several machines (docs/cluster.md)",
         )

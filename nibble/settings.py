@@ -106,6 +106,9 @@ class Settings(BaseSettings):
         flag="--max-num-seqs", vllm="--max-num-seqs", expected="a whole number from 1 to 65536", ge=1, le=65536)
     tensor_parallel_size: int | None = _option(None, "Engine", "GPUs one model is split over.", "TENSOR_PARALLEL_SIZE",
         flag="--tensor-parallel-size", vllm="--tensor-parallel-size", expected="a whole number from 1 to 1024", ge=1, le=1024)
+    pipeline_parallel_size: int | None = _option(None, "Engine", "Stages the layers of one model are split into.",
+        "NIBBLE_PIPELINE_PARALLEL_SIZE", flag="--pipeline-parallel-size", vllm="--pipeline-parallel-size",
+        expected="a whole number from 1 to 1024", ge=1, le=1024)
     gpu_memory_util: float | None = _option(None, "Engine", "Cap on the fraction of GPU memory vLLM may take.",
         "GPU_MEMORY_UTIL",
         flag="--gpu-memory-utilization", vllm="--gpu-memory-utilization", expected="a number above 0 and at most 1", gt=0, le=1)
@@ -137,7 +140,15 @@ class Settings(BaseSettings):
         "CUTE_WO_SPLIT", expected="1, 2, 4 or 8", ge=1, le=8)
     vllm_extra_args: str = _option("", "Engine", "More flags for `vllm serve`, split as a shell splits.", "VLLM_EXTRA_ARGS")
 
-    head_ip: str | None = _option(None, "Cluster", "Address of the Ray head node.", "HEAD_IP",
+    cluster: Literal["auto", "ray", "mp"] = _option("auto", "Cluster",
+        "How ranks on several machines find each other: `ray`, vLLM's own (`mp`), or by what else is set.", "NIBBLE_CLUSTER",
+        flag="--cluster", expected="auto, ray or mp")
+    nnodes: int | None = _option(None, "Cluster", "Machines that serve one model together without Ray.", "NIBBLE_NNODES",
+        flag="--nnodes", vllm="--nnodes", expected="a whole number from 1 to 1024", ge=1, le=1024)
+    node_rank: int | None = _option(None, "Cluster",
+        "This machine's number among them; 0 has the API and the address HEAD_IP.", "NIBBLE_NODE_RANK",
+        flag="--node-rank", vllm="--node-rank", expected="a whole number from 0 to 1023", ge=0, le=1023)
+    head_ip: str | None = _option(None, "Cluster", "Address of the head node.", "HEAD_IP",
         expected="an IP address or host name", min_length=1)
     worker_ip: str | None = _option(None, "Cluster",
         "Address this node is reached at (wins over HEAD_IP for itself).", "WORKER_IP",
@@ -145,8 +156,18 @@ class Settings(BaseSettings):
     num_gpus: int | None = _option(None, "Cluster",
         "GPUs this node offers to Ray; also the GPU count `plan` assumes.", "NUM_GPUS",
         flag="--num-gpus", expected="a whole number from 0 to 1024", ge=0, le=1024)
-    ray_auth_token: SecretStr | None = _option(None, "Cluster", "Ray cluster token, the same on every node.", "RAY_AUTH_TOKEN",
-        secret=True, expected="a token")
+    ray_auth_token: SecretStr | None = _option(None, "Cluster", "Cluster token, the same on every node, with Ray and without.",
+        ("RAY_AUTH_TOKEN", "NIBBLE_CLUSTER_TOKEN"), secret=True, expected="a token")
+    cluster_wait_seconds: int = _option(300, "Cluster", "How long `serve` waits for the other nodes.",
+        "NIBBLE_CLUSTER_WAIT_SECONDS", flag="--cluster-wait-seconds",
+        expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
+    cluster_interface: str | None = _option(None, "Cluster",
+        "Network interface of the cluster's traffic; by default the one that has this node's address.",
+        "NIBBLE_CLUSTER_INTERFACE", flag="--cluster-interface", expected="the name of an interface, such as enp1s0f0np0",
+        min_length=1, max_length=15)
+    cluster_min_gb_per_s: float | None = _option(None, "Cluster",
+        "Pass mark of the all-reduce between nodes, in 10^9 bytes/s of bus bandwidth (default 1 with GPUs, 0.01 without).",
+        "NIBBLE_CLUSTER_MIN_GB_PER_S", flag="--cluster-min-gb-per-s", expected="a number from 0 up", ge=0, le=100000)
 
     hf_token: SecretStr | None = _option(None, "Files",
         "Hugging Face token for gated or private models.", "HF_TOKEN", secret=True,

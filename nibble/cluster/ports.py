@@ -1,0 +1,46 @@
+"""Every port of a cluster, in one place, so that a firewall rule can name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+GCS_PORT = 6379
+# Ray would choose these at random (ray 2.60 scripts.py).
+NODE_PORTS: Mapping[str, int] = {
+    "--node-manager-port": 6380,
+    "--object-manager-port": 6381,
+    "--runtime-env-agent-port": 6382,
+    "--dashboard-agent-grpc-port": 6383,
+    "--dashboard-agent-listen-port": 6384,
+    "--metrics-export-port": 6385,
+    "--min-worker-port": 20000,
+    "--max-worker-port": 20999,
+}
+# Ports that have no flag: the head's monitor and what is left of a dashboard that is off (ray 2.60
+# autoscaler/_private/constants.py, dashboard/consts.py).
+PORT_VARIABLES: Mapping[str, int] = {"AUTOSCALER_METRIC_PORT": 6386, "DASHBOARD_METRIC_PORT": 6387}
+# nibble's own on every node: facts, checks, signs of life, the model's files.
+AGENT_PORT = 6388
+# torch.distributed's store on rank 0, for vLLM without Ray.
+MASTER_PORT = 29501
+# The same for the all-reduce before a start, with Ray and without.
+CHECK_PORT = 29502
+# Where torch.distributed, NCCL and vLLM's message queues meet is chosen by the kernel from
+# net.ipv4.ip_local_port_range, which a container can have to itself (docker run --sysctl).
+KERNEL_RANGE = "net.ipv4.ip_local_port_range"
+
+
+def firewall_rows() -> list[tuple[str, str, str]]:
+    """(port or range, who listens, who connects), all TCP."""
+    workers = f"{NODE_PORTS['--min-worker-port']}-{NODE_PORTS['--max-worker-port']}"
+    node = ", ".join(str(port) for name, port in NODE_PORTS.items() if "worker" not in name)
+    return [
+        (str(AGENT_PORT), "every node", "every node: signs of life, preflight, model files"),
+        (str(GCS_PORT), "Ray head", "Ray nodes"),
+        (node, "every Ray node", "Ray nodes"),
+        (workers, "every Ray node", "Ray nodes: worker processes"),
+        (", ".join(str(port) for port in PORT_VARIABLES.values()), "Ray head", "nobody: metrics; leave closed"),
+        (str(MASTER_PORT), "rank 0", "other ranks, without Ray"),
+        (str(CHECK_PORT), "head", "every node, while the preflight's all-reduce runs"),
+        (KERNEL_RANGE, "every node", "every node: torch.distributed, NCCL, vLLM's queues"),
+    ]
