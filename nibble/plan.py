@@ -20,8 +20,8 @@ from nibble.budget import (
 )
 from nibble.checkpoint import Checkpoint
 from nibble.cloverlm import cloverlm_flags
-from nibble.gemma4 import check_gemma4
 from nibble.cluster.topology import Topology, find_topology, topology_flags
+from nibble.gemma4 import check_gemma4
 from nibble.governor import Limits, limits
 from nibble.hardware import Hardware
 from nibble.memory_plan import Step, plan_memory
@@ -65,8 +65,8 @@ class Plan:
     ladder: tuple[Step, ...]
     bound: DecodeBound
     moe_alias: Alias | None
-
     topology: Topology
+
     @property
     def revision(self) -> str | None:
         """The commit, branch or tag to fetch."""
@@ -112,8 +112,8 @@ class Plan:
             "target": self.target.name,
             "recipe": _describe_recipe(self.recipe),
             "checkpoint": describe_checkpoint(self.checkpoint, self.checkpoint_note),
-            "choices": {name: choice.to_json() for name, choice in self.choices.items()},
             "topology": self.topology.to_json(),
+            "choices": {name: choice.to_json() for name, choice in self.choices.items()},
             "args": {name: choice.to_json() for name, choice in self.args.items()},
             "env": {name: choice.to_json() for name, choice in self.env.items()},
             "budget": self.budget.to_json(),
@@ -217,6 +217,7 @@ def make_plan(parts: Ingredients) -> Plan:
         ladder=memory.ladder,
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),
         moe_alias=moe_alias,
+        topology=topology,
     )
 
 
@@ -230,7 +231,6 @@ def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
     if "--tensor-parallel-size" in args or "--pipeline-parallel-size" in args or parts.target.device == "cpu":
         return {}
     here = len(parts.hardware.gpus)
-        topology=topology,
     reported = parts.recipe.gpus if parts.recipe else None
     if reported and 1 < reported <= here:
         return {"--tensor-parallel-size": Choice(reported, "recipe", f"the evidence is for {reported} GPUs")}  # type: ignore[union-attr]

@@ -39,7 +39,11 @@ def firewall_rows() -> list[tuple[str, str, str]]:
         (str(GCS_PORT), "Ray head", "Ray nodes"),
         (node, "every Ray node", "Ray nodes"),
         (workers, "every Ray node", "Ray nodes: worker processes"),
-        (", ".join(str(port) for port in PORT_VARIABLES.values()), "Ray head", "nobody: metrics; leave closed"),
+        (
+            ", ".join(str(port) for port in PORT_VARIABLES.values()),
+            "Ray head",
+            "nobody: metrics; leave closed",
+        ),
         (str(MASTER_PORT), "rank 0", "other ranks, without Ray"),
         (str(CHECK_PORT), "head", "every node, while the preflight's all-reduce runs"),
         (KERNEL_RANGE, "every node", "every node: torch.distributed, NCCL, vLLM's queues"),

@@ -70,14 +70,18 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
         raise NibbleError(ExitCode.USAGE, what, "both", "set NIBBLE_NNODES to the number of machines")
     fits = ranks <= (1 if gpus_here is None else gpus_here)
     if settings.cluster == "auto" and settings.head_ip and backend is None and not fits:
-        return _on_ray(settings, ranks, nodes, gpus_here, "HEAD_IP is set and the ranks do not fit this machine")
+        return _on_ray(
+            settings, ranks, nodes, gpus_here, "HEAD_IP is set and the ranks do not fit this machine"
+        )
     return Topology("machine", ranks, ranks, 1, 0, None, "all ranks are on this machine")
 
 
 def _on_ray(settings: Settings, ranks: int, nodes: int, gpus_here: int | None, reason: str) -> Topology:
     if nodes > 1:
         what = "NIBBLE_NNODES is set and the cluster is Ray's"
-        raise NibbleError(ExitCode.CONFIG, what, "one of them", "unset NIBBLE_NNODES or set NIBBLE_CLUSTER=mp")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one of them", "unset NIBBLE_NNODES or set NIBBLE_CLUSTER=mp"
+        )
     if not settings.head_ip:
         what = "serving through Ray needs the head's address"
         raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
