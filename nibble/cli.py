@@ -32,6 +32,8 @@ patches_app = typer.Typer(
     no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
 )
 app.add_typer(patches_app, name="patches")
+cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
+app.add_typer(cache_app, name="cache")
 Root = Annotated[
     str | None,
     typer.Option(
@@ -215,6 +217,56 @@ def patches_revert(tree: Root = None) -> None:
     there = _tree(tree)
     done = revert_series(there, load_series("vllm"))
     print(f"{there.root}: " + (f"took back {', '.join(done)}" if done else "no patch was applied"))
+
+
+@cache_app.command("ls")
+def cache_ls(as_json: Json = False) -> None:
+    """Every entry: its size, what it is for, when it was used last."""
+    from nibble.build_id import build_id
+    from nibble.cache_commands import found, show
+
+    there = found(dict(os.environ))
+    _print_json([entry.to_json() for entry in there]) if as_json else show(there, build_id())
+
+
+@cache_app.command("verify")
+def cache_verify(as_json: Json = False) -> None:
+    """Compare every entry with its record, and drop those that differ: the next start compiles them again."""
+    from nibble.cache_commands import verify
+
+    results = verify(dict(os.environ))
+    if as_json:
+        _print_json([vars(result) for result in results])
+    else:
+        for result in results:
+            print(result.line())
+
+
+@cache_app.command("prune")
+def cache_prune(
+    older_than: Annotated[
+        float | None, typer.Option("--older-than", metavar="DAYS", help="Entries unused for longer.")
+    ] = None,
+    max_gib: Annotated[
+        float | None, typer.Option("--max-gib", help="The longest unused, until all are no larger.")
+    ] = None,
+    all_but_current: Annotated[
+        bool, typer.Option("--all-but-current", help="Entries of other builds than the one installed here.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove entries no server uses, by age, size or build."""
+    from nibble.cache_commands import prune
+
+    gone = prune(dict(os.environ), older_than, max_gib, all_but_current, dry_run)
+    if as_json:
+        _print_json([entry.to_json() for entry in gone])
+    else:
+        freed = sum(entry.size_bytes for entry in gone)
+        for entry in gone:
+            print(f"{'would remove' if dry_run else 'removed'} {entry.folder}")
+        print(f"{len(gone)} entries, {freed} bytes")
 
 
 def _tree(root: str | None) -> Any:

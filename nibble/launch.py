@@ -56,16 +56,18 @@ def serve(
     key: KeyDecision,
     limit: Limits = UNWATCHED,
     on_success: Callable[[], None] = lambda: None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
     0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with requests running. Raises
     NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
-    and a first request gone wrong (CANARY). Nothing of vLLM is left. `on_success`: it has been ready for SUCCESS_S.
+    and a first request gone wrong (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once it is ready,
+    `on_success` when it has been for SUCCESS_S.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
-        supervisor = Supervisor(plan, environ, key, events, limit, on_success)
+        supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready)
         try:
             return int(supervisor.run())
         finally:
@@ -83,9 +85,11 @@ class Supervisor:
         events: queue.SimpleQueue[Event],
         limit: Limits,
         on_success: Callable[[], None],
+        on_ready: Callable[[], None],
     ) -> None:
         settings = plan.settings
-        self._plan, self._key, self._events, self._on_success = plan, key, events, on_success
+        self._plan, self._key, self._events = plan, key, events
+        self._on_success, self._on_ready = on_success, on_ready
         self._started = self._phase_since = time.monotonic()
         self._since = datetime.now(UTC)
         self._update = PhaseUpdate("start")
@@ -205,6 +209,7 @@ class Supervisor:
         terminal = stderr_is_terminal()
         for line in ready_lines(self._api.url, names, generates, self._key, seconds, facts, terminal):
             self._display.say(line)
+        self._engine.run(self._on_ready)
 
     def _stop_loading(self, event: Stop) -> ExitCode:
         self._display.stop()

@@ -18,9 +18,11 @@ from nibble.budget import (
     memory_bytes,
     weights_bytes_per_gpu,
 )
+from nibble.cache_keys import CachePlan, cache_environment, is_the_images, plan_caches
 from nibble.checkpoint import Checkpoint
 from nibble.cloverlm import cloverlm_flags
 from nibble.cluster.topology import Topology, find_topology, topology_flags
+from nibble.fast_start import fast_start_environment, fast_start_flags
 from nibble.gemma4 import check_gemma4
 from nibble.governor import Limits, limits
 from nibble.hardware import Hardware
@@ -66,6 +68,7 @@ class Plan:
     bound: DecodeBound
     moe_alias: Alias | None
     topology: Topology
+    caches: CachePlan
 
     @property
     def revision(self) -> str | None:
@@ -123,6 +126,7 @@ class Plan:
             "expected": dict(self.recipe.expected) if self.recipe else {},
             "rules": list(self.rules),
             "notices": list(self.notices),
+            "cache_entries": [key.name for key in self.caches.keys],
             "command": ["vllm", *self.argv()],
         }  # fmt: skip
 
@@ -186,6 +190,7 @@ def make_plan(parts: Ingredients) -> Plan:
     args |= quantization_override(parts.checkpoint, args)
     memory = plan_memory(parts, args, topology)
     args |= memory.flags
+    args |= fast_start_flags(parts, args)
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(
             args["--revision"].value, args["--revision"].source, "code from the same commit as the weights"
@@ -196,7 +201,17 @@ def make_plan(parts: Ingredients) -> Plan:
     moe_alias = choose_alias(
         parts.hardware, parts.target, parts.checkpoint, parts.tuned_configs, values, cache
     )
-    env = _environment(parts, moe_alias, risks)
+    caches = plan_caches(
+        cache,
+        parts.build,
+        parts.vllm,
+        parts.target,
+        parts.hardware,
+        parts.checkpoint,
+        _model_argument(parts),
+        args,
+    )
+    env = _environment(parts, moe_alias, risks, cache, cache_environment(caches, parts.target), args)
     if moe_alias and env[TUNED_CONFIG_FOLDER].value != str(moe_alias.folder):
         moe_alias = None  # the user has a folder of their own
     return Plan(
@@ -218,6 +233,7 @@ def make_plan(parts: Ingredients) -> Plan:
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),
         moe_alias=moe_alias,
         topology=topology,
+        caches=caches,
     )
 
 
@@ -270,7 +286,14 @@ def _server_flags(parts: Ingredients, served: tuple[str, ...]) -> Choices:
     }
 
 
-def _environment(parts: Ingredients, moe_alias: Alias | None, risks: Risks) -> Choices:
+def _environment(
+    parts: Ingredients,
+    moe_alias: Alias | None,
+    risks: Risks,
+    cache: Path,
+    compiled: Choices,
+    args: Mapping[str, Choice],
+) -> Choices:
     """Variables for vLLM: a user's own value wins over recipe, known risk and target."""
     quiet = "no usage statistics leave this machine"
     env: Choices = {
@@ -284,6 +307,7 @@ def _environment(parts: Ingredients, moe_alias: Alias | None, risks: Risks) -> C
         env[TUNED_CONFIG_FOLDER] = Choice(str(moe_alias.folder), "nibble's default", moe_alias.reason)
     if parts.loaded.settings.debug:
         env["VLLM_LOGGING_LEVEL"] = Choice("DEBUG", str(parts.loaded.origins["debug"]), "verbose logs")
+    env |= compiled | fast_start_environment(parts.target, args)
     for name, default in parts.target.env.items():
         env[name] = Choice(
             default.value, f"target {parts.target.name}", f"{default.reason} ({default.evidence})"
@@ -298,9 +322,11 @@ def _environment(parts: Ingredients, moe_alias: Alias | None, risks: Risks) -> C
         name: Choice(value, str(parts.loaded.settings.config))
         for name, value in parts.loaded.file_env.items()
     }
+    in_image = "NIBBLE_IMAGE" in parts.accepted.environ
     for name in env:
-        if name in parts.accepted.environ:
-            env[name] = Choice(parts.accepted.environ[name], f"environment {name}")
+        given = parts.accepted.environ.get(name)
+        if given is not None and not is_the_images(name, given, cache, in_image):
+            env[name] = Choice(given, f"environment {name}")
     return env
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from nibble.api_key import KeyDecision, resolve_api_key
 from nibble.breaker import Breaker, Verdict, plan_key
+from nibble.cache_entries import Use
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
 from nibble.control import ControlServer
@@ -87,14 +88,17 @@ def _run(plan: Plan, environ: dict[str, str], key: KeyDecision, breaker: Breaker
     """vLLM, watched; how it ends goes on record."""
     survive_memory_pressure()
     ended_with: NibbleError | None = None
+    compiled = Use(plan.caches, say)
+    compiled.open()
     breaker.begin()
     try:
-        return launch(plan, environ, key, plan.memory_limits, breaker.clear)
+        return launch(plan, environ, key, plan.memory_limits, breaker.clear, compiled.record)
     except NibbleError as error:
         ended_with = error
         raise
     finally:
         breaker.end(ended_with)
+        compiled.close()
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:

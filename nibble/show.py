@@ -40,7 +40,7 @@ VERSIONED = (
 
 def show_plan(plan: Plan) -> None:
     """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact command."""
-    console = _wide_console()
+    console = wide_console()
     for title, choices in (
         ("nibble", plan.choices),
         ("vLLM flags", plan.args),
@@ -168,12 +168,20 @@ def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(row["id"], *(row["status"][name] for name in TARGET_NAMES[:4]))
-    _wide_console().print(table)
+    wide_console().print(table)
 
 
-def _wide_console() -> Console:
+def wide_console() -> Console:
     """As wide as the terminal; wide enough for tables where the output goes to a file or a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def plain_table(*headings: str) -> Table:
+    """A table without lines whose first column stays whole."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold", no_wrap=heading == headings[0])
+    return table
 
 
 def recipe_data(model: str) -> dict[str, Any]:
@@ -233,7 +241,7 @@ def show_report(report: Any) -> None:
 
 def show_patches(tree: Any, lines: Sequence[Any]) -> None:
     """The two tables of docs/patches.md for one tree."""
-    console = _wide_console()
+    console = wide_console()
     colours = {"applied": "green", "needed": "red", "failed": "red", "unmended": "yellow"}
     for title, live in (("what the seeds patched", False), ("what is wrong in vLLM 0.32.0", True)):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

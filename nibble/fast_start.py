@@ -1,0 +1,79 @@
+"""What a start need not do: measure memory again, capture graphs nobody replays, tune kernels the plan does not use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nibble.budget import is_shared
+from nibble.checkpoint import Checkpoint
+from nibble.precedence import Choice, Choices, Ingredients
+from nibble.targets import Target
+
+SOURCE = "nibble's default"
+CAPTURE = "--cudagraph-capture-sizes"
+AUTOTUNE = "--enable-flashinfer-autotune"
+SPECULATIVE = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
+_SIZES = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_mode"})
+
+
+def fast_start_flags(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
+    """Flags that leave out work of the start; whatever anybody set stays."""
+    if parts.target.device != "cuda" or _is_true(args, "--enforce-eager"):
+        return {}
+    return _capture_sizes(args) | _autotune(parts.target, parts.checkpoint, args)
+
+
+def fast_start_environment(target: Target, args: Mapping[str, Choice]) -> Choices:
+    """The startup plan: vLLM keeps the KV cache size it measured, and the next start of the same configuration on the same
+    GPU with as much free memory takes it (vllm 0.32 v1/worker/startup_plan.py). Only where vLLM measures at all.
+    """
+    if target.device != "cuda" or is_shared(target) or "--kv-cache-memory-bytes" in args:
+        return {}
+    reason = (
+        "the next start takes the KV cache size measured by this one and captures no graphs to measure them"
+    )
+    return {"VLLM_ENABLE_STARTUP_PLAN": Choice("1", SOURCE, reason)}
+
+
+def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
+    """vLLM's own grid (vllm 0.32 config/vllm.py:2472) up to MAX_NUM_SEQS, where vLLM goes to twice as many.
+
+    With speculative decoding a decode step has several tokens a sequence, and vLLM covers those sizes only by itself.
+    """
+    asked = args.get("--max-num-seqs")
+    nested = args["--compilation-config"].value if "--compilation-config" in args else {}
+    is_set = CAPTURE in args or "--max-cudagraph-capture-size" in args or "--performance-mode" in args
+    if asked is None or is_set or any(name in args for name in SPECULATIVE):
+        return {}
+    if isinstance(nested, Mapping) and _SIZES & set(nested):
+        return {}
+    most = int(asked.value)
+    if most >= 256:  # vLLM's ceiling of 512 (1024 on SM100) leaves little to trim there
+        return {}
+    sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most} & set(range(1, most + 1)))
+    reason = f"a decode step has at most MAX_NUM_SEQS={most} tokens; vLLM would capture up to {2 * most}"
+    return {CAPTURE: Choice(sizes, SOURCE, reason)}
+
+
+def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
+    """Off where nothing FlashInfer tunes is used: NVFP4 on a GPU without FP4 arithmetic runs on Marlin or Humming."""
+    if AUTOTUNE in args or "--kernel-config" in args or "--use-replayssm" in args:
+        return {}
+    if checkpoint is None or not checkpoint.scheme.is_nvfp4 or target.features.has_fp4_mma:
+        return {}
+    backends = (
+        args[name].value
+        for name in ("--moe-backend", "--linear-backend", "--attention-backend")
+        if name in args
+    )
+    is_mixed = checkpoint.scheme.vllm_quantization == "modelopt_mixed"
+    if is_mixed or any("flashinfer" in str(backend).lower() for backend in backends):
+        return {}
+    reason = (
+        f"no kernel that FlashInfer tunes runs here: NVFP4 on {target.name} is weight-only (Marlin, Humming)"
+    )
+    return {AUTOTUNE: Choice(False, SOURCE, reason)}
+
+
+def _is_true(args: Mapping[str, Choice], name: str) -> bool:
+    return name in args and args[name].value is True
