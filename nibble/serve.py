@@ -27,6 +27,7 @@ from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import cache_dir, root
 from nibble.plan import Plan
+from nibble.prebuild import prebuilding
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
 from nibble.processes import stop_signals, survive_memory_pressure
 from nibble.pull import OnProgress, Progress, as_lines, pull
@@ -92,7 +93,10 @@ def _run(plan: Plan, environ: dict[str, str], key: KeyDecision, breaker: Breaker
     compiled.open()
     breaker.begin()
     try:
-        return launch(plan, environ, key, plan.memory_limits, breaker.clear, compiled.record)
+        with prebuilding(plan, plan.vllm_environ(environ)) as compiles:
+            if compiles:
+                say("compiling FlashInfer's sampling kernels beside the load, for this and every later start")
+            return launch(plan, environ, key, plan.memory_limits, breaker.clear, compiled.record)
     except NibbleError as error:
         ended_with = error
         raise
