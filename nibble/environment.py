@@ -31,6 +31,8 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
+    "NIBBLE_PROOF": "supervisor to vLLM's workers: the folder of their reports of what ran",
+    "NIBBLE_DETACHED": "`nibble serve --detach` to the server it starts: keep a record and rotate the log",
 }
 
 # A Service called "nibble" makes Kubernetes set these in every pod of the namespace (enableServiceLinks).

@@ -27,6 +27,7 @@ from nibble.memory_plan import show_gib
 from nibble.phases import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
 from nibble.processes import Activity, activity, once_a_second, signal_name, stop_signals
 from nibble.progress import Display, StallWatch, stderr_is_terminal
+from nibble.proof import Proof
 from nibble.readiness import (
     Api,
     answer_one_token,
@@ -35,6 +36,7 @@ from nibble.readiness import (
     reachable_host,
     requests_in_flight,
 )
+from nibble.start_times import StartTimes, left_s
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -57,17 +59,18 @@ def serve(
     limit: Limits = UNWATCHED,
     on_success: Callable[[], None] = lambda: None,
     on_ready: Callable[[], None] = lambda: None,
+    start_times: StartTimes | None = None,
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
     0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with requests running. Raises
     NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
-    and a first request gone wrong (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once it is ready,
-    `on_success` when it has been for SUCCESS_S.
+    and an unexpected kernel or a wrong answer (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once
+    it is ready, `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
-        supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready)
+        supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready, start_times)
         try:
             return int(supervisor.run())
         finally:
@@ -86,10 +89,12 @@ class Supervisor:
         limit: Limits,
         on_success: Callable[[], None],
         on_ready: Callable[[], None],
+        start_times: StartTimes | None,
     ) -> None:
         settings = plan.settings
         self._plan, self._key, self._events = plan, key, events
         self._on_success, self._on_ready = on_success, on_ready
+        self._start_times = start_times or StartTimes(None)
         self._started = self._phase_since = time.monotonic()
         self._since = datetime.now(UTC)
         self._update = PhaseUpdate("start")
@@ -105,9 +110,9 @@ class Supervisor:
         self._admission = Admission(self._folder / "gate")
         tls = "--ssl-certfile" in plan.args
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
-        child = child_environ(
-            plan.vllm_environ(environ), self._admission.path, self._api.internal_token, key.key
-        )
+        self._proof = Proof(plan, self._folder / "proof", self._api)
+        base = plan.vllm_environ(environ) | self._proof.environ()
+        child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         self._engine = Engine(
             plan.argv(), child, events
         )  # last: whatever fails above leaves no process behind
@@ -151,6 +156,9 @@ class Supervisor:
             "seconds_since_start": round(now - self._started, 1),
             "last_sign_of_life_age_s": round(self._engine.silence(), 1),
             "history": list(self._history),
+            "last_start_s": self._start_times.last,
+            "eta_s": left_s(self._start_times.last, self._update.phase, now - self._phase_since),
+            **self._proof.to_json(),
             "facts": dict(self._phases.facts),
             "memory": self._governor.to_json(),
             "url": f"{self._api.url}/v1",
@@ -203,6 +211,7 @@ class Supervisor:
         with self._lock:
             self._show(PhaseUpdate("ready"))
         self._display.stop()
+        self._start_times.keep(self._history)
         seconds = time.monotonic() - self._started
         generates = self._generates is not False
         names, facts = self._plan.served_names, self._phases.facts
@@ -239,13 +248,17 @@ class Supervisor:
             waited += _POLL_S
 
     def _is_answering(self) -> bool:
-        names = self._plan.served_names
+        """Whether it does, and as it should; the one who asks that is the first to be answered."""
+        names, generates = self._plan.served_names, self._generates is not False
         if not lists_models(self._api, names):
             return False
-        if self._generates is False:
-            return True
         try:
-            answer_one_token(self._api, names[0], required=bool(self._generates))
+            if generates:
+                answer_one_token(self._api, names[0], required=bool(self._generates))
+            with self._lock:
+                self._phases.phase = "canary"
+                self._show(PhaseUpdate("canary"))
+            self._proof.run(names, generates, self._display.say)
         except OSError:  # vLLM went away: its end comes as an event of its own
             return False
         return True

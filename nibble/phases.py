@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-Phase = Literal["start", "download", "load", "compile", "autotune", "capture", "warm-up", "ready"]
+Phase = Literal["start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready"]
 PHASES: tuple[Phase, ...] = (
     "start",
     "download",
@@ -20,6 +20,7 @@ PHASES: tuple[Phase, ...] = (
     "autotune",
     "capture",
     "warm-up",
+    "canary",
     "ready",
 )
 

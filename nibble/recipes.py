@@ -44,6 +44,10 @@ SECTION_KEYS: Mapping[str, tuple[type, ...]] = {
     "args": (dict,),
     "env": (dict,),
     "expected": (dict,),
+    "min_acceptance": (
+        int,
+        float,
+    ),  # share of drafted tokens that has to be accepted before the server is ready
     "remove": (list,),  # inherited flags or variables to drop
     "variants": (list,),
 }
@@ -88,6 +92,7 @@ class Section:
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     expected: Mapping[str, str] = field(default_factory=dict)
+    min_acceptance: float | None = None
     remove: tuple[str, ...] = ()
     variants: tuple[Section, ...] = ()
 
@@ -134,6 +139,7 @@ class ResolvedRecipe:
     expected: Mapping[str, str]
     origins: Mapping[str, str]
     notes: tuple[str, ...]
+    min_acceptance: float | None = None
 
 
 def list_recipes(root: Path) -> list[str]:
@@ -333,7 +339,7 @@ def _merged(
     env: dict[str, str] = {}
     expected: dict[str, str] = {}
     origins: dict[str, str] = {}
-    evidence, gpus = "", None
+    evidence, gpus, acceptance = "", None, None
     for origin, layer in layers:
         for name in layer.remove:
             args = {flag: value for flag, value in args.items() if flag != canonical(name)}
@@ -343,10 +349,22 @@ def _merged(
         expected |= layer.expected
         origins |= dict.fromkeys([*map(canonical, layer.args), *layer.env], origin)
         evidence, gpus = layer.evidence or evidence, layer.gpus if layer.gpus is not None else gpus
+        acceptance = layer.min_acceptance if layer.min_acceptance is not None else acceptance
     found = status or next((layer.status for _, layer in reversed(layers) if layer.status), "unknown")
     kept = {name: origin for name, origin in origins.items() if name in args or name in env}
     return ResolvedRecipe(
-        recipe.id, target, found, evidence, recipe.revision, gpus, args, env, expected, kept, tuple(notes)
+        recipe.id,
+        target,
+        found,
+        evidence,
+        recipe.revision,
+        gpus,
+        args,
+        env,
+        expected,
+        kept,
+        tuple(notes),
+        acceptance,
     )
 
 

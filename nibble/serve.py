@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.api_key import KeyDecision, resolve_api_key
+from nibble.background import VARIABLE, Place, detach, registered
 from nibble.breaker import Breaker, Verdict, plan_key
 from nibble.cache_entries import Use
 from nibble.checkpoint import Checkpoint, read_checkpoint
@@ -32,12 +33,57 @@ from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
 from nibble.processes import stop_signals, survive_memory_pressure
 from nibble.pull import OnProgress, Progress, as_lines, pull
 from nibble.recipes import load_recipe
-from nibble.settings import Settings
+from nibble.settings import Settings, default_of
+from nibble.start_times import StartTimes
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
-    """Serve until told to stop; the exit code of the whole."""
-    asked = read_wishes(words, environ, ("--json",))
+    """Serve until told to stop, or start a server in the background; the exit code of the whole."""
+    asked = read_wishes(words, environ, ("--json", "--detach"))
+    settings = asked.settings
+    place = _place(asked)
+    if "--detach" in asked.command.rest:
+        return _detach(place, words, environ, "--json" in asked.command.rest)
+    if VARIABLE not in environ:
+        return _serve(asked, lambda: None)
+    code = int(ExitCode.INTERNAL)
+    with registered(place, str(settings.model), settings.control_port, settings.drain_seconds) as note_end:
+        try:
+            code = _serve(asked, place.log.keep_rotating)
+        except NibbleError as error:
+            code = int(error.code)
+            raise
+        finally:
+            note_end(code)
+    return code
+
+
+def background_place(port: int | None, environ: dict[str, str]) -> Place:
+    """Where the server of a port (None: PORT, else 8000) keeps its record and log."""
+    return _place(read_wishes([] if port is None else ["--port", str(port)], environ))
+
+
+def _place(asked: Asked) -> Place:
+    return Place(asked.settings.cache_dir or cache_dir(asked.accepted.environ), asked.settings.port)
+
+
+def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json: bool) -> int:
+    for_vllm = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[:for_vllm] if word not in ("--detach", "--json")]
+    record = detach(place, [*kept, *words[for_vllm:]], environ)
+    if as_json:
+        status = f"http://127.0.0.1:{record.control_port}/status"
+        print(
+            json.dumps({"pid": record.pid, "port": record.port, "status": status, "log": str(place.log.path)})
+        )
+    port = f" --port {record.port}" if record.port != default_of("port") else ""
+    say(
+        f"pid {record.pid} in the background; follow it with `nibble logs -f{port}`, end it with `nibble stop{port}`"
+    )
+    return ExitCode.OK
+
+
+def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     accepted = dict(asked.accepted.environ)
     plan = _checked(_on_disk(plan_for(asked), asked), accepted)
     settings = plan.settings
@@ -58,7 +104,8 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
         if not _hold(plan, verdict):
             return ExitCode.OK
         plan = _checked(_on_disk(plan_for(asked), asked), accepted)  # what is free has changed meanwhile
-    return _run(plan, accepted, key, breaker)
+    times = StartTimes(cache / "start-times" / f"{plan_key(plan)}.json")
+    return _run(plan, accepted, key, breaker, times, on_ready)
 
 
 def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
@@ -85,18 +132,30 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
     return waited
 
 
-def _run(plan: Plan, environ: dict[str, str], key: KeyDecision, breaker: Breaker) -> int:
+def _run(
+    plan: Plan,
+    environ: dict[str, str],
+    key: KeyDecision,
+    breaker: Breaker,
+    times: StartTimes,
+    on_ready: Callable[[], None],
+) -> int:
     """vLLM, watched; how it ends goes on record."""
     survive_memory_pressure()
     ended_with: NibbleError | None = None
     compiled = Use(plan.caches, say)
     compiled.open()
+
+    def ready() -> None:
+        on_ready()
+        compiled.record()
+
     breaker.begin()
     try:
         with prebuilding(plan, plan.vllm_environ(environ)) as compiles:
             if compiles:
                 say("compiling FlashInfer's sampling kernels beside the load, for this and every later start")
-            return launch(plan, environ, key, plan.memory_limits, breaker.clear, compiled.record)
+            return launch(plan, environ, key, plan.memory_limits, breaker.clear, ready, times)
     except NibbleError as error:
         ended_with = error
         raise

@@ -134,6 +134,12 @@ class Settings(BaseSettings):
         "What the scale of CloverLM's NVFP4 activations is made for: each `token`, the batch (`batch`, as its authors have it) or"
         " the batch's power of two (`batch-pow2`).", "NIBBLE_ACT_SCALE_MODE", flag="--act-scale-mode",
         expected="token, batch-pow2 or batch")
+    kernel_assertion: Literal["strict", "warn"] = _option("strict", "Engine",
+        "What a start does whose kernels are not those planned: end (`strict`, exit 8) or `warn`.", "NIBBLE_KERNEL_ASSERTION",
+        flag="--kernel-assertion", expected="strict or warn")
+    canary: Literal["strict", "warn", "off"] = _option("strict", "Engine",
+        "What a start does whose layers or answers are wrong: end (`strict`, exit 8) or `warn`; `off` asks nothing.",
+        "NIBBLE_CANARY", flag="--canary", expected="strict, warn or off")
     debug: bool = _option(False, "Engine", "Eager mode, no CUDA graphs, verbose logs.", "NIBBLE_DEBUG", flag="--debug",
         expected="1 or 0")
     cute_wo_split: int = _option(1, "Engine", "K-split of the CuTe output projection; only 1 exists until that kernel does.",

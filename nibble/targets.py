@@ -94,6 +94,9 @@ class Target:
     args: Mapping[str, Default]
     env: Mapping[str, Default]
     known_bad: tuple[KnownBad, ...]
+    expected: Mapping[
+        str, tuple[str, ...]
+    ]  # part of what runs -> names of which one has to be it (assertion.py)
     image: Mapping[str, str]
 
     def gpu_model(self, name: str) -> GpuModel | None:
@@ -130,6 +133,7 @@ def parse_target(path: Path) -> Target:
         args={"--" + name: Default(**entry) for name, entry in data.get("args", {}).items()},
         env={name: Default(**entry) for name, entry in data.get("env", {}).items()},
         known_bad=tuple(KnownBad(**entry) for entry in data.get("known_bad", ())),
+        expected={part: tuple(names) for part, names in data.get("expected", {}).items()},
         image=data["image"],
     )
 

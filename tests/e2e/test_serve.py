@@ -71,7 +71,7 @@ class TestOneServer:
         assert status is not None
         history = [entry["phase"] for entry in status["history"]]
         phases = [phase for phase in history if phase != "autotune"]  # a GPU has that too
-        assert phases == ["start", "load", "warm-up", "ready"]
+        assert phases == ["start", "load", "warm-up", "canary", "ready"]
         times = [entry["at_s"] for entry in status["history"]]
         assert times == sorted(times)
         assert status["facts"]["kv_cache_tokens"] > 0

@@ -93,6 +93,8 @@ class Run:
             control_port=ports[1],
             drain_seconds=drain_s,
             stall_seconds=stall_s,
+            kernel_assertion="warn",
+            canary="off",
         )
         plan: Any = SimpleNamespace(
             settings=settings,

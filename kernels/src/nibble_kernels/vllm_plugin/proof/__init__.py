@@ -1,0 +1,72 @@
+"""What each worker proves about itself before it serves: which kernels it took, and that they compute what they should.
+
+A vLLM plugin of its own (entry point `nibble_proof`). It does something only where NIBBLE_PROOF names a folder, as nibble's
+supervisor has it: once a worker is warm, the folder has its report, `worker-PID.json`. Nothing here ends a worker; whoever reads
+the reports judges them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FOLDER", "make_report", "register"]
+
+FOLDER = "NIBBLE_PROOF"
+
+
+@functools.cache
+def register() -> None:
+    """Follow weight loading and the end of the warm-up in this process."""
+    if not os.environ.get(FOLDER):
+        return
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from nibble_kernels.vllm_plugin.proof.probes import PROBES
+
+    name = "process_weights_after_loading"  # which that module imports for itself
+    process = getattr(base_loader, name)
+
+    def remember_and_process(model: Any, model_config: Any, target_device: Any) -> None:
+        PROBES.remember(model)
+        process(model, model_config, target_device)
+
+    def warm_up_and_report(wrapper: WorkerWrapperBase) -> Any:
+        times = wrapper.worker.compile_or_warm_up_model()
+        write_report(wrapper.worker, Path(os.environ[FOLDER]))
+        PROBES.forget()
+        return times
+
+    # vllm 0.32 base_loader.py:109 is the moment when weights are as the checkpoint has them. Executors call the wrapper's
+    # methods, which hands on those it does not have itself (worker_base.py:352).
+    setattr(base_loader, name, remember_and_process)
+    setattr(WorkerWrapperBase, "compile_or_warm_up_model", warm_up_and_report)  # noqa: B010
+
+
+def make_report(worker: Any) -> dict[str, Any]:
+    """What ran and what was compared, as plain data."""
+    from nibble_kernels.vllm_plugin.proof.checks import run_checks
+    from nibble_kernels.vllm_plugin.proof.ran import what_ran
+
+    began = time.monotonic()
+    report = {"ran": what_ran(worker), "checks": run_checks(worker)}
+    return {"rank": worker.rank, **report, "seconds": round(time.monotonic() - began, 3)}
+
+
+def write_report(worker: Any, folder: Path) -> None:
+    """worker-PID.json, all of it or nothing. A worker on another machine has no such folder; it says so and goes on."""
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")
+    if not folder.is_dir():
+        logger.warning("no report of what ran: %s is not on this machine", folder)
+        return
+    text = json.dumps(make_report(worker))
+    scratch = folder / f".worker-{os.getpid()}"
+    scratch.write_text(text)
+    scratch.replace(folder / f"worker-{os.getpid()}.json")

@@ -1,0 +1,63 @@
+"""Does the server compute and answer as it should? Asked once it answers, before anybody else is let in.
+
+Five mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py), `references` (log-probs
+of fixed prompts as recorded for this model), `consistency` (what it generates, scored again in one piece), `drafts` (speculative
+decoding) and, where nothing is recorded, `coherence`. docs/canary.md says which faults each of them finds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from nibble.canary.asking import Asker
+from nibble.canary.coherence import check_coherence
+from nibble.canary.consistency import check_consistency
+from nibble.canary.drafts import check_drafts
+from nibble.canary.finding import Finding, NotCompared
+from nibble.canary.layers import check_layers
+from nibble.canary.references import References, check_references
+
+__all__ = ["BUDGET_S", "Finding", "run_canary"]
+
+BUDGET_S = 10.0
+
+
+def run_canary(
+    asker: Asker | None,
+    reports: Iterable[Mapping[str, Any]],
+    references: References | None = None,
+    *,
+    tools: bool = False,
+    drafts: bool = False,
+    floor: float | None = None,
+) -> list[Finding]:
+    """Every mechanism that applies. `reports` are the workers'; `floor` is the share of drafts that has to be accepted.
+
+    Without an `asker`, as for a model that generates nothing, the layers alone.
+    """
+    layers = _timed("layers", lambda: check_layers(reports))
+    if asker is None:
+        return [layers]
+    work: dict[str, Callable[[], Finding]] = {}
+    if drafts:  # first: it reads counters that other requests move
+        work["drafts"] = lambda: check_drafts(asker, floor)
+    work["consistency"] = lambda: check_consistency(asker)
+    if references is not None:
+        work["references"] = lambda: check_references(asker, references)
+    else:
+        work["coherence"] = lambda: check_coherence(asker, tools)
+    first = [layers, *([_timed("drafts", work.pop("drafts"))] if drafts else [])]
+    with ThreadPoolExecutor(len(work)) as pool:
+        return first + list(pool.map(lambda item: _timed(*item), work.items()))
+
+
+def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:
+    began = time.monotonic()
+    try:
+        found = check()
+    except NotCompared as why:
+        found = Finding(mechanism, "not compared", str(why))
+    return found.taking(time.monotonic() - began)

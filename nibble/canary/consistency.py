@@ -1,0 +1,66 @@
+"""What the model generates token by token, scored again as one prompt: decode and prefill have to agree, and greedy to be best.
+
+Needs nothing known about the model. Sampling with top_k=1 has to choose what greedy decoding chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nibble.canary.asking import Answer, Asker
+from nibble.canary.finding import Finding
+
+PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The quick brown"
+TOKENS = 24
+# Mean |difference| of log-probs in nats. Decode and prefill kernels round differently: 0.02 was seen on the CPU in BF16.
+MEAN_LIMIT = 0.25
+NEAR_TIE = 0.3  # nats between the best two tokens, below which either may come out
+
+
+def check_consistency(asker: Asker) -> Finding:
+    """Greedy tokens against the best ones, against sampling with top_k=1, and their log-probs against a second scoring."""
+    answer = asker.answer(PROMPT, TOKENS, ignore_eos=True)
+    problem = not_greedy(answer) or _differs_when_sampled(asker, answer)
+    if problem:
+        return Finding("consistency", "failed", problem)
+    mean = mean_difference(
+        answer.logprobs, asker.score([*answer.prompt_ids, *answer.ids])[-len(answer.ids) :]
+    )
+    detail = f"{len(answer.ids)} generated tokens scored again differ by {mean:.3f} nats on average"
+    if not mean <= MEAN_LIMIT:  # NaN is not
+        return Finding("consistency", "failed", f"{detail}, at most {MEAN_LIMIT} is rounding")
+    return Finding("consistency", "passed", detail)
+
+
+def not_greedy(answer: Answer) -> str:
+    """Why an answer with temperature 0 is none of the likeliest tokens; empty where it is."""
+    for place, (own, best) in enumerate(zip(answer.logprobs, answer.best, strict=True)):
+        if math.isnan(own) or math.isnan(best):
+            return f"token {place} has no log-prob: the logits are not finite"
+        if best - own > NEAR_TIE:
+            return f"temperature 0 chose a token of log-prob {own:.2f} where another has {best:.2f}: the sampler is wrong"
+    return ""
+
+
+def _differs_when_sampled(asker: Asker, greedy: Answer) -> str:
+    sampled = asker.answer(greedy.prompt_ids, TOKENS, ignore_eos=True, temperature=1, top_k=1, seed=7)
+    place = first_difference(sampled.ids, greedy)
+    return (
+        ""
+        if place is None
+        else f"sampling with top_k=1 chose another token than greedy decoding at place {place}"
+    )
+
+
+def first_difference(ids: Sequence[int], greedy: Answer) -> int | None:
+    """Where other tokens begin; None where they do not, or begin at a near tie, after which texts may differ."""
+    for place, (one, other) in enumerate(zip(ids, greedy.ids, strict=False)):
+        if one != other:
+            return None if greedy.best[place] - greedy.runner_up[place] < NEAR_TIE else place
+    return None
+
+
+def mean_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Mean |difference| in nats; NaN where any is NaN."""
+    return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / max(1, len(expected))

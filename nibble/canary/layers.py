@@ -1,0 +1,37 @@
+"""The workers' comparisons of their layers with reference.py, judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nibble.canary.finding import Finding
+
+
+def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
+    """Failed where any layer of any worker is off; not compared where none could be."""
+    entries = [(report["rank"], entry) for report in reports for entry in report["checks"]]
+    wrong = [f"rank {rank}, {text}" for rank, entry in entries for text in entry["wrong_layers"]]
+    if wrong:
+        count = sum(entry["wrong"] for _, entry in entries)
+        return Finding(
+            "layers", "failed", f"{count} layer(s) do not compute what their weights say; {wrong[0]}"
+        )
+    compared = [entry for _, entry in entries if entry["compared"]]
+    left = sorted(
+        {
+            f"{entry['kind'].split()[0]} ({entry['not_compared'][0]})"
+            for _, entry in entries
+            if entry["not_compared"]
+        }
+    )
+    rest = f"; not compared: {', '.join(left)}" if left else ""
+    if not compared:
+        return Finding("layers", "not compared", f"no layer has a reference{rest}")
+    worst = max(float(entry["worst_error"]) for entry in compared)
+    layers = sum(entry["compared"] for entry in compared)
+    return Finding(
+        "layers",
+        "passed",
+        f"{layers} layers of {len(compared)} kinds, at most {worst:.2g} from reference.py{rest}",
+    )

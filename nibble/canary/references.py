@@ -1,0 +1,132 @@
+"""Recorded answers and log-probs of a model to fixed prompts: `canary.json` in a model's folder, or beside its recipe.
+
+models/record_canary.py writes such a file from a server that is known to be right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nibble.canary.asking import Answer, Asker
+from nibble.canary.consistency import first_difference, mean_difference, not_greedy
+from nibble.canary.finding import Finding
+from nibble.errors import ExitCode, NibbleError
+
+FILE = "canary.json"
+# Nats, mean over a case's tokens. Recorded and running server may be of different hardware.
+MEAN_LIMIT = 0.15
+AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt (text or conversation), its tokens, the greedy answer, and the log-probs of all tokens but the first."""
+
+    prompt: str | list[dict[str, str]]
+    prompt_ids: tuple[int, ...]
+    answer: str
+    answer_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class References:
+    """The cases of a file; `mean_limit` where the file says more or less than MEAN_LIMIT."""
+
+    cases: tuple[Case, ...]
+    where: str
+    mean_limit: float = MEAN_LIMIT
+
+
+def read_references(path: Path) -> References | None:
+    """None where there is no such file. Raises MODEL for one that cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        cases = tuple(
+            Case(
+                case["prompt"],
+                tuple(case["prompt_ids"]),
+                case["answer"],
+                tuple(case["answer_ids"]),
+                tuple(case["logprobs"]),
+            )
+            for case in data["cases"]
+        )
+        if any(len(case.logprobs) != len(case.prompt_ids) + len(case.answer_ids) - 1 for case in cases):
+            raise ValueError("a case has more or fewer log-probs than tokens")
+        return References(cases, str(path), float(data.get("mean_limit", MEAN_LIMIT))) if cases else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{path} cannot be read: {type(error).__name__} {error}"
+        raise NibbleError(
+            ExitCode.MODEL, what, "what models/record_canary.py writes", "record it again or remove it"
+        ) from None
+
+
+def write_references(path: Path, cases: list[Case], about: Mapping[str, Any]) -> None:
+    """One case a line, log-probs with three digits."""
+    lines = [
+        json.dumps(
+            {
+                "prompt": case.prompt, "prompt_ids": case.prompt_ids, "answer": case.answer, "answer_ids": case.answer_ids,
+                "logprobs": [round(value, 3) for value in case.logprobs],
+            },
+            ensure_ascii=False,
+        )
+        for case in cases
+    ]  # fmt: skip
+    head = json.dumps(about)[1:-1]
+    path.write_text(f'{{{head}, "cases": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def record(asker: Asker, prompt: str | list[dict[str, str]], tokens: int) -> Case:
+    """What the server answers now."""
+    answer = asker.answer(prompt, tokens)
+    logprobs = asker.score([*answer.prompt_ids, *answer.ids])
+    return Case(prompt, answer.prompt_ids, answer.text, answer.ids, tuple(logprobs))
+
+
+def check_references(asker: Asker, references: References) -> Finding:
+    """All cases at once: tokens of the prompt, greedy answer, and log-probs of both."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(lambda case: _check(asker, case, references.mean_limit), references.cases))
+    problems = [problem for problem, _ in found if problem]
+    if problems:
+        return Finding("references", "failed", f"{len(problems)} of {len(found)} prompts: {problems[0]}")
+    worst = max(mean for _, mean in found)
+    return Finding(
+        "references",
+        "passed",
+        f"{len(found)} prompts of {references.where}, at most {worst:.3f} nats off on average",
+    )
+
+
+def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
+    """(what is wrong or "", mean difference in nats)."""
+    asked = repr(case.prompt if isinstance(case.prompt, str) else case.prompt[-1]["content"])[:60]
+    now = asker.answer(case.prompt, len(case.answer_ids))
+    if now.prompt_ids != case.prompt_ids:
+        return f"{asked} became other tokens than recorded: another chat template or tokenizer", 0.0
+    mean = mean_difference(asker.score([*case.prompt_ids, *case.answer_ids]), case.logprobs)
+    if not mean <= limit:
+        return (
+            f"the log-probs of {asked} and its answer are off by {mean:.3f} nats on average, at most {limit} is rounding",
+            mean,
+        )
+    return _wrong_answer(asked, case, now), mean
+
+
+def _wrong_answer(asked: str, case: Case, now: Answer) -> str:
+    if problem := not_greedy(now):
+        return f"{asked}: {problem}"
+    if first_difference(case.answer_ids, now) is not None:
+        return f"{asked} was answered {now.text!r}, recorded is {case.answer!r}"
+    if now.ids == case.answer_ids and now.text != case.answer:
+        return f"the recorded tokens of {asked} became {now.text!r}, recorded is {case.answer!r}: another tokenizer"
+    return ""

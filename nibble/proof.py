@@ -1,0 +1,170 @@
+"""Between the first answer and ready: what ran is held against the plan, and the canary asked. The effects of both are here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nibble.assertion import STRICT_ACTION, Deviation, deviations, expectations
+from nibble.canary import BUDGET_S, Finding, run_canary
+from nibble.canary.asking import Asker
+from nibble.canary.references import FILE, References, read_references
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import root
+from nibble.readiness import Api
+from nibble.recipes import recipe_path
+
+if TYPE_CHECKING:
+    from nibble.plan import Plan
+
+PLUGIN = "nibble_proof"
+FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
+WARM_UP_S = 600.0  # log-probs are compiled at their first use
+# Flags under which a model's numbers are not those that were recorded, and the mean difference in nats that they are given.
+OTHER_NUMBERS = (
+    "--kv-cache-dtype",
+    "--quantization",
+    "--dtype",
+    "--additional-config",
+    "--hf-overrides",
+    "--speculative-config",
+)
+LOOSE_LIMIT = 0.6
+ACTION = "--linear-backend, --moe-backend and --attention-backend choose other kernels; NIBBLE_CANARY=warn serves all the same"
+
+
+class Proof:
+    """One start's proof. `run` is called once, in a thread; `to_json` at any time."""
+
+    def __init__(self, plan: Plan, folder: Path, api: Api) -> None:
+        self._plan, self._folder, self._api = plan, folder, api
+        self._ran: list[Any] = []
+        self._assertion: tuple[str, tuple[str, ...]] = ("pending", ())
+        self._canary: tuple[str, tuple[Finding, ...]] = ("pending", ())
+        folder.mkdir()
+
+    def environ(self) -> dict[str, str]:
+        """For vLLM's processes."""
+        return {FOLDER: str(self._folder)}
+
+    def to_json(self) -> dict[str, Any]:
+        """For /status: both verdicts, what ran, and each mechanism's finding."""
+        assertion, lines = self._assertion
+        canary, findings = self._canary
+        return {
+            "assertion": {"verdict": assertion, "deviations": list(lines), "ran": self._ran},
+            "canary": {"verdict": canary, "findings": [finding.to_json() for finding in findings]},
+        }
+
+    def run(self, names: tuple[str, ...], generates: bool, say: Callable[[str], None]) -> None:
+        """Raises CANARY for a kernel or an answer that is to end the start; OSError where vLLM went away."""
+        reports = read_reports(self._folder)
+        self._ran = [report["ran"] for report in reports]
+        self._assert_kernels(say)
+        if self._plan.settings.canary == "off":
+            self._canary = ("off", ())
+        elif is_dummy(self._plan):
+            self._canary = ("no weights to ask", ())
+        else:
+            self._ask(reports, names, generates, say)
+
+    def _assert_kernels(self, say: Callable[[str], None]) -> None:
+        if not self._ran:
+            self._assertion = ("unknown", ())
+            installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
+            self._tell(_silence(), self._plan.settings.kernel_assertion if installed else "warn", say)
+            return
+        found = deviations(expectations(self._plan), self._ran)
+        self._assertion = ("failed" if found else "passed", tuple(one.line() for one in found))
+        for one in found:
+            self._tell(_unexpected(one), self._plan.settings.kernel_assertion, say)
+
+    def _ask(
+        self,
+        reports: list[Mapping[str, Any]],
+        names: tuple[str, ...],
+        generates: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._canary = ("running", ())
+        findings = self._findings(reports, names, generates)
+        failed = [finding for finding in findings if finding.verdict == "failed"]
+        self._canary = ("failed" if failed else "passed", tuple(findings))
+        for finding in failed:
+            error = NibbleError(
+                ExitCode.CANARY, f"the canary failed: {finding.mechanism}: {finding.detail}", "", ACTION
+            )
+            self._tell(error, self._plan.settings.canary, say)
+        for finding in findings:
+            if finding.warning or (finding.verdict == "not compared" and finding.mechanism != "layers"):
+                say(f"warning: canary: {finding.line()}")
+        took = sum(finding.seconds for finding in findings)
+        passed = [finding.mechanism for finding in findings if finding.verdict == "passed"]
+        say(
+            f"canary: {', '.join(passed) or 'nothing'} passed in {took:.1f} s"
+            if not failed
+            else "canary: failed, see above"
+        )
+
+    def _findings(
+        self, reports: list[Mapping[str, Any]], names: tuple[str, ...], generates: bool
+    ) -> list[Finding]:
+        plan = self._plan
+        if not generates:
+            return run_canary(None, reports)
+        Asker(self._api, names[0], WARM_UP_S).warm_up()
+        asker = Asker(self._api, names[0], BUDGET_S)
+        tools = "--tool-call-parser" in plan.args
+        drafts = "--speculative-config" in plan.args
+        floor = plan.recipe.min_acceptance if plan.recipe else None
+        return run_canary(asker, reports, references_of(plan), tools=tools, drafts=drafts, floor=floor)
+
+    @staticmethod
+    def _tell(error: NibbleError, how: str, say: Callable[[str], None]) -> None:
+        if how == "strict":
+            raise error
+        say(f"warning: {error.line()}")
+
+
+def is_dummy(plan: Plan) -> bool:
+    """Whether weights are made up, as for a benchmark."""
+    found = plan.args.get("--load-format")
+    return found is not None and found.value == "dummy"
+
+
+def read_reports(folder: Path) -> list[Mapping[str, Any]]:
+    """What this machine's workers wrote, by rank."""
+    found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
+    return sorted(found, key=lambda report: report["rank"])
+
+
+def references_of(plan: Plan) -> References | None:
+    """Beside the model's recipe, else in its folder."""
+    beside = recipe_path(str(plan.settings.model), root())
+    found = read_references(beside.with_suffix(f".{FILE}")) if beside else None
+    if found is None and plan.checkpoint is not None and plan.checkpoint.path is not None:
+        found = read_references(plan.checkpoint.path / FILE)
+    if found is not None and any(flag in plan.args for flag in OTHER_NUMBERS):
+        return replace(found, mean_limit=max(found.mean_limit, LOOSE_LIMIT))
+    return found
+
+
+def _unexpected(found: Deviation) -> NibbleError:
+    return found.error("--linear-backend, --moe-backend and --attention-backend ask for a kernel by name")
+
+
+def _silence() -> NibbleError:
+    """Nobody told what ran: an installation without the plugin, or one that leaves it out."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    action = "install the nibble-kernels of this nibble (`make setup` does, the image has it)"
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        action = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+    what = "no worker told which kernels run"
+    return NibbleError(
+        ExitCode.CANARY, what, f"a report of vLLM's plugin {PLUGIN}", f"{action}; {STRICT_ACTION}"
+    )
