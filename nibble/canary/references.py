@@ -1,4 +1,4 @@
-"""Recorded answers and log-probs of a model to fixed prompts: `canary.json` in a model's folder, or beside its recipe.
+"""Recorded answers and log-probs of a model to fixed prompts: `nibble-canary.json` in a model's folder, or beside its recipe.
 
 models/record_canary.py writes such a file from a server that is known to be right.
 """
@@ -17,7 +17,7 @@ from nibble.canary.consistency import first_difference, mean_difference, not_gre
 from nibble.canary.finding import Finding
 from nibble.errors import ExitCode, NibbleError
 
-FILE = "canary.json"
+FILE = "nibble-canary.json"
 # Nats, mean over a case's tokens. Recorded and running server may be of different hardware.
 MEAN_LIMIT = 0.15
 AT_ONCE = 8
