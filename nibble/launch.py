@@ -39,6 +39,7 @@ from nibble.readiness import (
 from nibble.start_times import StartTimes, left_s
 
 if TYPE_CHECKING:
+    from nibble.cluster.session import Watch
     from nibble.plan import Plan
 
 TEARDOWN_S = (
@@ -60,17 +61,19 @@ def serve(
     on_success: Callable[[], None] = lambda: None,
     on_ready: Callable[[], None] = lambda: None,
     start_times: StartTimes | None = None,
+    watch: Watch | None = None,
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
     0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with requests running. Raises
     NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
     and an unexpected kernel or a wrong answer (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once
-    it is ready, `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan.
+    it is ready, `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan. `watch` looks after
+    other machines, where there are any.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
-        supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready, start_times)
+        supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready, start_times, watch)
         try:
             return int(supervisor.run())
         finally:
@@ -90,10 +93,11 @@ class Supervisor:
         on_success: Callable[[], None],
         on_ready: Callable[[], None],
         start_times: StartTimes | None,
+        watch: Watch | None,
     ) -> None:
         settings = plan.settings
         self._plan, self._key, self._events = plan, key, events
-        self._on_success, self._on_ready = on_success, on_ready
+        self._on_success, self._on_ready, self._watch = on_success, on_ready, watch
         self._start_times = start_times or StartTimes(None)
         self._started = self._phase_since = time.monotonic()
         self._since = datetime.now(UTC)
@@ -129,6 +133,8 @@ class Supervisor:
         self._engine.run(self._probe)
         self._engine.run(self._governor.run)
         self._engine.run(self._watch_processes)
+        if (watch := self._watch) is not None:
+            self._engine.run(lambda: watch.run(self._on_lost_node, self._over))
         code = self._until_ready()
         return self._until_told() if code is None else code
 
@@ -365,6 +371,11 @@ class Supervisor:
                 return
             self._lost = ""  # vLLM goes on without it
 
+    def _on_lost_node(self, error: NibbleError) -> None:
+        """Requests in flight would wait without end: admission ends now, the engine with the error."""
+        self._admission.change("ready", "paused", "a node of the cluster is lost")
+        self._events.put(Failed(error))
+
     # --- memory ---
 
     def _on_memory(self, action: Action, why: str) -> None:
@@ -390,6 +401,8 @@ class Supervisor:
         with self._lock:  # two threads read, one for each stream
             self._errors.feed(line)
             self._drain_log.feed(line)
+            if self._watch is not None:
+                self._watch.feed(line)
             if self._admission.state == "starting" and (update := self._phases.feed(line)):
                 self._show(update)
 

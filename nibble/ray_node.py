@@ -19,34 +19,23 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from nibble.cluster.agent import Agent
+from nibble.cluster.head import head_handlers, lost_head, refuse, running
+from nibble.cluster.member import Member
+from nibble.cluster.network import is_here
+from nibble.cluster.node import Place, find_place, node_handlers
+from nibble.cluster.ports import GCS_PORT, NODE_PORTS, PORT_VARIABLES
+from nibble.cluster.roster import Roster
+from nibble.cluster.token import SECRETS, heads_token, members_token
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import cache_dir
+from nibble.hardware import detect
 from nibble.processes import become_subreaper, die_with_parent, family, kill_family, signal_name, stop_signals
 from nibble.progress import Display
 from nibble.settings import Settings
 
-TOKEN_FILE = "ray_auth_token"
-GCS_PORT = 6379
-# A firewall rule can name these. Ray would choose all but the first two at random (ray 2.60 scripts.py).
-NODE_PORTS: Mapping[str, int] = {
-    "--node-manager-port": 6380,
-    "--object-manager-port": 6381,
-    "--runtime-env-agent-port": 6382,
-    "--dashboard-agent-grpc-port": 6383,
-    "--dashboard-agent-listen-port": 6384,
-    "--metrics-export-port": 6385,
-    "--min-worker-port": 20000,
-    "--max-worker-port": 20999,
-}
-# No flag turns the client server off once grpcio is installed, so it gets its usual port (environment.md 3).
-CLIENT_PORT = 10001
-# Ports that have no flag: the head's monitor and what is left of a dashboard that is off (ray 2.60
-# autoscaler/_private/constants.py, dashboard/consts.py).
-PORT_VARIABLES: Mapping[str, int] = {"AUTOSCALER_METRIC_PORT": 6386, "DASHBOARD_METRIC_PORT": 6387}
 OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own default is 30 % of memory
 STOP_S = 10.0
 WATCH_S = 2.0
@@ -60,38 +49,52 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
 
     Raises CLUSTER (9) where Ray does not start; 10 when it dies later.
     """
-    address = node_address(settings, None)
-    path = _folder(settings, environ) / TOKEN_FILE
-    given = settings.ray_auth_token
-    token = given.get_secret_value() if given else head_token(path)
-    command = ray_command(head_flags(address, settings.num_gpus))
-    where = (
-        "the one that was given"
-        if given
-        else f"in {path}; copy that file to each worker (RAY_AUTH_TOKEN_FILE)"
-    )
+    if settings.head_ip and not is_here(settings.head_ip):
+        what = f"HEAD_IP {settings.head_ip} is no address of this machine"
+        action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
+        raise NibbleError(ExitCode.CLUSTER, what, "one head in a cluster", action)
+    token, where = heads_token(settings, environ)
+    place = find_place(settings, environ, None)
+    address = place.address
+    roster = Roster(secrets.token_hex(8))
     up = [
-        f"Ray head is up at {address}:{GCS_PORT}",
+        f"Ray head is up at {address}:{GCS_PORT} ({place.interface})",
         f"token: {where}",
         f"workers: HEAD_IP={address} ./entrypoint.sh ray-worker",
     ]
-    return _Node(command, node_environ(environ, token, address), "head", f"{address}:{GCS_PORT}", up).run()
+    agent = Agent(address, token, head_handlers(roster) | node_handlers(place), environ=environ)
+    member = Member(address, token, address, "ray-head", None, _gpus(settings, environ), environ, place.facts)
+    with running(agent), running(member):
+        command = ray_command(head_flags(address, settings.num_gpus))
+        return _Node(command, node_environ(place, token), "head", f"{address}:{GCS_PORT}", up).run()
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Join the cluster of HEAD_IP until told to stop (0).
+    """Join the cluster of HEAD_IP until told to stop (0); 10 when Ray dies or the head is lost.
 
-    Raises USAGE (2) where HEAD_IP or the token is missing.
+    Raises USAGE (2) where HEAD_IP or the token is missing, CLUSTER (9) where the head does not take this node.
     """
     if not settings.head_ip:
         what = "a Ray worker needs the head's address"
         raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
-    token = worker_token(settings, _folder(settings, environ) / TOKEN_FILE)
-    address, head = node_address(settings, settings.head_ip), f"{settings.head_ip}:{GCS_PORT}"
+    token = members_token(settings, environ, "a Ray worker")
+    place = find_place(settings, environ, settings.head_ip)
+    address, head = place.address, f"{settings.head_ip}:{GCS_PORT}"
     require_head(settings.head_ip)
-    command = ray_command(worker_flags(head, address, settings.num_gpus))
-    up = [f"Ray worker {address} has joined {head}"]
-    return _Node(command, node_environ(environ, token, address), "worker", head, up).run()
+    member = Member(
+        settings.head_ip, token, address, "ray-worker", None, _gpus(settings, environ), environ, place.facts
+    )
+    member.beat()
+    refuse(member)
+    agent = Agent(address, token, node_handlers(place), environ=environ)
+    with running(agent), running(member):
+        command = ray_command(worker_flags(head, address, settings.num_gpus))
+        up = [f"Ray worker {address} ({place.interface}) has joined {head}"]
+        return _Node(command, node_environ(place, token), "worker", head, up, lambda: lost_head(member)).run()
+
+
+def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
+    return len(detect(environ).gpus) if settings.num_gpus is None else settings.num_gpus
 
 
 # --- decisions ---
@@ -99,8 +102,7 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
 
 def head_flags(address: str, gpus: int | None) -> list[str]:
     """Words after `ray start` for a head."""
-    ports = [f"--port={GCS_PORT}", f"--ray-client-server-port={CLIENT_PORT}"]
-    return ["--head", *ports, "--include-dashboard=false", *_node_flags(address, gpus)]
+    return ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", *_node_flags(address, gpus)]
 
 
 def worker_flags(head: str, address: str, gpus: int | None) -> list[str]:
@@ -116,44 +118,20 @@ def _node_flags(address: str, gpus: int | None) -> list[str]:
 
 
 def ray_command(flags: Sequence[str]) -> list[str]:
-    """The command line of `ray start` in this interpreter."""
-    return [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *flags]
+    """The command line of `ray start` in this interpreter, without the client server."""
+    return [sys.executable, "-P", "-m", "nibble.cluster.ray_start", "start", *flags]
 
 
-def node_environ(environ: Mapping[str, str], token: str, address: str) -> dict[str, str]:
+def node_environ(place: Place, token: str) -> dict[str, str]:
     """The environment of Ray and of every process it starts:
 
-    with the cluster's token, without the API's key.
+    with the cluster's token and this node's network, without the API's key and the Hub's token.
     """
-    withheld = {"NIBBLE_API_KEY", "NIBBLE_API_KEY_FILE", "VLLM_API_KEY", "VLLM_API_KEY_FILE"}
-    withheld |= {"RAY_AUTH_TOKEN_FILE", "RAY_AUTH_TOKEN_PATH", "VLLM_EXTRA_ARGS"}
-    kept = {name: value for name, value in environ.items() if name not in withheld}
+    withheld = SECRETS | {"RAY_AUTH_TOKEN_FILE", "RAY_AUTH_TOKEN_PATH", "VLLM_EXTRA_ARGS"}
+    kept = {name: value for name, value in place.environ.items() if name not in withheld}
     added = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     ports = {name: str(port) for name, port in PORT_VARIABLES.items()}
-    return ports | kept | added | {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": address}
-
-
-def node_address(settings: Settings, head: str | None) -> str:
-    """Where the other nodes reach this one:
-
-    WORKER_IP, on the head HEAD_IP, else the address of the route there.
-    """
-    if settings.worker_ip:
-        return settings.worker_ip
-    if head is None and settings.head_ip:
-        return settings.head_ip
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(
-                (head or "192.0.2.1", 9)
-            )  # sends nothing; 192.0.2.0/24 stands for "outside" (RFC 5737)
-            return probe.getsockname()[0]
-    except OSError as error:
-        name = "HEAD_IP" if head is None else "WORKER_IP"
-        what = f"this node's address cannot be found ({error.strerror or error})"
-        raise NibbleError(
-            ExitCode.CLUSTER, what, "a network route", f"set {name} to this node's address"
-        ) from None
+    return ports | kept | added | {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address}
 
 
 def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
@@ -191,50 +169,7 @@ def _unreachable(head: str, why: str = "") -> NibbleError:
     )
 
 
-# --- tokens ---
-
-
-def head_token(path: Path) -> str:
-    """The token in `path`, made once (mode 0600). Raises CONFIG where the file cannot be made or read."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
-    except OSError as error:
-        what = f"the Ray token file {path} cannot be made ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "a writable cache folder", "set NIBBLE_CACHE_DIR") from None
-    return _stored_token(path)
-
-
-def worker_token(settings: Settings, path: Path) -> str:
-    """The given token, else one copied to `path`. Raises USAGE where there is none."""
-    if settings.ray_auth_token:
-        return settings.ray_auth_token.get_secret_value()
-    if path.exists():
-        return _stored_token(path)
-    what = "a Ray worker needs the cluster's token"
-    raise NibbleError(
-        ExitCode.USAGE, what, "RAY_AUTH_TOKEN_FILE", f"copy the file that `ray-head` printed, here to {path}"
-    )
-
-
-def _stored_token(path: Path) -> str:
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        what = f"the Ray token file {path} cannot be read ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "a readable file", "correct its permissions") from None
-    if not token:
-        raise NibbleError(
-            ExitCode.CONFIG, f"the Ray token file {path} is empty", "", "delete it and start again"
-        )
-    return token
-
-
-def _folder(settings: Settings, environ: Mapping[str, str]) -> Path:
-    return settings.cache_dir or cache_dir(environ)
+# --- the head ---
 
 
 def require_head(host: str, timeout_s: float = 10.0) -> None:
@@ -257,6 +192,7 @@ class _Node:
     role: str
     head: str
     up: Sequence[str]
+    lost: Callable[[], str | None] = lambda: None
     _events: queue.SimpleQueue[int | str] = field(default_factory=queue.SimpleQueue)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     _is_up: bool = False
@@ -295,6 +231,9 @@ class _Node:
         reader.join(timeout=2)
         if not self._is_up:
             raise explain_failure(self._lines, self.role, self.head)
+        if why := self.lost():
+            self._display.say(f"{why}: stopping Ray")
+            return ExitCode.ENGINE_DIED
         how = (
             f"exit code {event}{_last_words(self._lines)}"
             if event is not None
@@ -304,7 +243,7 @@ class _Node:
         return ExitCode.ENGINE_DIED
 
     def _next(self, session: int) -> int | str | None:
-        """A signal's name, Ray's return code, or None where its node process went away quietly.
+        """A signal's name, Ray's return code, or None where its node process went away quietly or the head is lost.
 
         `ray start --block` takes a raylet or GCS that ended on SIGTERM for a planned stop and goes on blocking.
         """
@@ -313,6 +252,8 @@ class _Node:
             with contextlib.suppress(queue.Empty):
                 return self._events.get(timeout=WATCH_S)
             if self._is_up and not needed <= {process.name for process in family(session)}:
+                return None
+            if self.lost():
                 return None
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:

@@ -155,6 +155,8 @@ def _run(
         with prebuilding(plan, plan.vllm_environ(environ)) as compiles:
             if compiles:
                 say("compiling FlashInfer's sampling kernels beside the load, for this and every later start")
+            if plan.topology.spans_machines:
+                return _run_across(plan, environ, key, breaker, times, ready)
             return launch(plan, environ, key, plan.memory_limits, breaker.clear, ready, times)
     except NibbleError as error:
         ended_with = error
@@ -162,6 +164,31 @@ def _run(
     finally:
         breaker.end(ended_with)
         compiled.close()
+
+
+def _run_across(
+    plan: Plan,
+    environ: dict[str, str],
+    key: KeyDecision,
+    breaker: Breaker,
+    times: StartTimes,
+    on_ready: Callable[[], None],
+) -> int:
+    """Several machines: the one with the API runs vLLM as ever, inside of what looks after the others."""
+    from nibble.cluster.headless import serve_headless
+    from nibble.cluster.session import Watch, serve_across
+
+    if plan.topology.is_headless:
+        return serve_headless(plan, environ, say)
+
+    def run(own: Mapping[str, str], watch: Watch, ranks_are_ready: Callable[[], None]) -> int:
+        def ready() -> None:
+            ranks_are_ready()
+            on_ready()
+
+        return launch(plan, own, key, plan.memory_limits, breaker.clear, ready, times, watch)
+
+    return serve_across(plan, environ, say, run)
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:

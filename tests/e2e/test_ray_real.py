@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from serving import ROOT, clean_environ
 
+from nibble.cluster.ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
+from nibble.cluster.token import TOKEN_FILE
 from nibble.processes import processes
-from nibble.ray_node import CLIENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES, TOKEN_FILE
 
 pytest.importorskip("ray")
 NAMES = {"gcs_server", "raylet"}
@@ -89,7 +90,7 @@ def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stop
     said = head.err.read_text()
     assert str(file) in said
     assert token not in said
-    named = {GCS_PORT, CLIENT_PORT, *NODE_PORTS.values(), *PORT_VARIABLES.values()}
+    named = {GCS_PORT, AGENT_PORT, *NODE_PORTS.values(), *PORT_VARIABLES.values()}
     assert {port for port in open_ports("raylet") if port not in WORKERS} <= named
 
     join = (

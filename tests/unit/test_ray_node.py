@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from nibble import ray_node
+from nibble.cluster.network import node_address
+from nibble.cluster.node import Place
+from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
+from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings import Settings, load_settings
 
@@ -35,8 +39,8 @@ def settings(**environ: str) -> Settings:
 def test_every_port_is_named_and_none_twice() -> None:
     flags = ray_node.head_flags("192.0.2.2", 1)
     ports = [int(flag.split("=")[1]) for flag in flags if "port=" in flag]
-    ports += ray_node.PORT_VARIABLES.values()
-    assert len(ports) == len(set(ports)) == 12
+    ports += [*PORT_VARIABLES.values(), AGENT_PORT, MASTER_PORT, CHECK_PORT]
+    assert len(ports) == len(set(ports)) == 14
     assert not 20000 <= min(ports) <= 20999
 
 
@@ -55,15 +59,16 @@ def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> No
     given = {
         "NIBBLE_API_KEY": "k",
         "VLLM_API_KEY": "k",
+        "HF_TOKEN": "k",
         "RAY_AUTH_TOKEN_FILE": "/f",
         "PATH": "/bin",
         "HF_HOME": "/h",
     }
-    environ = ray_node.node_environ(given, "token", "192.0.2.3")
+    environ = ray_node.node_environ(Place("192.0.2.3", "eth0", given), "token")
     assert (environ["RAY_AUTH_MODE"], environ["RAY_AUTH_TOKEN"]) == ("token", "token")
     assert environ["VLLM_HOST_IP"] == "192.0.2.3"
     assert environ["HF_HOME"] == "/h"
-    assert not {"NIBBLE_API_KEY", "VLLM_API_KEY", "RAY_AUTH_TOKEN_FILE"} & set(environ)
+    assert not {"NIBBLE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN_FILE"} & set(environ)
 
 
 def test_no_secret_is_in_the_command_line() -> None:
@@ -73,17 +78,18 @@ def test_no_secret_is_in_the_command_line() -> None:
 
 def test_a_token_is_made_once_readable_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "ray_auth_token"
-    token = ray_node.head_token(path)
+    token = head_token(path)
     assert len(token) == 64
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert ray_node.head_token(path) == token
+    assert head_token(path) == token
 
 
 def test_a_worker_takes_the_given_token_or_the_copied_file(tmp_path: Path) -> None:
-    path = tmp_path / "ray_auth_token"
-    assert ray_node.worker_token(settings(RAY_AUTH_TOKEN="given"), path) == "given"
-    path.write_text("copied\n")
-    assert ray_node.worker_token(settings(), path) == "copied"
+    environ = {"NIBBLE_CACHE_DIR": str(tmp_path)}
+    assert members_token(settings(RAY_AUTH_TOKEN="given"), environ, "it") == "given"
+    assert members_token(settings(NIBBLE_CLUSTER_TOKEN="given"), environ, "it") == "given"
+    (tmp_path / TOKEN_FILE).write_text("copied\n")
+    assert members_token(settings(), environ, "it") == "copied"
 
 
 def test_a_worker_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
@@ -108,9 +114,15 @@ def test_a_worker_whose_head_does_not_answer_fails_at_once(monkeypatch: pytest.M
 
 
 def test_the_address_is_what_was_given_else_the_route_to_the_head() -> None:
-    assert ray_node.node_address(settings(WORKER_IP="192.0.2.9", HEAD_IP="192.0.2.2"), None) == "192.0.2.9"
-    assert ray_node.node_address(settings(HEAD_IP="192.0.2.2"), None) == "192.0.2.2"
-    assert ray_node.node_address(settings(HEAD_IP="127.0.0.1"), "127.0.0.1") == "127.0.0.1"
+    assert node_address(settings(WORKER_IP="192.0.2.9", HEAD_IP="192.0.2.2"), None) == "192.0.2.9"
+    assert node_address(settings(HEAD_IP="192.0.2.2"), None) == "192.0.2.2"
+    assert node_address(settings(HEAD_IP="127.0.0.1"), "127.0.0.1") == "127.0.0.1"
+
+
+def test_a_head_whose_address_is_another_machines_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(NibbleError, match="no address of this machine") as caught:
+        ray_node.ray_head(settings(HEAD_IP="198.51.100.7"), {"NIBBLE_CACHE_DIR": str(tmp_path)})
+    assert caught.value.code == ExitCode.CLUSTER
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""nibble's own port on every node (AGENT_PORT): JSON over HTTP for whoever has the cluster's token.
+
+`call` is the client. With RAY_USE_TLS=1 both ends use Ray's certificates, and the client must show one too.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import json
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from nibble.cluster.ports import AGENT_PORT
+from nibble.errors import ExitCode, NibbleError
+
+Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
+Sender = Callable[[BaseHTTPRequestHandler, str], None]
+"""Answers a GET below its path by itself; gets the handler and the rest of the path."""
+_MAX_BODY_BYTES = 1 << 20
+_READ_TIMEOUT_S = 30.0
+
+
+class AgentError(Exception):
+    """Why a call failed, in words; `status` is HTTP's, 0 where nobody answered."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status = status
+        super().__init__(text)
+
+
+class Agent:
+    """Binds at once; answers after `start`.
+
+    `handlers` maps a path to a function from the request's JSON object to the reply's. A handler's ValueError is 400 with
+    its text. Raises CLUSTER where the port is taken or the address is not this machine's.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        handlers: Mapping[str, Handler],
+        files: Mapping[str, Sender] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        try:
+            self._server = _Server((address, AGENT_PORT), _Handler)
+        except OSError as error:
+            what = f"port {AGENT_PORT} of {address} cannot be opened ({error.strerror or error})"
+            action = "stop the other node there, or set HEAD_IP or WORKER_IP to an address of this machine"
+            raise NibbleError(
+                ExitCode.CLUSTER, what, "one node of a cluster on each address", action
+            ) from None
+        self._server.token, self._server.handlers, self._server.files = token, handlers, files or {}
+        if context := tls_context(environ or {}, server=True):
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+
+    def start(self) -> Agent:
+        """Answer in a thread of its own."""
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, kwargs={"poll_interval": 0.1}, name="agent", daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        """Stop answering and free the port. Only after `start`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def call(
+    address: str,
+    path: str,
+    token: str,
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = 3.0,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The reply of the agent at `address`. Raises AgentError."""
+    connection = connect(address, timeout_s, environ)
+    try:
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/json",
+            "Connection": "close",
+        }
+        connection.request("POST", path, json.dumps(body or {}, default=str), headers)
+        response = connection.getresponse()
+        data = json.loads(response.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise AgentError(0, str(getattr(error, "strerror", None) or error) or type(error).__name__) from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise AgentError(response.status, str(data.get("error")))
+    return data
+
+
+def connect(address: str, timeout_s: float, environ: Mapping[str, str] | None) -> http.client.HTTPConnection:
+    """A connection to the agent at `address`, not opened yet."""
+    if context := tls_context(environ or {}, server=False):
+        return http.client.HTTPSConnection(address, AGENT_PORT, timeout=timeout_s, context=context)
+    return http.client.HTTPConnection(address, AGENT_PORT, timeout=timeout_s)
+
+
+def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | None:
+    """TLS with Ray's own variables (ray 2.60 _private/tls_utils.py), both sides authenticated; None where it is off."""
+    if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+    certificate, key, authority = (environ.get(name) for name in names)
+    if not (certificate and key and authority):
+        raise NibbleError(
+            ExitCode.CONFIG, "RAY_USE_TLS is set", "also " + ", ".join(names), "set them on every node"
+        )
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        what = f"the certificates of RAY_TLS_* cannot be used ({error})"
+        raise NibbleError(ExitCode.CONFIG, what, "PEM files", "correct the paths") from None
+    context.check_hostname = False  # nodes are addresses; the authority is the cluster's own
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+class _Server(ThreadingHTTPServer):
+    token: str
+    handlers: Mapping[str, Handler]
+    files: Mapping[str, Sender]
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    protocol_version = "HTTP/1.1"
+    server_version = "nibble"
+    sys_version = ""
+    timeout = _READ_TIMEOUT_S
+
+    def do_POST(self) -> None:
+        try:
+            self.reply(*self._answer())
+        except (ValueError, KeyError, TypeError) as error:
+            self.reply(400, {"error": str(error)})
+
+    def do_GET(self) -> None:
+        if not self._may():
+            self.reply(401, {"error": "the cluster's token is needed"})
+            return
+        folder, _, rest = self.path.lstrip("/").partition("/")
+        send = self.server.files.get(folder)
+        if send is None:
+            self.reply(404, {"error": "unknown path"})
+        else:
+            send(self, rest)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Beats every second would fill the log."""
+
+    def _may(self) -> bool:
+        given = self.headers.get("Authorization", "").encode()
+        return hmac.compare_digest(given, f"Bearer {self.server.token}".encode())
+
+    def _answer(self) -> tuple[int, dict[str, Any]]:
+        if not self._may():  # before a byte of the body is read
+            return 401, {"error": "the cluster's token is needed"}
+        length = int(self.headers.get("Content-Length") or 0)
+        if length > _MAX_BODY_BYTES:
+            return 413, {"error": "too large"}
+        body = json.loads(self.rfile.read(length) or b"{}")
+        handler = self.server.handlers.get(self.path)
+        return (200, handler(body)) if handler else (404, {"error": "unknown path"})
+
+    def reply(self, status: int, data: Mapping[str, Any]) -> None:
+        """A JSON answer; the connection ends with it."""
+        body = json.dumps(data, default=str).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = True

@@ -1,0 +1,142 @@
+"""What a node is, and whether several of them fit together.
+
+`collect` looks at this machine; `compare` is pure.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nibble.build_id import build_id
+from nibble.cluster.network import mtu, rdma_devices
+from nibble.disk import free_bytes
+from nibble.hardware import Hardware, detect
+from nibble.memory_plan import show_gib
+from nibble.model_files import missing_weights
+from nibble.paths import cache_dir
+
+GIB = 1 << 30
+LARGEST_SKEW_S = 5.0  # tokens have no date; logs, caches and TLS certificates have
+LITTLE_DISK_BYTES = 2 * GIB
+# What must be the same everywhere: fact -> what to do where it differs.
+SAME: Mapping[str, str] = {
+    "build": "run the same image on every node",
+    "vllm": "run the same image on every node",
+    "torch": "run the same image on every node",
+    "python": "run the same image on every node",
+    "nccl": "unset VLLM_NCCL_SO_PATH or point it to the same library on every node",
+    "driver": "install the same driver on every node",
+    "target": "use machines of one kind in a cluster",
+    "gpu": "use machines of one kind in a cluster",
+    "mtu": "give the interfaces of the cluster the same MTU",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why `node` cannot take part, and what to do."""
+
+    node: str
+    what: str
+    action: str
+
+
+def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """This node's facts, as plain data. Takes about a second the first time: every installed file's hash counts."""
+    here = detect(environ)
+    cache = cache_dir(environ)
+    return {
+        "build": build_id(),
+        "vllm": _version("vllm"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "nccl": nccl_library(environ),
+        "driver": here.driver,
+        "target": _target(here),
+        "gpu": here.gpus[0].name if here.gpus else None,
+        "gpus": len(here.gpus),
+        "host": platform.node(),
+        "interface": interface,
+        "mtu": mtu(interface),
+        "rdma": [vars(device) for device in rdma_devices(address)],
+        "memory_available_bytes": here.memory_available_bytes,
+        "disk_free_bytes": free_bytes(cache) if cache.exists() else None,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _target(here: Hardware) -> str:
+    from nibble.targets import target_for_capability
+
+    if not here.gpus:
+        return "cpu"
+    found = target_for_capability(here.gpus[0].capability)
+    return found.name if found else "unknown"
+
+
+def nccl_library(environ: Mapping[str, str]) -> str | None:
+    """The NCCL that vLLM would load: VLLM_NCCL_SO_PATH, else the wheel's beside torch. None where there is neither."""
+    if given := environ.get("VLLM_NCCL_SO_PATH"):
+        return given
+    found = importlib.util.find_spec("nvidia")
+    for place in found.submodule_search_locations or () if found else ():
+        for library in Path(place).glob("nccl/lib/libnccl.so.2"):
+            return str(library)
+    return None
+
+
+def model_state(folder: str | None) -> str:
+    """ "here", "absent" or "incomplete: …" for a model folder on this node."""
+    if folder is None or not os.path.isdir(folder):
+        return "absent"
+    missing = missing_weights(Path(folder))
+    return f"incomplete: {missing[0]} is missing" if missing else "here"
+
+
+def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> list[Problem]:
+    """What keeps `nodes` (as the roster gives them) from serving together. The first is the one the others are held to."""
+    first, *others = nodes
+    problems = [
+        Problem(
+            node["name"],
+            f"{fact} is {node['facts'].get(fact)!r} and {first['facts'].get(fact)!r} on {first['name']}",
+            action,
+        )
+        for node in others
+        for fact, action in SAME.items()
+        if node["facts"].get(fact) != first["facts"].get(fact)
+    ]
+    for node in nodes:
+        problems += _alone(node, least_memory_bytes)
+    return problems
+
+
+def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
+    name, facts, found = node["name"], node["facts"], []
+    if abs(skew := float(node.get("skew_s") or 0)) > LARGEST_SKEW_S:
+        found.append(
+            Problem(
+                name, f"its clock differs by {skew:.0f} s from the head's", "synchronise the clocks (NTP)"
+            )
+        )
+    disk = facts.get("disk_free_bytes")
+    if disk is not None and disk < LITTLE_DISK_BYTES:
+        found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free some"))
+    memory = facts.get("memory_available_bytes") or 0
+    if memory < least_memory_bytes:
+        what = f"{show_gib(memory)} of memory are available and {show_gib(least_memory_bytes)} are needed"
+        found.append(Problem(name, what, "stop other programs there"))
+    return found

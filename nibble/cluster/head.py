@@ -1,0 +1,76 @@
+"""The head's side of the cluster, and what members make of its answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from nibble.cluster.agent import Handler
+from nibble.cluster.member import Member
+from nibble.cluster.ports import AGENT_PORT
+from nibble.cluster.roster import Refused, Roster
+from nibble.errors import ExitCode, NibbleError
+
+
+class Running(Protocol):
+    """Something with a thread of its own."""
+
+    def start(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def running(one: Running) -> Iterator[None]:
+    """Started, and closed at the end; a member says goodbye."""
+    one.start()
+    try:
+        yield
+    finally:
+        one.leave() if isinstance(one, Member) else one.close()
+
+
+def head_handlers(roster: Roster) -> dict[str, Handler]:
+    """The paths that only a head has."""
+
+    def beat(body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return roster.beat(body)
+        except Refused as error:
+            raise ValueError(str(error)) from None
+
+    def leave(body: Mapping[str, Any]) -> dict[str, Any]:
+        roster.leave(str(body["address"]))
+        return {}
+
+    def nodes(body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"nodes": roster.nodes(), "run": roster.run, "state": roster.state, "session": roster.session}
+
+    return {"/beat": beat, "/leave": leave, "/nodes": nodes}
+
+
+def refuse(member: Member) -> None:
+    """Raise CLUSTER where the head answered and does not want this node; silence is no refusal."""
+    error = member.error
+    if error is None or error.status == 0:
+        return
+    if error.status == 401:
+        what = f"the head at {member.head} refused this node's token"
+        raise NibbleError(
+            ExitCode.CLUSTER, what, "the head's token", "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
+        )
+    what = f"the head at {member.head} refused this node: {error}"
+    raise NibbleError(
+        ExitCode.CLUSTER, what, "one node for each rank", "correct NIBBLE_NODE_RANK or stop the other one"
+    )
+
+
+def lost_head(member: Member) -> str | None:
+    """Why the head counts as lost, or None."""
+    if member.has_new_head:
+        return f"the head at {member.head} was started anew"
+    if not member.has_lost_head:
+        return None
+    why = f": {member.error}" if member.error else ""
+    return f"no answer from the head at {member.head}:{AGENT_PORT} for {member.silence_s:.0f} s{why}"

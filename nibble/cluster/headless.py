@@ -1,0 +1,194 @@
+"""A machine with ranks of the model and no API: its part of vLLM runs while rank 0's does, and no longer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nibble.cluster.agent import Agent
+from nibble.cluster.head import lost_head, refuse, running
+from nibble.cluster.member import Member
+from nibble.cluster.node import find_place, node_handlers
+from nibble.cluster.roster import BEAT_S
+from nibble.cluster.token import members_token
+from nibble.control import ControlServer
+from nibble.engine import Ended, Engine, Event, Failed, Stop
+from nibble.errors import ExitCode, NibbleError
+from nibble.phases import ErrorReader
+from nibble.processes import once_a_second, signal_name, stop_signals
+
+if TYPE_CHECKING:
+    from nibble.cluster.session import Say
+    from nibble.plan import Plan
+
+NEW_RUN_S = 30.0  # after its part of vLLM ended: for so long rank 0 may take to notice and begin a new run
+
+
+def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
+    """Serve this machine's ranks until told to stop or until rank 0 stops (0).
+
+    Raises CLUSTER where the head does not take this node or never begins, ENGINE_DIED where vLLM ends by itself or the head
+    stays away.
+    """
+    settings = plan.settings
+    head = str(plan.topology.head)
+    token = members_token(settings, environ, f"rank {plan.topology.node_rank}")
+    place = find_place(settings, environ, head)
+    agent = Agent(place.address, token, node_handlers(place), environ=environ)
+    gpus = len(plan.hardware.gpus)
+    rank = plan.topology.node_rank
+    member = Member(head, token, place.address, "serve", rank, gpus, environ, place.facts)
+    member.beat()
+    refuse(member)
+    say(f"rank {rank} of {plan.topology.nodes} at {place.address} ({place.interface}), head {head}")
+    child = {**{name: value for name, value in place.environ.items() if name not in environ}, **environ}
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
+        node = _Headless(plan, member, plan.vllm_environ(child), events, say)
+        control = ControlServer(settings.control_port, node.status, node.is_ready)
+        control.start()
+        try:
+            with running(agent), running(member):
+                return node.run()
+        finally:
+            node.kill()
+            control.close()
+
+
+class _Headless:
+    """The loop: wait for a run of the head's, take part in it, end with it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        member: Member,
+        environ: Mapping[str, str],
+        events: queue.SimpleQueue[Event],
+        say: Say,
+    ) -> None:
+        self._plan, self._member, self._environ, self._events, self._say = plan, member, environ, events, say
+        self._engine: Engine | None = None
+        self._errors = ErrorReader()
+        self._run = 0
+        self._began = self._ended = False
+
+    def status(self) -> dict[str, Any]:
+        """What /status answers."""
+        reply = self._member.reply
+        return {
+            "state": "ready" if self.is_ready() else "starting",
+            "phase": "headless" if self._engine else "cluster",
+            "progress": None,
+            "detail": lost_head(self._member) or f"rank 0 is {reply.get('state', 'silent')}",
+            "rank": self._member.rank,
+            "head": self._member.head,
+            "run": self._run,
+            "pid": os.getpid(),
+            "engine_pid": self._engine.pid if self._engine else None,
+            "topology": self._plan.topology.to_json(),
+        }
+
+    def is_ready(self) -> bool:
+        """Whether this rank runs and the server answers."""
+        alive = not self._member.has_lost_head and self._member.reply.get("state") == "ready"
+        return alive and self._engine is not None and self._member.reply.get("run") == self._run
+
+    def run(self) -> int:
+        """Everything; see `serve_headless`."""
+        while True:
+            if not self._wait_for_run():
+                return ExitCode.OK
+            self._start()
+            if not self._take_part():
+                return ExitCode.OK
+            self.kill()
+
+    def kill(self) -> None:
+        """End vLLM here."""
+        if self._engine is not None:
+            self._engine.kill()
+            self._engine = None
+
+    def _wait_for_run(self) -> bool:
+        """Until the head begins another run; False when told to stop."""
+        limit_s = self._plan.settings.cluster_wait_seconds
+        deadline = time.monotonic() + limit_s
+        while True:
+            if self._stopped():
+                return False
+            member = self._member
+            refuse(member)
+            reply = {} if member.has_lost_head else member.reply
+            session = reply.get("session")
+            is_new = reply.get("run") != self._run or session != member.head_session
+            if reply.get("state") in ("starting", "ready") and is_new:
+                member.head_session, self._run = str(session), int(reply["run"])
+                return True
+            if time.monotonic() >= deadline:
+                why = lost_head(member) or f"the head at {member.head} began nothing"
+                code = ExitCode.ENGINE_DIED if self._began else ExitCode.CLUSTER
+                raise NibbleError(
+                    code, f"{why} within {limit_s} s", "a server with rank 0", "start or restart rank 0"
+                )
+
+    def _start(self) -> None:
+        self._began, self._ended, self._errors = True, False, ErrorReader()
+        self._say(f"run {self._run} of the head: starting this machine's ranks")
+        while True:  # what an earlier run left
+            try:
+                self._events.get_nowait()
+            except queue.Empty:
+                break
+        self._engine = Engine(self._plan.argv(), self._environ, self._events)
+        self._engine.start_reading(_pass_through, self._errors.feed)
+
+    def _take_part(self) -> bool:
+        """Until the run is over; False when this node or the server was told to stop."""
+        ended_at: float | None = None
+        member = self._member
+        while True:
+            if self._stopped():
+                return False
+            if why := lost_head(member):
+                self._say(f"{why}: ending this machine's ranks")
+                return True
+            if member.reply.get("state") == "stopped":
+                self._say("the server was stopped: so are this machine's ranks")
+                return False
+            if member.reply.get("run") != self._run or member.reply.get("state") == "waiting":
+                self._say("the head ended this run")
+                return True
+            if self._ended and ended_at is None:
+                ended_at = time.monotonic()
+                self._say("vLLM ended here; waiting for what the head makes of it")
+            if ended_at is not None and time.monotonic() - ended_at > NEW_RUN_S:
+                cause = f": {self._errors.cause}" if self._errors.cause else ""
+                raise NibbleError(
+                    ExitCode.ENGINE_DIED, f"vLLM ended by itself on this node{cause}", "", "see the log above"
+                )
+
+    def _stopped(self) -> bool:
+        """Takes one event, or waits for half a beat."""
+        try:
+            event = self._events.get(timeout=BEAT_S / 2)
+        except queue.Empty:
+            return False
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Ended):
+            self._ended = True
+        if isinstance(event, Stop):
+            self._say(f"{signal_name(event.signum)}: ending this machine's ranks")
+        return isinstance(event, Stop)
+
+
+def _pass_through(target: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        stream = sys.stdout if target == 1 else sys.stderr
+        stream.buffer.write(data)
+        stream.flush()

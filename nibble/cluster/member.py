@@ -1,0 +1,105 @@
+"""A node's side of the cluster: it tells the head that it lives, and learns what the head is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nibble.cluster.agent import AgentError, call
+from nibble.cluster.roster import BEAT_S, LOST_S
+from nibble.processes import family
+
+_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # of the 15 bytes that /proc keeps
+
+
+@dataclass
+class Member:
+    """Beats to the head until `close`. `facts` is sent whenever the head has none yet."""
+
+    head: str
+    token: str
+    address: str
+    role: str
+    rank: int | None
+    gpus: int
+    environ: Mapping[str, str]
+    facts: Callable[[], dict[str, Any]]
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
+    reply: dict[str, Any] = field(default_factory=dict)
+    head_session: str = ""
+    error: AgentError | None = None
+    _answered: float = field(default_factory=time.monotonic)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> Member:
+        """Beat in a thread of its own."""
+        threading.Thread(target=self._run, name="beats", daemon=True).start()
+        return self
+
+    def beat(self) -> None:
+        """One beat. Never raises: `error` says why the last one failed."""
+        message = {
+            "address": self.address,
+            "session": self.session,
+            "role": self.role,
+            "rank": self.rank,
+            "gpus": self.gpus,
+            "busy": busy_processes(),
+            "time": time.time(),
+        }
+        if self.reply.get("wants_facts", True):
+            message["facts"] = self.facts()
+            message["time"] = time.time()  # facts take a moment
+        try:
+            self.reply = call(self.head, "/beat", self.token, message, environ=self.environ)
+            self.head_session = self.head_session or self.reply["session"]
+            self.error, self._answered = None, time.monotonic()
+        except AgentError as error:
+            self.error = error
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the head last answered."""
+        return time.monotonic() - self._answered
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether the head is not the one that was there first."""
+        return self.reply.get("session", self.head_session) != self.head_session
+
+    @property
+    def has_lost_head(self) -> bool:
+        """Whether the head has been silent for too long."""
+        return self.silence_s >= LOST_S
+
+    def leave(self) -> None:
+        """Say goodbye, where the head still listens."""
+        self.close()
+        with contextlib.suppress(AgentError):
+            call(
+                self.head,
+                "/leave",
+                self.token,
+                {"address": self.address},
+                timeout_s=1.0,
+                environ=self.environ,
+            )
+
+    def close(self) -> None:
+        """No further beats."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.beat()
+            self._over.wait(BEAT_S)
+
+
+def busy_processes() -> int:
+    """How many descendants of this process hold parts of a model for vLLM."""
+    return sum(one.name.startswith(_TITLES) for one in family(-1))

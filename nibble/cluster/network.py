@@ -1,0 +1,139 @@
+"""This node in the network: its address, the interface that has it, and the RDMA devices behind that interface."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.settings import Settings
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_OUTSIDE = "192.0.2.1"  # RFC 5737: stands for any address beyond this machine
+_SYS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class RdmaDevice:
+    """One RDMA port that is up. `gid_index` is that of RoCE v2 with the node's IPv4 address, None where there is none."""
+
+    name: str
+    port: int
+    link: str
+    interface: str
+    gid_index: int | None
+
+
+def node_address(settings: Settings, head: str | None) -> str:
+    """Where the other nodes reach this one:
+
+    WORKER_IP, on the head (`head` None) HEAD_IP, else the address of the route to the head.
+    """
+    if settings.worker_ip:
+        return settings.worker_ip
+    if head is None and settings.head_ip:
+        return settings.head_ip
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((head or _OUTSIDE, 9))  # sends nothing
+            return probe.getsockname()[0]
+    except OSError as error:
+        name = "HEAD_IP" if head is None else "WORKER_IP"
+        what = f"this node's address cannot be found ({error.strerror or error})"
+        raise NibbleError(
+            ExitCode.CLUSTER, what, "a network route", f"set {name} to this node's address"
+        ) from None
+
+
+def is_here(address: str) -> bool:
+    """Whether `address` (or the name of one) is this machine's."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+            probe.bind(found[4])
+    except OSError:
+        return False
+    return True
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has `address` (IPv4), or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return "lo" if address.startswith("127.") else None
+
+
+def mtu(interface: str) -> int | None:
+    """Bytes of the largest packet, or None where the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((_SYS / "class/net" / interface / "mtu").read_text())
+    return None
+
+
+def rdma_devices(address: str, sys: Path = _SYS) -> tuple[RdmaDevice, ...]:
+    """RDMA ports that are up, those of RoCE with the GID of `address` (its index differs from node to node)."""
+    found: list[RdmaDevice] = []
+    for port in sorted(sys.glob("class/infiniband/*/ports/*")):
+        state, link = _read(port / "state"), _read(port / "link_layer")
+        if "ACTIVE" not in state:
+            continue
+        interface = _read(port / "gid_attrs/ndevs/0")
+        found.append(
+            RdmaDevice(port.parent.parent.name, int(port.name), link, interface, _gid_index(port, address))
+        )
+    return tuple(found)
+
+
+def _gid_index(port: Path, address: str) -> int | None:
+    """RoCE v2 keeps an IPv4 address as ::ffff:a.b.c.d in the table of GIDs."""
+    with contextlib.suppress(OSError):
+        wanted = socket.inet_aton(address).hex()
+        for entry in sorted((port / "gids").iterdir(), key=lambda path: int(path.name)):
+            gid = re.sub(r"[^0-9a-f]", "", _read(entry))
+            if gid.endswith("ffff" + wanted) and "v2" in _read(port / "gid_attrs/types" / entry.name):
+                return int(entry.name)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def find_interface(settings: Settings, address: str) -> str:
+    """The interface of the cluster's traffic. Raises CLUSTER where none has `address`."""
+    if settings.cluster_interface:
+        return settings.cluster_interface
+    found = interface_of(address)
+    if found is None:
+        what = f"no network interface here has the address {address}"
+        raise NibbleError(
+            ExitCode.CLUSTER,
+            what,
+            "this node's own address",
+            "set WORKER_IP (HEAD_IP on the head) to an address of this machine, or NIBBLE_CLUSTER_INTERFACE",
+        )
+    return found
+
+
+def network_environ(address: str, interface: str, devices: tuple[RdmaDevice, ...]) -> Mapping[str, str]:
+    """What vLLM, Gloo and NCCL need to meet over `interface`. Fixed names are wrong on the next machine (peers.md 2.4)."""
+    found = {"VLLM_HOST_IP": address}
+    found |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+    if here := [device for device in devices if device.gid_index is not None]:
+        found["NCCL_IB_HCA"] = ",".join(f"{device.name}:{device.port}" for device in here)
+        if len(indexes := {device.gid_index for device in here}) == 1:
+            found["NCCL_IB_GID_INDEX"] = str(indexes.pop())
+    return found

@@ -1,0 +1,115 @@
+"""Who takes part: the head's list of nodes, kept alive by their beats."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BEAT_S = 1.0
+LOST_S = 10.0  # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said so
+
+
+@dataclass
+class Node:
+    """A node as its last beat told.
+
+    `session` is one life of its process, so that a node that was started anew is told from the one that was there.
+    `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's that hold parts of the model.
+    """
+
+    address: str
+    session: str
+    role: str
+    rank: int | None
+    gpus: int
+    busy: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seen: float = 0.0
+    skew_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.address if self.rank is None else f"{self.address} (rank {self.rank})"
+
+
+class Refused(Exception):
+    """A beat that cannot be accepted; the text is for its sender."""
+
+
+class Roster:
+    """The head's list. `run` counts the server's starts: 0 while there is none."""
+
+    def __init__(self, session: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.session = session
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._nodes: dict[str, Node] = {}
+        self.run = 0
+        self.state = "waiting"
+
+    def beat(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Note a node's sign of life; the reply it gets. Raises Refused for a rank that another living node has."""
+        now = self._clock()
+        facts = dict(message.get("facts") or {})
+        node = Node(
+            address=str(message["address"]),
+            session=str(message["session"]),
+            role=str(message["role"]),
+            rank=None if message.get("rank") is None else int(message["rank"]),
+            gpus=int(message.get("gpus") or 0),
+            busy=int(message.get("busy") or 0),
+            facts=facts,
+            seen=now,
+            skew_s=float(message["time"]) - time.time(),
+        )
+        with self._lock:
+            for other in self._nodes.values():
+                same_rank = node.rank is not None and other.rank == node.rank
+                if same_rank and other.address != node.address and now - other.seen < LOST_S:
+                    raise Refused(f"rank {node.rank} is taken by {other.address}")
+            before = self._nodes.get(node.address)
+            if before is not None and before.session == node.session and not node.facts:
+                node.facts = before.facts
+            self._nodes[node.address] = node
+            return {
+                "session": self.session,
+                "run": self.run,
+                "state": self.state,
+                "wants_facts": not node.facts,
+            }
+
+    def leave(self, address: str) -> None:
+        """A node that stops as asked."""
+        with self._lock:
+            self._nodes.pop(address, None)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Every node ever seen and not gone in good order, with the age of its last sign of life."""
+        now = self._clock()
+        with self._lock:
+            found = [
+                (vars(node) | {"name": node.name, "age_s": now - node.seen}) for node in self._nodes.values()
+            ]
+        return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
+
+    def alive(self) -> list[dict[str, Any]]:
+        """The nodes with a sign of life within LOST_S."""
+        return [node for node in self.nodes() if node["age_s"] < LOST_S]
+
+
+def lost_node(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:
+    """Which node of `before` is gone, and how, in words; None while all are there."""
+    current = {node["address"]: node for node in now}
+    for node in before:
+        found = current.get(node["address"])
+        if found is None:
+            return f"node {node['name']} has left"
+        if found["session"] != node["session"]:
+            return f"node {node['name']} was started anew"
+        if found["age_s"] >= LOST_S:
+            return f"node {node['name']} has given no sign of life for {found['age_s']:.0f} s"
+    return None

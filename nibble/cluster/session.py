@@ -1,0 +1,337 @@
+"""The server's side: wait for the nodes, check them, watch them while vLLM runs, and start again when one comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nibble.cluster.agent import Agent, AgentError
+from nibble.cluster.head import head_handlers, running
+from nibble.cluster.member import Member
+from nibble.cluster.network import is_here
+from nibble.cluster.node import Place, find_place, node_handlers
+from nibble.cluster.ports import GCS_PORT
+from nibble.cluster.preflight import Caller, Report, preflight
+from nibble.cluster.roster import BEAT_S, LOST_S, Roster, lost_node
+from nibble.cluster.token import SECRETS, heads_token, members_token
+from nibble.control import ControlServer
+from nibble.errors import ExitCode, NibbleError
+from nibble.processes import stop_signals
+
+if TYPE_CHECKING:
+    from nibble.plan import Plan
+
+RESTARTS = (
+    5  # after lost nodes; then the exit code says it, and the restart policy and the crash-loop breaker act
+)
+DEAD_WORKER = "died unexpectedly, shutting down executor"  # vllm 0.32 v1/executor/ray_executor_v2.py:538
+Say = Callable[[str], None]
+
+
+class NodeLost(NibbleError):
+    """A node that the model needs is gone."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(ExitCode.ENGINE_DIED, why, "", "see what that node says; it may rejoin at any time")
+
+
+class Watch:
+    """Looks after the nodes while vLLM runs; `launch.Supervisor` calls `run` in a thread and `feed` with every log line."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._worker_died: float | None = None
+
+    def feed(self, line: str) -> None:
+        """Ray's executor says when one of its processes ended, and then waits without end (environment.md 3)."""
+        if DEAD_WORKER in line and self._worker_died is None:
+            self._worker_died = time.monotonic()
+
+    def run(self, fail: Callable[[NibbleError], None], over: threading.Event) -> None:
+        """Until `over`: `fail` gets the error when a node is lost, or a worker process without its node."""
+        while not over.wait(BEAT_S):
+            if why := self._cluster.lost():
+                fail(NodeLost(why))
+                return
+            if self._worker_died is not None and time.monotonic() - self._worker_died > LOST_S:
+                fail(NodeLost("a worker process of vLLM's ended on one of the nodes; all nodes still answer"))
+                return
+
+
+class Cluster:
+    """The nodes that serve a plan, as the server sees them. Made through `open_cluster`."""
+
+    def __init__(
+        self, plan: Plan, place: Place, token: str, roster: Roster | None, folder: Path, say: Say
+    ) -> None:
+        self.plan, self.place, self.say = plan, place, say
+        self._token, self._roster, self._folder = token, roster, folder
+        assert plan.topology.head is not None
+        self._caller = Caller(place.address if roster else plan.topology.head, token, place.environ)
+        self._members: dict[str, dict[str, Any]] = {}
+        self._last: list[dict[str, Any]] = []
+        self._answered = time.monotonic()
+        self._state: dict[str, Any] = {
+            "state": "starting",
+            "phase": "cluster",
+            "progress": None,
+            "detail": "",
+        }
+        self.report: Report | None = None
+
+    # --- who is there ---
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The head's list, or the last one where the head of a Ray cluster does not answer."""
+        if self._roster:
+            return self._roster.nodes()
+        try:
+            self._last = self._caller.ask(self._caller.head, "/nodes", {}, 3.0)["nodes"]
+            self._answered = time.monotonic()
+        except AgentError as error:
+            if error.status == 401:
+                what = f"the head at {self._caller.head} refused this node's token"
+                raise NibbleError(
+                    ExitCode.CLUSTER, what, "the head's token", "set RAY_AUTH_TOKEN_FILE"
+                ) from None
+        return self._last
+
+    def missing(self) -> str | None:
+        """What is not there yet, in words."""
+        topology = self.plan.topology
+        alive = [node for node in self.nodes() if node["age_s"] < LOST_S and self._head_silence_s < LOST_S]
+        if topology.nodes is not None:
+            ranks = {node["rank"] for node in alive}
+            absent = [str(rank) for rank in range(topology.nodes) if rank not in ranks]
+            return (
+                f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
+                if absent
+                else None
+            )
+        if not alive:
+            return f"no Ray head answers at {self._caller.head}"
+        if not any(node["address"] == self.place.address for node in alive):
+            return f"no Ray node runs on this machine ({self.place.address})"
+        gpus = sum(node["gpus"] for node in alive)
+        if gpus < topology.ranks:
+            there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
+            return f"{topology.ranks} GPUs are needed and the nodes offer {gpus} ({there})"
+        return None
+
+    def lost(self) -> str | None:
+        """Which node of the running server is gone, in words."""
+        now = self.nodes()
+        if self._head_silence_s >= LOST_S:
+            return (
+                f"the head at {self._caller.head} has given no sign of life for {self._head_silence_s:.0f} s"
+            )
+        if self._roster is None:  # Ray chose the nodes: those that hold parts of the model
+            self._members |= {
+                node["address"]: node for node in now if node["busy"] and node["address"] not in self._members
+            }
+        return lost_node(list(self._members.values()), now)
+
+    def who_was_lost(self) -> str | None:
+        """After vLLM ended by itself: was it a node? A lost node is known only once it was silent for LOST_S."""
+        deadline = time.monotonic() + LOST_S + 3 * BEAT_S
+        while time.monotonic() < deadline:
+            if why := self.lost():
+                return why
+            time.sleep(BEAT_S)
+        return None
+
+    @property
+    def _head_silence_s(self) -> float:
+        return 0.0 if self._roster else time.monotonic() - self._answered
+
+    # --- before vLLM ---
+
+    def prepare(self, lost: NodeLost | None) -> bool:
+        """Wait for the nodes and check them; False when told to stop meanwhile.
+
+        Raises CLUSTER where they do not come in time or do not fit together, after a loss ENGINE_DIED where they stay away.
+        """
+        stop = threading.Event()
+        self._set(starting=False)
+        control = ControlServer(self.plan.settings.control_port, lambda: dict(self._state), lambda: False)
+        control.start()
+        try:
+            with stop_signals(lambda signum: stop.set()):
+                return self._wait(stop, lost) and self._check(stop)
+        finally:
+            control.close()
+
+    def _wait(self, stop: threading.Event, lost: NodeLost | None) -> bool:
+        limit_s = self.plan.settings.cluster_wait_seconds
+        deadline = time.monotonic() + limit_s
+        said = ""
+        while not stop.is_set():
+            why = self.missing()
+            if why is None:
+                return True
+            if why != said:
+                self.say(f"waiting for the cluster: {why}")
+                said = self._state["detail"] = why
+            if time.monotonic() >= deadline:
+                if lost is not None:
+                    raise NibbleError(
+                        ExitCode.ENGINE_DIED, f"{lost.what}, and not back after {limit_s} s: {why}"
+                    )
+                action = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
+                raise NibbleError(ExitCode.CLUSTER, f"{why} after {limit_s} s", "", action)
+            stop.wait(BEAT_S)
+        return False
+
+    def _check(self, stop: threading.Event) -> bool:
+        topology = self.plan.topology
+        alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
+        nodes = sorted(alive, key=lambda node: node["address"] != self._caller.head)
+        if topology.nodes is None:
+            nodes = [node for node in nodes if node["gpus"]]
+        self._state["detail"] = f"preflight of {len(nodes)} nodes"
+        # With Ray every node loads from the folder that the driver names.
+        model = self.plan.model if topology.mode == "ray" else None
+        settings = self.plan.settings
+        self.report = preflight(
+            self._caller,
+            nodes,
+            has_ray=topology.mode == "ray",
+            model=model,
+            least_gb_per_s=settings.cluster_min_gb_per_s,
+        )
+        self.report.demand()
+        found = self.report.reduce
+        if found:
+            names = ", ".join(f"{node['address']} ({node['facts']['interface']})" for node in nodes)
+            self.say(
+                f"preflight: {len(nodes)} nodes fit together: {names}; all-reduce {found['gb_per_s']} GB/s with "
+                f"{found['backend']} (at least {found['least_gb_per_s']})"
+            )
+        self._members = {node["address"]: node for node in nodes if topology.nodes is not None}
+        return not stop.is_set()
+
+    # --- while vLLM runs ---
+
+    def environ(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The environment for vLLM: `base`, this node's network and, with Ray, the cluster's address and token."""
+        found = {**base, **{name: value for name, value in self.place.environ.items() if name not in base}}
+        if self.plan.topology.mode != "ray":
+            return found
+        path = self._folder / "token"
+        path.touch(mode=0o600)
+        path.write_text(self._token)
+        withhold_from_ray(found)
+        return found | {
+            "RAY_ADDRESS": f"{self._caller.head}:{GCS_PORT}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(path),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    def begin(self) -> Watch:
+        """A new run: headless ranks start theirs."""
+        self._set(starting=True)
+        return Watch(self)
+
+    def ready(self) -> None:
+        """The server answers: headless ranks are ready too."""
+        if self._roster:
+            self._roster.state = "ready"
+
+    def end(self, stopped: bool) -> None:
+        """The run is over; headless ranks end theirs, for good where the server was `stopped`."""
+        if self._roster:
+            self._roster.state = "stopped" if stopped else "waiting"
+            if stopped:
+                time.sleep(2 * BEAT_S)  # until every rank has heard it
+
+    def _set(self, starting: bool) -> None:
+        if self._roster:
+            self._roster.run += starting
+            self._roster.state = "starting" if starting else "waiting"
+
+
+def withhold_from_ray(environ: Mapping[str, str]) -> None:
+    """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole environment but for the names
+    in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py).
+    """
+    config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
+    path = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm") / "ray_non_carry_over_env_vars.json"
+    ours = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", *SECRETS}
+    try:
+        names = set(json.loads(path.read_text())) if path.exists() else set()
+        if ours <= names:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(sorted(names | ours), indent=1))
+        partial.rename(path)
+    except (OSError, ValueError) as error:
+        what = f"{path} cannot be read or written ({error}), and without it secrets would go to every node"
+        raise NibbleError(ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT") from None
+
+
+@contextlib.contextmanager
+def open_cluster(plan: Plan, environ: Mapping[str, str], say: Say) -> Iterator[Cluster]:
+    """The cluster of `plan`; without Ray this process is its head."""
+    settings, topology = plan.settings, plan.topology
+    with tempfile.TemporaryDirectory(prefix="nibble-cluster-") as folder:
+        if topology.mode == "ray":
+            token = members_token(settings, environ, "serving through Ray")
+            place = find_place(settings, environ, topology.head)
+            yield Cluster(plan, place, token, None, Path(folder), say)
+            return
+        if not is_here(str(topology.head)):
+            what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
+            raise NibbleError(ExitCode.CLUSTER, what, "rank 0 on the head", "set NIBBLE_NODE_RANK or HEAD_IP")
+        token, where = heads_token(settings, environ)
+        place = find_place(settings, environ, None)
+        roster = Roster(secrets.token_hex(8))
+        agent = Agent(place.address, token, head_handlers(roster) | node_handlers(place), environ=environ)
+        gpus = len(plan.hardware.gpus)
+        member = Member(place.address, token, place.address, "serve", 0, gpus, environ, place.facts)
+        say(f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}")
+        with running(agent), running(member):
+            yield Cluster(plan, place, token, roster, Path(folder), say)
+
+
+def serve_across(
+    plan: Plan,
+    environ: Mapping[str, str],
+    say: Say,
+    run: Callable[[Mapping[str, str], Watch, Callable[[], None]], int],
+) -> int:
+    """Serve on several machines; the exit code of the whole. `run` starts vLLM: (environment, watch, on ready) -> exit code.
+
+    A lost node ends the run; with the node back there is a new one, up to RESTARTS times.
+    """
+    with open_cluster(plan, environ, say) as cluster:
+        lost: NodeLost | None = None
+        for _ in range(RESTARTS + 1):
+            if not cluster.prepare(lost):
+                cluster.end(stopped=True)
+                return ExitCode.OK
+            code: int | None = None
+            try:
+                code = run(cluster.environ(environ), cluster.begin(), cluster.ready)
+                return code
+            except NodeLost as error:
+                lost = error
+            except NibbleError as error:
+                why = cluster.who_was_lost() if error.code == ExitCode.ENGINE_DIED else None
+                if why is None:
+                    raise
+                lost = NodeLost(why)
+            finally:
+                cluster.end(stopped=code is not None)
+            say(f"{lost.what}: the server is down until the cluster is complete again")
+        assert lost is not None
+        raise lost

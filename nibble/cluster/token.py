@@ -1,0 +1,83 @@
+"""The cluster's token: made once on the head, copied to every other node, asked for by Ray and by nibble's agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import cache_dir
+from nibble.settings import Settings
+
+TOKEN_FILE = "ray_auth_token"
+# Never in the environment of a node that others can give work to, nor copied from the server to other nodes.
+SECRETS = frozenset(
+    f"{name}{form}"
+    for name in (
+        "NIBBLE_API_KEY",
+        "VLLM_API_KEY",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "NIBBLE_CLUSTER_TOKEN",
+    )
+    for form in ("", "_FILE")
+)
+
+
+def token_path(settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Where a head keeps the token and other nodes look for a copy."""
+    return (settings.cache_dir or cache_dir(environ)) / TOKEN_FILE
+
+
+def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
+    """(token, where it is, in words): the given one, else the one in the head's file, made once (mode 0600).
+
+    Raises CONFIG where the file cannot be made or read.
+    """
+    if settings.ray_auth_token:
+        return settings.ray_auth_token.get_secret_value(), "the one that was given"
+    path = token_path(settings, environ)
+    return head_token(path), f"in {path}; copy that file to each worker (RAY_AUTH_TOKEN_FILE)"
+
+
+def head_token(path: Path) -> str:
+    """The token in `path`, made once (mode 0600). Raises CONFIG where the file cannot be made or read."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        what = f"the Ray token file {path} cannot be made ({error.strerror})"
+        raise NibbleError(ExitCode.CONFIG, what, "a writable cache folder", "set NIBBLE_CACHE_DIR") from None
+    return _stored_token(path)
+
+
+def members_token(settings: Settings, environ: Mapping[str, str], role: str) -> str:
+    """The given token, else one copied to the token file. Raises USAGE where there is none; `role` completes "… needs"."""
+    if settings.ray_auth_token:
+        return settings.ray_auth_token.get_secret_value()
+    path = token_path(settings, environ)
+    if path.exists():
+        return _stored_token(path)
+    what = f"{role} needs the cluster's token"
+    raise NibbleError(
+        ExitCode.USAGE, what, "RAY_AUTH_TOKEN_FILE", f"copy the file that the head printed, here to {path}"
+    )
+
+
+def _stored_token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        what = f"the Ray token file {path} cannot be read ({error.strerror})"
+        raise NibbleError(ExitCode.CONFIG, what, "a readable file", "correct its permissions") from None
+    if not token:
+        raise NibbleError(
+            ExitCode.CONFIG, f"the Ray token file {path} is empty", "", "delete it and start again"
+        )
+    return token
