@@ -34,6 +34,8 @@ patches_app = typer.Typer(
 app.add_typer(patches_app, name="patches")
 cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
 app.add_typer(cache_app, name="cache")
+cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
+app.add_typer(cluster_app, name="cluster")
 Root = Annotated[
     str | None,
     typer.Option(
@@ -326,6 +328,41 @@ def ray_worker(words: Words = None) -> None:
 
     asked = read_wishes(_wanted(words, "ray-worker"), dict(os.environ))
     raise typer.Exit(run(asked.settings, asked.accepted.environ))
+
+
+@cluster_app.command("status", context_settings=FREE_WORDS)
+def cluster_status(words: Words = None) -> None:
+    """The nodes that the head knows, who holds what, and who is lost."""
+    from nibble.cluster.commands import cluster_nodes, node_rows
+    from nibble.prepare import read_wishes
+
+    asked = read_wishes(_wanted(words, "cluster status"), dict(os.environ), ("--json",))
+    found = cluster_nodes(asked)
+    if "--json" in asked.command.rest:
+        _print_json(found)
+        return
+    for row in node_rows(found):
+        print("  ".join(row))
+    print(f"run {found['run']} is {found['state']}" if found["run"] else "no run without Ray")
+
+
+@cluster_app.command("check", context_settings=FREE_WORDS)
+def cluster_check(words: Words = None) -> None:
+    """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?"""
+    from nibble.cluster.commands import cluster_check as check
+    from nibble.prepare import read_wishes
+
+    asked = read_wishes(_wanted(words, "cluster check"), dict(os.environ), ("--json",))
+    report = check(asked)
+    if "--json" in asked.command.rest:
+        _print_json(report.to_json())
+    else:
+        for problem in report.problems:
+            print(f"node {problem.node}: {problem.what}; {problem.action}")
+        if report.reduce:
+            found = report.reduce
+            print(f"all-reduce over {found['nodes']} nodes: {found['gb_per_s']} GB/s ({found['backend']})")
+    raise typer.Exit(ExitCode.CLUSTER if report.problems else ExitCode.OK)
 
 
 @app.command(hidden=True)
