@@ -52,6 +52,35 @@ def serve(words: Words = None) -> None:
     raise typer.Exit(run(_wanted(words, "serve"), dict(os.environ)))
 
 
+Port = Annotated[
+    int | None, typer.Option("--port", help="Port of the server's API; default: PORT, else 8000.")
+]
+
+
+@app.command()
+def stop(port: Port = None) -> None:
+    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, 0 where none runs."""
+    from nibble.background import stop as run
+    from nibble.serve import background_place, say
+
+    code, said = run(background_place(port, dict(os.environ)))
+    say(said)
+    raise typer.Exit(code)
+
+
+@app.command()
+def logs(
+    port: Port = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the last lines.")] = 100,
+) -> None:
+    """Show the log of a server that `serve --detach` started, also after its end."""
+    from nibble.background import show_logs
+    from nibble.serve import background_place
+
+    show_logs(background_place(port, dict(os.environ)), lines, follow)
+
+
 @app.command(context_settings=FREE_WORDS)
 def plan(words: Words = None) -> None:
     """Show every setting `serve` would use, where it comes from and why."""

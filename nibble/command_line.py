@@ -29,11 +29,13 @@ def read_command_line(words: Sequence[str], own_switches: Sequence[str], schema:
     """Split `words`. `own_switches` are the command's own (`--json`). Words after `--` go to vLLM as they are."""
     by_flag = {option.flag: (name, option) for name, option in options().items() if option.flag}
     values: dict[str, Any] = {}
-    rest: set[str] = set()
     for_vllm: list[str] = []
     position = 0
-    if words and not words[0].startswith("-"):
-        values["model"], position = words[0], 1
+    while position < len(words) and words[position] in own_switches:  # `serve --detach MODEL`
+        position += 1
+    rest = set(words[:position])
+    if position < len(words) and not words[position].startswith("-"):
+        values["model"], position = words[position], position + 1
     while position < len(words):
         name, equals, inline = words[position].partition("=")
         canonical = _canonical(name, schema, by_flag)

@@ -61,3 +61,8 @@ def test_flags_nibble_owns_are_refused_on_the_command_line_too(flag: str) -> Non
     with pytest.raises(NibbleError) as caught:
         read_command_line(["a/b", flag, "1"], (), SCHEMA)
     assert caught.value.code == ExitCode.CONFIG
+
+
+def test_a_commands_own_switches_may_come_before_the_model() -> None:
+    found = read_command_line(["--json", "acme/m", "--port", "9000"], ("--json", "--detach"), load_schema())
+    assert (found.values, found.rest) == ({"model": "acme/m", "port": "9000"}, {"--json"})

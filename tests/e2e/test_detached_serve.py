@@ -1,0 +1,98 @@
+"""`nibble serve --detach`, `nibble logs`, `nibble stop` with a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from serving import START_TIMEOUT_S, clean_environ, free_port
+
+from nibble.background import Place
+from nibble.processes import processes
+
+
+class Shell:
+    """nibble's commands as a user types them, for one port and one cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.control_port = free_port(), free_port()
+        ports = {"PORT": str(self.port), "NIBBLE_CONTROL_PORT": str(self.control_port)}
+        self.environ = clean_environ(folder, **ports)
+        self.place = Place(folder / "nibble", self.port)
+
+    def __call__(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "nibble", *words]
+        environ = self.environ | more
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture
+def nibble(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    if shell.place.is_running() and (record := shell.place.read()):
+        os.kill(record.pid, signal.SIGKILL)
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_server_in_the_background_is_started_followed_refused_twice_and_stopped(nibble: Shell) -> None:
+    started = nibble("serve", "--detach", "nibble-demo", "--json")
+    assert started.returncode == 0, started.stderr
+    told = json.loads(started.stdout)
+    assert told["port"] == nibble.port and Path(told["log"]).stat().st_mode & 0o077 == 0
+    assert "nibble logs -f --port" in started.stderr
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "nibble", "logs", "-f"], env=nibble.environ, stdout=subprocess.PIPE, text=True
+    )
+    again = nibble("serve", "--detach", "nibble-demo")
+    assert again.returncode == 5 and f"pid {told['pid']}" in again.stderr
+
+    wait_for(lambda: "[nibble] ready in" in nibble("logs").stdout, START_TIMEOUT_S)
+    engine = [one.pid for one in processes() if one.parent == told["pid"]]
+    stopped = nibble("stop")
+    assert stopped.returncode == 0 and "ended with code 0" in stopped.stderr
+    assert follower.wait(20) == 0 and follower.stdout is not None
+    assert "drained and stopped" in follower.stdout.read()
+    assert engine and not [one for one in processes() if one.pid in engine and one.state != "Z"]
+    assert "drained and stopped" in nibble("logs", "-n", "5").stdout  # the log outlives the server
+    after = nibble("stop")
+    assert after.returncode == 0 and "no server runs" in after.stderr
+
+
+def test_an_error_of_the_start_is_told_by_the_command_that_detached_it(nibble: Shell, tmp_path: Path) -> None:
+    failed = nibble("serve", "--detach", str(tmp_path / "nothing"))
+    assert failed.returncode == 4
+    assert failed.stderr.startswith("nibble: error: ") and str(tmp_path / "nothing") in failed.stderr
+    assert not nibble.place.is_running()
+
+
+def test_a_server_that_was_killed_is_recognised_and_another_may_start(nibble: Shell) -> None:
+    assert nibble("serve", "--detach", "nibble-demo").returncode == 0
+    record = nibble.place.read()
+    assert record is not None and nibble.place.is_running()
+    os.kill(record.pid, signal.SIGKILL)
+    wait_for(lambda: not nibble.place.is_running(), 10)
+    stale = nibble("stop")
+    assert stale.returncode == 0 and f"pid {record.pid} ended without a word" in stale.stderr
+    assert nibble("serve", "--detach", "nibble-demo").returncode == 0
+    assert nibble("stop").returncode == 0
+
+
+def test_logs_and_stop_without_a_server_say_so(nibble: Shell) -> None:
+    logs = nibble("logs")
+    assert logs.returncode == 2 and "nibble serve --detach" in logs.stderr
+    assert nibble("stop").returncode == 0
