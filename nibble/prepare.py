@@ -11,6 +11,7 @@ from nibble.backend_rules import load_rules
 from nibble.build_id import build_id, vllm_version
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
+from nibble.download import STALL_VARIABLE
 from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
 from nibble.gemma4 import has_flashinfer_compiler
@@ -118,9 +119,10 @@ def _check_limits(flags: Mapping[str, Any], source: str) -> None:
 
 
 def hub_environ(asked: Asked) -> dict[str, str]:
-    """The environment for the Hub, with HF_TOKEN from wherever it was given."""
+    """The environment for the Hub, with HF_TOKEN and the patience of downloads from wherever they were given."""
     token = asked.settings.hf_token
     kept = {name: value for name, value in asked.accepted.environ.items() if name != "HF_TOKEN_FILE"}
+    kept[STALL_VARIABLE] = str(asked.settings.download_stall_seconds)
     return kept | ({"HF_TOKEN": token.get_secret_value()} if token else {})
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
+from nibble.download import STALL_VARIABLE, Blobs, fetch_blobs
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached, unreachable
 from nibble.model_files import (
@@ -32,6 +33,7 @@ from nibble.model_files import (
     unverified,
     unverified_record,
 )
+from nibble.settings import default_of
 
 MARGIN_BYTES = 1 << 30  # left free on the cache's file system: torch.compile and FlashInfer caches, logs
 PROGRESS_SECONDS = 0.5
@@ -97,8 +99,15 @@ def pull(
     if current := cached_snapshot(model, commit, hub.cache, load_format):
         return PullResult(current, commit, 0, time.monotonic() - started)
     return _download(
-        _Job(model, revision, commit, select(files, load_format), hub, on_progress), cached, started
+        _Job(model, revision, commit, select(files, load_format), hub, on_progress, stall_seconds(environ)),
+        cached,
+        started,
     )
+
+
+def stall_seconds(environ: Mapping[str, str]) -> float:
+    """NIBBLE_DOWNLOAD_STALL_SECONDS, which settings.py has held to its limits."""
+    return float(environ.get(STALL_VARIABLE) or default_of("download_stall_seconds"))
 
 
 def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgress:
@@ -128,6 +137,11 @@ class _Job:
     files: tuple[RemoteFile, ...]
     hub: Access
     on_progress: OnProgress | None
+    stall_s: float = default_of("download_stall_seconds")
+
+    @property
+    def blobs(self) -> Blobs:
+        return Blobs(self.model, self.commit, self.hub, self.storage / "blobs", self.stall_s)
 
     @property
     def storage(self) -> Path:
@@ -192,6 +206,7 @@ def _preflight(job: _Job) -> int:
         raise hub_error(error, job.model, job.revision, job.hub) from error
     sizes = {file.path: file.size for file in job.files}
     fetch_bytes = sum(entry.file_size or sizes[entry.filename] for entry in plan if entry.will_download)
+    fetch_bytes -= job.blobs.present_bytes(job.files)
     check_disk(job.model, fetch_bytes, free_bytes(job.hub.cache), job.hub.cache)
     return fetch_bytes
 
@@ -244,7 +259,10 @@ def _fetch(job: _Job, fetch_bytes: int) -> None:
     """Download all files of the job; an error names what is missing. Finished files stay for the next try."""
     try:
         with _watch(job, fetch_bytes):
+            fetch_blobs(job.blobs, job.files)
             _snapshot(job)
+    except NibbleError:
+        raise
     except Exception as error:
         mapped = hub_error(error, job.model, job.revision, job.hub)
         missing = sorted(_absent(job))

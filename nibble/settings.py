@@ -178,6 +178,10 @@ class Settings(BaseSettings):
     hf_token: SecretStr | None = _option(None, "Files",
         "Hugging Face token for gated or private models.", "HF_TOKEN", secret=True,
         expected="a token")
+    download_stall_seconds: int = _option(60, "Files",
+        "Seconds without a byte after which a download is tried again; after three such tries it ends.",
+        "NIBBLE_DOWNLOAD_STALL_SECONDS", flag="--download-stall-seconds",
+        expected="a whole number of seconds from 1 to 3600", ge=1, le=3600)
     cache_dir: Path | None = _option(None, "Files", "Where nibble keeps its own state (/var/cache/nibble in the image).",
         "NIBBLE_CACHE_DIR", expected="a folder")
     config: Path | None = _option(None, "Files", "User TOML file with any of these options, [args] and [env].", "NIBBLE_CONFIG",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -310,7 +311,7 @@ def test_a_corrupt_file_is_named_removed_and_fetched_again(hub: Hub, model: Path
     hub.requests.clear()
     result = pull("acme/demo", None, environ)
     assert (result.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert [path.rsplit("/")[-1] for path in hub.downloads()] == ["model.safetensors"]
+    assert [path.rsplit("/")[-1] for path in hub.downloads()].count("model.safetensors") == 1
 
 
 def test_a_corrupt_config_is_found_by_its_git_id(hub: Hub, model: Path, environ) -> None:
@@ -332,14 +333,80 @@ def test_a_file_never_verified_because_the_pull_was_killed_is_verified_by_the_ne
     assert not record.exists()
 
 
-def test_a_connection_cut_again_and_again_exits_4_naming_the_file(
+# Interruptions: parts are kept and gone on with, silence ends
+
+
+def fetched(hub: Hub, name: str) -> list[str]:
+    """The Range header of each download of a file, "" where it had none."""
+    return [range_ for path, range_ in hub.ranges if path.endswith(name)]
+
+
+def test_a_connection_cut_again_and_again_is_resumed_to_the_end(hub: Hub, model: Path, environ) -> None:
+    hub.add("acme/demo", model, faults={"model.safetensors": "cut"})
+    path = pull("acme/demo", None, environ).path
+    assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert fetched(hub, "model.safetensors")[:3] == ["", "bytes=150000-", "bytes=225000-"]
+
+
+def test_a_download_without_a_byte_is_tried_again_and_then_one_error_names_the_file(
     hub: Hub, model: Path, environ, monkeypatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    hub.add("acme/demo", model, faults={"model.safetensors": "cut"})
-    error = refusal("acme/demo", environ)
-    assert error.code is ExitCode.MODEL
-    assert "model.safetensors failed after 2 of 3 files" in error.line()
+    monkeypatch.setattr("nibble.download.BACKOFF_S", 0.0)
+    hub.add("acme/demo", model, faults={"model.safetensors": "stall"})
+    error = refusal("acme/demo", environ | {"NIBBLE_DOWNLOAD_STALL_SECONDS": "0.3"})
+    assert error.code is ExitCode.MODEL and error.unreachable
+    assert "model.safetensors did not grow in 3 tries of up to 0.3 s" in error.line()
+    tries = fetched(hub, "model.safetensors")
+    assert tries == ["", "bytes=100000-", "bytes=100000-", "bytes=100000-"]
+
+
+def test_a_pull_that_gave_up_or_was_killed_goes_on_where_it_was(
+    hub: Hub, model: Path, environ, monkeypatch
+) -> None:
+    monkeypatch.setattr("nibble.download.BACKOFF_S", 0.0)
+    repo = hub.add("acme/demo", model, faults={"model.safetensors": "stall"})
+    refusal("acme/demo", environ | {"NIBBLE_DOWNLOAD_STALL_SECONDS": "0.2"})
+    repo.faults.clear()
+    hub.ranges.clear()
+    seen: list[Progress] = []
+    result = pull("acme/demo", None, environ, seen.append)
+    assert fetched(hub, "model.safetensors") == ["bytes=100000-"]
+    assert (result.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    small = sum((model / name).stat().st_size for name in ("config.json", "tokenizer.json"))
+    assert result.bytes == 200_000 + small
+    assert not list(result.path.parents[1].glob("blobs/*incomplete"))
+
+
+def test_a_part_that_was_damaged_is_found_by_the_sha256_and_fetched_again(
+    hub: Hub, model: Path, environ
+) -> None:
+    repo = hub.add("acme/demo", model)
+    blobs = Path(environ["HF_HOME"]) / "hub/models--acme--demo/blobs"
+    blobs.mkdir(parents=True)
+    part = blobs / f"{repo.entries['model.safetensors'].sha256}.nibble.incomplete"
+    part.write_bytes(b"x" * 1000)
+    assert "model.safetensors (sha256" in refusal("acme/demo", environ).line()
+    assert pull("acme/demo", None, environ).bytes == 300_000
+
+
+def test_a_part_longer_than_the_file_and_a_hub_without_ranges_start_again(
+    hub: Hub, model: Path, environ
+) -> None:
+    repo = hub.add("acme/demo", model)
+    blobs = Path(environ["HF_HOME"]) / "hub/models--acme--demo/blobs"
+    blobs.mkdir(parents=True)
+    part = blobs / f"{repo.entries['model.safetensors'].sha256}.nibble.incomplete"
+    part.write_bytes(b"x" * 1000)
+    repo.faults["model.safetensors"] = "no-ranges"
+    path = pull("acme/demo", None, environ).path
+    assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_two_pulls_of_one_model_fetch_it_once(hub: Hub, model: Path, environ) -> None:
+    hub.add("acme/demo", model, faults={"model.safetensors": "slow"})
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: pull("acme/demo", None, environ).path, range(2)))
+    assert paths[0] == paths[1] and len(fetched(hub, "model.safetensors")) == 1
 
 
 # Disk and permissions
