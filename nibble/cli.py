@@ -160,13 +160,13 @@ def convert(
 
 @app.command(context_settings=FREE_WORDS)
 def pull(words: Words = None) -> None:
-    """Download a model completely and verify it."""
+    """Download a model completely and verify it; --dry-run: only say what would come, from where and whether it fits."""
     from nibble.serve import pull_model as run
 
     result, as_json = run(_wanted(words, "pull"), dict(os.environ))
     if as_json:
         _print_json(result)
-    else:
+    elif "path" in result:
         print(result["path"])
 
 
@@ -316,6 +316,18 @@ def doctor(as_json: Json = False) -> None:
     report = diagnose(dict(os.environ))
     _print_json(report.to_json()) if as_json else show_report(report)
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Say what the server on this machine does, which kernels it runs and what its canary found."""
+    from nibble.show_status import read_status, status_lines
+
+    found = read_status(dict(os.environ))
+    if as_json:
+        _print_json(found)
+    else:
+        print("\n".join(status_lines(found)))
 
 
 @app.command()

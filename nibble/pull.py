@@ -99,7 +99,7 @@ def pull(
     if current := cached_snapshot(model, commit, hub.cache, load_format):
         return PullResult(current, commit, 0, time.monotonic() - started)
     return _download(
-        _Job(model, revision, commit, select(files, load_format), hub, on_progress, stall_seconds(environ)),
+        Pull(model, revision, commit, select(files, load_format), hub, on_progress, stall_seconds(environ)),
         cached,
         started,
     )
@@ -128,7 +128,7 @@ def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgres
 
 
 @dataclass(frozen=True)
-class _Job:
+class Pull:
     """One download: the files wanted at a commit."""
 
     model: str
@@ -180,7 +180,7 @@ def _is_outage(error: BaseException) -> bool:
     return status is None or status >= 500 or status == 429
 
 
-def _download(job: _Job, older: Path | None, started: float) -> PullResult:
+def _download(job: Pull, older: Path | None, started: float) -> PullResult:
     """Check disk and permissions, fetch what is missing, verify what was fetched."""
     if problem := write_problem(job.storage):
         if older is None:
@@ -198,20 +198,25 @@ def _download(job: _Job, older: Path | None, started: float) -> PullResult:
     return PullResult(job.snapshot, job.commit, fetch_bytes, time.monotonic() - started)
 
 
-def _preflight(job: _Job) -> int:
+def _preflight(job: Pull) -> int:
     """Bytes to fetch. Raises NO_FIT when the cache's file system has not that much and a margin free."""
+    fetch_bytes = missing_bytes(job)
+    check_disk(job.model, fetch_bytes, free_bytes(job.hub.cache), job.hub.cache)
+    return fetch_bytes
+
+
+def missing_bytes(job: Pull) -> int:
+    """Bytes that are not in the cache, less what an interrupted pull left. Asks the Hub for every file, as a download does."""
     try:
         plan = _snapshot(job, dry_run=True)
     except Exception as error:
         raise hub_error(error, job.model, job.revision, job.hub) from error
     sizes = {file.path: file.size for file in job.files}
     fetch_bytes = sum(entry.file_size or sizes[entry.filename] for entry in plan if entry.will_download)
-    fetch_bytes -= job.blobs.present_bytes(job.files)
-    check_disk(job.model, fetch_bytes, free_bytes(job.hub.cache), job.hub.cache)
-    return fetch_bytes
+    return fetch_bytes - job.blobs.present_bytes(job.files)
 
 
-def _snapshot(job: _Job, dry_run: bool = False) -> Any:
+def _snapshot(job: Pull, dry_run: bool = False) -> Any:
     """huggingface_hub's download of the job's files; with `dry_run` only its list of them."""
     from huggingface_hub import snapshot_download
 
@@ -243,11 +248,11 @@ def _literal_patterns(files: Iterable[RemoteFile]) -> list[str]:
     return [re.sub(r"([*?\[])", r"[\1]", file.path) for file in files]
 
 
-def _absent(job: _Job) -> set[str]:
+def _absent(job: Pull) -> set[str]:
     return {file.path for file in job.files if not (job.snapshot / file.path).exists()}
 
 
-def _note_unverified(job: _Job, paths: set[str]) -> None:
+def _note_unverified(job: Pull, paths: set[str]) -> None:
     record = unverified_record(job.storage, job.commit)
     if paths:
         record.write_text(json.dumps(sorted(paths)))
@@ -255,7 +260,7 @@ def _note_unverified(job: _Job, paths: set[str]) -> None:
         record.unlink(missing_ok=True)
 
 
-def _fetch(job: _Job, fetch_bytes: int) -> None:
+def _fetch(job: Pull, fetch_bytes: int) -> None:
     """Download all files of the job; an error names what is missing. Finished files stay for the next try."""
     try:
         with _watch(job, fetch_bytes):
@@ -277,7 +282,7 @@ def _fetch(job: _Job, fetch_bytes: int) -> None:
         _write_ref(job)
 
 
-def _write_ref(job: _Job) -> None:
+def _write_ref(job: Pull) -> None:
     """refs/main (or the branch asked for): a download by commit does not write it; offline it is needed."""
     ref = job.storage / "refs" / (job.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
@@ -285,7 +290,7 @@ def _write_ref(job: _Job) -> None:
 
 
 @contextmanager
-def _watch(job: _Job, fetch_bytes: int) -> Iterator[None]:
+def _watch(job: Pull, fetch_bytes: int) -> Iterator[None]:
     """Report progress by the growth of the blobs folder, whatever transport (HTTP, Xet) fills it."""
     if job.on_progress is None:
         yield
@@ -319,7 +324,7 @@ def _blob_bytes(blobs: Path) -> int:
     return total
 
 
-def _verify(job: _Job, pending: set[str]) -> None:
+def _verify(job: Pull, pending: set[str]) -> None:
     """Hash `pending` files against the Hub's listing; remove and name those that differ (exit 4)."""
     files = [file for file in job.files if file.path in pending]
     total, done, lock = sum(file.size for file in files), 0, threading.Lock()

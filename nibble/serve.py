@@ -32,6 +32,8 @@ from nibble.prebuild import prebuilding
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
 from nibble.processes import stop_signals, survive_memory_pressure
 from nibble.pull import OnProgress, Progress, as_lines, pull
+from nibble.pull_plan import plan_pull, refuse_what_does_not_fit
+from nibble.pull_progress import shown
 from nibble.recipes import load_recipe
 from nibble.settings import Settings, default_of
 from nibble.start_times import StartTimes
@@ -192,8 +194,8 @@ def _run_across(
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    """Fetch a model; (what was done, whether JSON was asked for)."""
-    asked = read_wishes(words, environ, ("--json",))
+    """Fetch a model, or only look with --dry-run; (what was done, whether JSON was asked for)."""
+    asked = read_wishes(words, environ, ("--json", "--dry-run"))
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(
@@ -201,9 +203,19 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
         )
     recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
     revision = settings.revision or (recipe.revision if recipe else "") or None
-    result = pull(settings.model, revision, hub_environ(asked), as_lines(say))
+    as_json = "--json" in asked.command.rest
+    if "--dry-run" in asked.command.rest:
+        plan = plan_pull(settings.model, revision, hub_environ(asked))
+        for line in () if as_json else plan.lines():
+            print(line)
+        refuse_what_does_not_fit(plan)
+        return plan.to_json() if as_json else {}, as_json
+    with shown(say) as on_progress:
+        result = pull(settings.model, revision, hub_environ(asked), on_progress)
+    if result.revision and not revision:
+        say(f"{settings.model} is at {result.revision}; NIBBLE_REVISION={result.revision} pins it")
     data = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
-    return data, "--json" in asked.command.rest
+    return data, as_json
 
 
 def _on_disk(plan: Plan, asked: Asked) -> Plan:
