@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nibble.cluster.agent import Agent
-from nibble.cluster.head import head_handlers, lost_head, refuse, running
+from nibble.cluster.head import head_handlers, leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here
 from nibble.cluster.node import Place, find_place, node_handlers
@@ -64,9 +64,10 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     ]
     agent = Agent(address, token, head_handlers(roster) | node_handlers(place), environ=environ)
     member = Member(address, token, address, "ray-head", None, _gpus(settings, environ), environ, place.facts)
-    with running(agent), running(member):
+    with running(agent), leaving(member):
         command = ray_command(head_flags(address, settings.num_gpus))
-        return _Node(command, node_environ(place, token), "head", f"{address}:{GCS_PORT}", up).run()
+        head = f"{address}:{GCS_PORT}"
+        return _Node(command, node_environ(place, token), "head", head, up, member.start).run()
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
@@ -84,13 +85,14 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     member = Member(
         settings.head_ip, token, address, "ray-worker", None, _gpus(settings, environ), environ, place.facts
     )
-    member.beat()
+    member.greet()
     refuse(member)
     agent = Agent(address, token, node_handlers(place), environ=environ)
-    with running(agent), running(member):
+    with running(agent), leaving(member):
         command = ray_command(worker_flags(head, address, settings.num_gpus))
         up = [f"Ray worker {address} ({place.interface}) has joined {head}"]
-        return _Node(command, node_environ(place, token), "worker", head, up, lambda: lost_head(member)).run()
+        environ = node_environ(place, token)
+        return _Node(command, environ, "worker", head, up, member.start, lambda: lost_head(member)).run()
 
 
 def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
@@ -192,6 +194,7 @@ class _Node:
     role: str
     head: str
     up: Sequence[str]
+    on_up: Callable[[], object] = lambda: None
     lost: Callable[[], str | None] = lambda: None
     _events: queue.SimpleQueue[int | str] = field(default_factory=queue.SimpleQueue)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
@@ -253,7 +256,7 @@ class _Node:
                 return self._events.get(timeout=WATCH_S)
             if self._is_up and not needed <= {process.name for process in family(session)}:
                 return None
-            if self.lost():
+            if self._is_up and self.lost():
                 return None
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:
@@ -266,6 +269,7 @@ class _Node:
                 self._display.pass_through(2, raw)
             if not self._is_up and _STARTED in line:
                 self._is_up = True
+                self.on_up()
                 for text in self.up:
                     self._display.say(text)
 

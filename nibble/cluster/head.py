@@ -23,12 +23,21 @@ class Running(Protocol):
 
 @contextlib.contextmanager
 def running(one: Running) -> Iterator[None]:
-    """Started, and closed at the end; a member says goodbye."""
+    """Started, and closed at the end."""
     one.start()
     try:
         yield
     finally:
-        one.leave() if isinstance(one, Member) else one.close()
+        one.close()
+
+
+@contextlib.contextmanager
+def leaving(member: Member) -> Iterator[None]:
+    """A member that says goodbye at the end; somebody else starts it."""
+    try:
+        yield
+    finally:
+        member.leave()
 
 
 def head_handlers(roster: Roster) -> dict[str, Handler]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent
-from nibble.cluster.head import lost_head, refuse, running
+from nibble.cluster.head import leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
 from nibble.cluster.node import find_place, node_handlers
 from nibble.cluster.roster import BEAT_S
@@ -53,7 +53,8 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
         control = ControlServer(settings.control_port, node.status, node.is_ready)
         control.start()
         try:
-            with running(agent), running(member):
+            with running(agent), leaving(member):
+                member.start()
                 return node.run()
         finally:
             node.kill()

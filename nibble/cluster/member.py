@@ -38,6 +38,7 @@ class Member:
 
     def start(self) -> Member:
         """Beat in a thread of its own."""
+        self._answered = time.monotonic()
         threading.Thread(target=self._run, name="beats", daemon=True).start()
         return self
 
@@ -58,6 +59,14 @@ class Member:
         try:
             self.reply = call(self.head, "/beat", self.token, message, environ=self.environ)
             self.head_session = self.head_session or self.reply["session"]
+            self.error, self._answered = None, time.monotonic()
+        except AgentError as error:
+            self.error = error
+
+    def greet(self) -> None:
+        """Ask the head whether it takes our token, without joining yet; `error` says why not."""
+        try:
+            call(self.head, "/nodes", self.token, environ=self.environ)
             self.error, self._answered = None, time.monotonic()
         except AgentError as error:
             self.error = error

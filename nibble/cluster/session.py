@@ -300,6 +300,7 @@ def open_cluster(plan: Plan, environ: Mapping[str, str], say: Say) -> Iterator[C
         member = Member(place.address, token, place.address, "serve", 0, gpus, environ, place.facts)
         say(f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}")
         with running(agent), running(member):
+            member.beat()
             yield Cluster(plan, place, token, roster, Path(folder), say)
 
 
