@@ -210,8 +210,10 @@ def write_record(folder: Path) -> int:
     return len(files)
 
 
-def damage(folder: Path) -> Iterator[str]:
-    """What differs from the record: missing, truncated or changed files. An entry without a record shows none."""
+def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
+    """What differs from the record: missing, truncated or (without `sizes_only`) changed files. An entry without a record
+    shows none.
+    """
     if not folder.is_dir():
         return
     try:
@@ -222,10 +224,11 @@ def damage(folder: Path) -> Iterator[str]:
     if known is None:
         return
     with ThreadPoolExecutor(4) as pool:
-        yield from filter(None, pool.map(lambda row: _difference(folder, *row), known.items()))
+        found = pool.map(lambda item: _difference(folder, item[0], item[1], sizes_only), known.items())
+        yield from filter(None, found)
 
 
-def _difference(folder: Path, path: str, row: Sequence[Any]) -> str:
+def _difference(folder: Path, path: str, row: Sequence[Any], sizes_only: bool) -> str:
     size, _, digest = row
     file = folder / path
     try:
@@ -233,7 +236,8 @@ def _difference(folder: Path, path: str, row: Sequence[Any]) -> str:
             return _unreadable(file)
         if (found := file.stat().st_size) != size:
             return f"{path} has {found} bytes instead of {size}"
-        return "" if _sha256(file) == digest else f"{path} has another sha256 than when it was recorded"
+        same = sizes_only or _sha256(file) == digest
+        return "" if same else f"{path} has another sha256 than when it was recorded"
     except FileNotFoundError:
         return "" if _matches(path, REWRITTEN) else f"{path} is missing"
     except OSError as error:

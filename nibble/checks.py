@@ -85,7 +85,7 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
     """Warnings about `driver`; raises NO_HARDWARE for one known to fail on this target."""
     warnings: list[str] = []
     for bad in target.known_bad:
-        if driver is None or not driver.startswith(bad.driver):
+        if bad.component != "driver" or driver is None or not driver.startswith(bad.version):
             continue
         sentence = f"driver {driver} on {target.name}: {bad.reason} ({bad.evidence})"
         if bad.severity == "error":

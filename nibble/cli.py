@@ -308,12 +308,17 @@ def _tree(root: str | None) -> Any:
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Also whether a start of this model would begin.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Look at this machine and say what would stop or slow a server."""
     from nibble.doctor import diagnose
     from nibble.show import show_report
 
-    report = diagnose(dict(os.environ))
+    report = diagnose(dict(os.environ), model or os.environ.get("MODEL"))
     _print_json(report.to_json()) if as_json else show_report(report)
     raise typer.Exit(report.exit_code)
 

@@ -11,15 +11,17 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nibble import __version__
 from nibble.api_key import KEY_FILE
 from nibble.checks import check_driver, check_hardware
 from nibble.disk import folder_bytes, free_bytes, gib, nearest_existing, writable_fix, write_problem
-from nibble.errors import ExitCode, NibbleError
+from nibble.doctor_machine import machine_checks, model_checks
+from nibble.doctor_report import Check, Report
+from nibble.errors import NibbleError
+from nibble.gpu_state import gpu_states
 from nibble.hardware import Hardware, detect
 from nibble.host import (
     bind_problem,
@@ -48,43 +50,8 @@ LITTLE_MEMORY_BYTES = 4 << 30
 CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing looked at: what was found, and how to mend it unless it is ok."""
-
-    name: str
-    status: Literal["ok", "warning", "fail"]
-    what: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """All checks in the order of the report, and the table of the last `nibble patches check` of the vLLM that is installed."""
-
-    checks: tuple[Check, ...]
-    tree: Tree | None = None
-    patches: tuple[Line, ...] = ()
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """3 without usable hardware, 6 where something else fails, else 0: warnings do not count."""
-        failed = {check.name for check in self.checks if check.status == "fail"}
-        if failed & {"target", "driver"}:
-            return ExitCode.NO_HARDWARE
-        return ExitCode.VERIFY if failed else ExitCode.OK
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for --json; holds no secret."""
-        return {
-            "exit_code": int(self.exit_code),
-            "checks": [asdict(check) for check in self.checks],
-            "patches": [asdict(line) for line in self.patches],
-        }
-
-
-def diagnose(environ: Mapping[str, str]) -> Report:
-    """Look at this machine with the settings of `environ`. Raises nothing; changes nothing."""
+def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
+    """Look at this machine with the settings of `environ`, and at a start of `model`. Raises nothing; changes nothing."""
     versions = installed()
     checks = list(python_checks(versions, platform.python_version()))
     checks.append(kernels_check(versions, implementations, environ))
@@ -95,6 +62,8 @@ def diagnose(environ: Mapping[str, str]) -> Report:
     checks += [settings_check, *hardware_checks(asked, here), memory_check(here)]
     checks += _disk_checks(environ) + _port_checks(asked)
     checks += _hub_checks(environ) + _key_check(environ) + _limit_checks(here)
+    checks += machine_checks(_target(asked, here), here, versions, gpu_states() if here.gpus else (), environ)
+    checks += model_checks(model, environ) if model else []
     kind = container_kind(environ)
     image = f", image {environ['NIBBLE_IMAGE']}" if "NIBBLE_IMAGE" in environ else ""
     checks.append(Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host"))
@@ -221,6 +190,13 @@ def _settings(environ: Mapping[str, str]) -> tuple[Asked | None, Check]:
         return None, Check("settings", "fail", error.what, error.action)
     notices = "; ".join(asked.accepted.notices)
     return asked, Check("settings", "ok", notices or "all variables are understood")
+
+
+def _target(asked: Asked | None, here: Hardware) -> Target | None:
+    try:
+        return choose_target(asked.settings, asked, here)[0] if asked else None
+    except NibbleError:  # said by the check of the target
+        return None
 
 
 def hardware_checks(asked: Asked | None, here: Hardware) -> list[Check]:

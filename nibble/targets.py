@@ -53,12 +53,13 @@ class Default:
 
 @dataclass(frozen=True)
 class KnownBad:
-    """A driver (version prefix) known to fail on a target. `severity` is "error" or "warning"."""
+    """A version (prefix) known to fail on a target: of the driver, the Linux kernel, or an installed package."""
 
-    driver: str
+    version: str
     severity: Literal["error", "warning"]
     reason: str
     evidence: str
+    component: str = "driver"
 
 
 @dataclass(frozen=True)
