@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nibble.backend_rules import Condition, Rule, load_rules
+from nibble.cluster.ports import firewall_rows
 from nibble.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES
 from nibble.errors import ExitCode
 from nibble.patching.probe import Row
@@ -62,6 +63,14 @@ def dead_table() -> str:
         )
         rows.append(f"| `{name}` | {effect.replace(' 1`', ' VALUE`')} |")
     return "\n".join(rows)
+
+
+def ports_table() -> str:
+    """Ports of a cluster, for a firewall."""
+    rows = ["| port | listens | connects |", "|---|---|---|"]
+    return "\n".join(
+        rows + [f"| {port} | {server} | {clients} |" for port, server, clients in firewall_rows()]
+    )
 
 
 def exit_codes_table() -> str:
@@ -177,6 +186,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "other-names": other_names_table,
     "owned-flags": owned_table,
     "dead-variables": dead_table,
+    "cluster-ports": ports_table,
     "exit-codes": exit_codes_table,
     "targets": targets_table,
     "recipes": recipes_table,
