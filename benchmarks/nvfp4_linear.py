@@ -91,22 +91,19 @@ def side_by_side(
 
 
 def every_division(shape: tuple[int, int], batches: list[int], read: float) -> Iterator[dict[str, Any]]:
-    """The time of each division that fits, and of the one that the kernel chooses."""
+    """The time with other numbers of thread blocks and of phases, and of what the kernel chooses."""
     weights = copies(shape)
-    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    all_blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    divisions = [(), *((blocks, 1) for blocks in (all_blocks // 2, all_blocks, 2 * all_blocks)), (all_blocks, 2)]
     for batch in batches:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
-        times = {}
-        for division in [(), *((splits, blocks // splits) for splits in range(1, 13))]:
-            calls: list[Callable[[], Tensor]] = [
+        products = {
+            str(division) if division else "nibble": [
                 partial(nvfp4_decode_linear, x, weight, GLOBAL_SCALE, division=division) for weight in weights
             ]
-            try:
-                times |= interleaved({str(division[0]) if division else "nibble": calls})
-            except RuntimeError as error:  # as many splits do not fit
-                if "are not possible" not in str(error):
-                    raise
-        yield row_of(shape, batch, times, read)
+            for division in divisions
+        }
+        yield row_of(shape, batch, interleaved(products), read)
 
 
 def row_of(shape: tuple[int, int], batch: int, times: dict[str, float], read: float) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def packed_bytes(shape: tuple[int, int]) -> int:
 def copies(shape: tuple[int, int]) -> list[PreparedWeight]:
     """Prepared random weights that together take four second caches."""
     count = max(2, -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // packed_bytes(shape)))
-    return [prepare_weight(*random_weight(shape)) for _ in range(count)]
+    return [prepare_weight(*random_weight(shape), native=False) for _ in range(count)]
 
 
 def random_weight(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -149,7 +146,7 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
         ]
     }
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-    dense = [nvfp4_dequantize_weight(weight, like) for weight in weights[: max(2, len(weights) // 3)]]
+    dense = [nvfp4_dequantize_weight(weight, shape[1], like) for weight in weights[: max(2, len(weights) // 3)]]
     found["cublas bf16"] = [
         lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in dense
     ]

@@ -51,12 +51,10 @@ def test_each_pair_gets_its_experts_product(device: str, tokens: int, topk: int,
     codes, scales = experts_of()
     ids, weights = choices(tokens, topk), torch.rand(tokens, topk)
     x = activations(tokens * topk if by_pair else tokens, COLUMNS, torch.bfloat16)
-    experts = prepare_experts(codes.to(device, copy=True), scales.to(device), GLOBAL_SCALES.to(device))
     expected = expected_sums(x, codes, scales, ids)
-    for operands in ("bfloat16", "float16") if device == "cuda" else ("best",):
-        y = nvfp4_moe_decode_linear(
-            x.to(device), experts, ids.to(device), topk_weights=weights.to(device), operands=operands
-        )
+    for native in (False, True):
+        experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native)
+        y = nvfp4_moe_decode_linear(x.to(device), experts, ids.to(device), topk_weights=weights.to(device))
         wanted = expected * weights.double().flatten()[:, None]
         size = x.float().abs().sum(-1).max() * 2688 * GLOBAL_SCALES.max()
         assert ((y.cpu().double() - wanted).abs() <= wanted.abs() * 2.0**-8 + size * 2.0**-20).all()
@@ -68,7 +66,7 @@ def test_silu_mul_joins_gate_and_up_with_their_own_global_scales(device: str) ->
 
     codes, scales = experts_of()
     ids, x = choices(5, 3), activations(5, COLUMNS, torch.bfloat16) / 16
-    experts = prepare_experts(codes.to(device, copy=True), scales.to(device), GLOBAL_SCALES.to(device))
+    experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native=False)
     y = nvfp4_moe_decode_linear(x.to(device), experts, ids.to(device), silu_mul=True).cpu().double()
     gate, up = expected_sums(x, codes, scales, ids).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up
@@ -79,7 +77,7 @@ def test_prepared_experts_have_a_global_scale_for_each_half(kernels: object) -> 
     from nibble_kernels.nvfp4_moe.gpu import prepare_experts
 
     codes, scales = experts_of()
-    one = prepare_experts(codes.clone(), scales, GLOBAL_SCALES[:, 0])
+    one = prepare_experts(codes, scales, GLOBAL_SCALES[:, 0], native=True)
     assert torch.equal(one.global_scales, GLOBAL_SCALES[:, :1].expand(-1, 2))
     assert one.scales.shape == (EXPERTS, 3, 4, 32, 4)
 
@@ -88,6 +86,7 @@ def test_the_operator_is_registered_soundly(device: str) -> None:
     from nibble_kernels.nvfp4_moe.gpu import prepare_experts
 
     codes, scales = experts_of()
-    experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device))
+    experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native=False)
     x, ids = activations(4, COLUMNS, torch.bfloat16).to(device), choices(4, 2).to(device)
-    torch.library.opcheck(torch.ops.nibble.nvfp4_moe_decode_linear.default, (x, *experts, ids, None, True, 0))
+    arguments = (x, *experts[:3], ids, None, OUTPUTS, False, True)
+    torch.library.opcheck(torch.ops.nibble.nvfp4_moe_decode_linear.default, arguments)

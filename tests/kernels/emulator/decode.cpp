@@ -12,10 +12,12 @@ namespace {
 
 // Calls f(shared memory) in each thread of one block.
 template <class Form, class F>
-void run_block(uint32_t block, uint32_t blocks, uint32_t chunks, F&& f) {
-  EmulatedBlock shared(Form::kThreads, Form::kTeamThreads);
+void run_block(uint32_t block, uint32_t blocks, const Problem& problem, F&& f) {
+  EmulatedBlock shared(Form::kThreads);
   // NaN, so that what was not written would show.
-  std::vector<uint4> memory(Form::shared_bytes(chunks) / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));
+  std::vector<uint4> memory(
+      Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, false) / sizeof(uint4) + 1,
+      make_uint4(~0u, ~0u, ~0u, ~0u));
   std::vector<std::jthread> threads;
   for (uint32_t thread = 0; thread < Form::kThreads; ++thread) {
     threads.emplace_back([&, thread] {
@@ -30,13 +32,13 @@ void run_block(uint32_t block, uint32_t blocks, uint32_t chunks, F&& f) {
 }
 
 template <class T, class Operand, class Form>
-void run(Problem problem, uint32_t blocks) {
-  std::vector<float> partials(size_t{problem.groups} * problem.splits * Form::kSums, NAN);
-  problem.partials = partials.data();
-  for (uint32_t block = blocks; block-- > 0;) {
-    const Share share{block % problem.splits, block / problem.splits, blocks / problem.splits};
-    run_block<Form>(block, blocks, problem.chunks_per_split,
-                    [&](uint4* memory) { Multiplier<T, Operand, Form>(problem, share, memory).run(); });
+void run(const Problem& problem, uint32_t blocks) {
+  for (uint32_t block = 0; block < blocks; ++block) {
+    run_block<Form>(block, blocks, problem, [&](uint4* memory) {
+      Multiplier<T, Operand, Form>(problem, share_of(problem.groups, block, blocks, problem.groups / blocks),
+                                   memory)
+          .run();
+    });
   }
 }
 
@@ -44,33 +46,31 @@ template <class T, class Operand>
 void run_form(const Problem& problem, uint32_t blocks) {
   if (problem.tokens <= 8) return run<T, Operand, Few>(problem, blocks);
   if (problem.tokens <= 16) return run<T, Operand, Some>(problem, blocks);
-  if (problem.tokens <= 32) return run<T, Operand, Many>(problem, blocks);
-  run<T, Operand, Most>(problem, blocks);
+  run<T, Operand, Many>(problem, blocks);
 }
 
 template <class Form>
 void run_experts_form(const Problem& problem, const Experts& experts, uint32_t blocks) {
   for (uint32_t block = 0; block < blocks; ++block) {
     Table table;
-    run_block<Form>(block, blocks, problem.chunks, [&](uint4* memory) {
+    run_block<Form>(block, blocks, problem, [&](uint4* memory) {
       run_experts<__nv_bfloat16, nibble::BfloatOperand, Form>(problem, experts, table, memory);
     });
   }
 }
 
 Problem problem_of(const void* x, const void* codes, const void* scales, void* out, uint32_t outputs,
-                   uint32_t columns, bool silu_mul) {
+                   uint32_t columns, uint32_t phases, bool silu_mul) {
   Problem problem{};
   problem.x = static_cast<const uint4*>(x);
-  problem.codes = static_cast<const uint8_t*>(codes);
+  problem.codes = static_cast<const uint4*>(codes);
   problem.scales = static_cast<const uint32_t*>(scales);
   problem.out = out;
   problem.outputs = outputs;
   problem.columns = columns;
   problem.chunks = (columns + kChunk - 1) / kChunk;
   problem.groups = (outputs / 2 + kGroup - 1) / kGroup;
-  problem.splits = 1;
-  problem.chunks_per_split = problem.chunks;
+  problem.chunks_per_phase = (problem.chunks + phases - 1) / phases;
   problem.silu_mul = silu_mul;
   return problem;
 }
@@ -82,32 +82,28 @@ extern "C" void multiply_experts_on_the_host(const void* x, const void* codes, c
                                              void* out, uint32_t tokens, uint32_t pairs,
                                              uint32_t pairs_per_input, uint32_t count, uint32_t outputs,
                                              uint32_t columns, uint32_t blocks, bool silu_mul) {
-  const Problem problem = problem_of(x, codes, scales, out, outputs, columns, silu_mul);
+  const Problem problem = problem_of(x, codes, scales, out, outputs, columns, 1, silu_mul);
   const Experts experts{static_cast<const int32_t*>(ids),
                         static_cast<const float*>(weights),
                         static_cast<const float*>(global_scales),
                         pairs,
                         count,
                         pairs_per_input};
-  if (tokens <= 8) return run_experts_form<FewOfAnExpert>(problem, experts, blocks);
-  run_experts_form<SomeOfAnExpert>(problem, experts, blocks);
+  if (tokens <= 8) return run_experts_form<Few>(problem, experts, blocks);
+  run_experts_form<Some>(problem, experts, blocks);
 }
 
 extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const void* x, const void* codes,
                                      const void* scales, const void* column_scale, const void* bias,
-                                     const void* residual, void* out, void* arrivals, float global_scale,
-                                     uint32_t tokens, uint32_t outputs, uint32_t columns, uint32_t splits,
-                                     uint32_t blocks_per_split, bool silu_mul) {
-  Problem problem = problem_of(x, codes, scales, out, outputs, columns, silu_mul);
+                                     const void* residual, void* out, float global_scale, uint32_t tokens,
+                                     uint32_t outputs, uint32_t columns, uint32_t blocks, uint32_t phases,
+                                     bool silu_mul) {
+  Problem problem = problem_of(x, codes, scales, out, outputs, columns, phases, silu_mul);
   problem.column_scale = static_cast<const float*>(column_scale);
   problem.bias = bias;
   problem.residual = residual;
-  problem.arrivals = static_cast<uint32_t*>(arrivals);
   problem.upper_global_scale = problem.lower_global_scale = global_scale;
   problem.tokens = tokens;
-  problem.splits = splits;
-  problem.chunks_per_split = (problem.chunks + splits - 1) / splits;
-  const uint32_t blocks = splits * blocks_per_split;
   if (!bfloat) return run_form<__half, nibble::HalfOperand>(problem, blocks);
   if (bfloat_operands) return run_form<__nv_bfloat16, nibble::BfloatOperand>(problem, blocks);
   run_form<__nv_bfloat16, nibble::HalfOperand>(problem, blocks);

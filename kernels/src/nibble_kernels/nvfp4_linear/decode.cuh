@@ -1,9 +1,9 @@
 // The decode kernel: few rows of activations times an NVFP4 weight, at the speed at which the weight can be
 // read. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
-// A warp multiplies 16 weight rows by up to 64 rows of x ("tokens"), 128 columns at a time. The warps of a
-// team take turns at the columns of the same weight rows, and add up their sums in shared memory; thread
-// blocks may share columns, too ("splits"), and the last one adds up. Every order is fixed.
+// A thread block has whole groups of 16 weight rows. Its warps share their tiles, 16 rows by 128 columns
+// each, in equal ranges, one after the other in memory, and read ahead of what they multiply. A group's sums
+// meet in shared memory, in a fixed order. Where x does not fit into shared memory, columns come in phases.
 #pragma once
 
 #include <algorithm>
@@ -13,108 +13,201 @@
 
 namespace nibble::decode {
 
-constexpr uint32_t kChunk = 128;  // columns that a warp multiplies at a time: 64 bytes of a weight row
+constexpr uint32_t kChunk = 128;  // columns of a tile
 constexpr uint32_t kGroup = 8;  // rows of the weight's upper half in a group; as many of the lower half join
 constexpr uint32_t kTokenGroup = 8;  // tokens side by side in a tensor core instruction
 constexpr uint32_t kLanes = 32;
-constexpr uint32_t kPieces = 4;  // 16 bytes of x for each of a weight's four words in a lane
+constexpr uint32_t kPieces = 4;    // 16 bytes of x for each of a weight's four words in a lane
+constexpr uint32_t kQuarters = 4;  // of a chunk: a lane has the columns of one
 constexpr uint32_t kItems =
     kGroup * kTokenGroup;  // pairs of outputs (r, r + N / 2) of a group and a token group
-constexpr uint32_t kGroupChunkBytes = 2 * kGroup * kChunk * 9 / 16;
+constexpr uint32_t kTileBytes = 2 * kGroup * kChunk * 9 / 16;
 
 struct Problem {
   const uint4* x;          // [tokens, columns]
-  const uint8_t* codes;    // [outputs, columns / 2]
-  const uint32_t* scales;  // [groups, chunks, 32]: weight.py
+  const uint4* codes;      // [groups, chunks, 2, 32]: weight.py
+  const uint32_t* scales;  // [groups, chunks, 32]
   const float* column_scale;
   const void* bias;
   const void* residual;
   void* out;
-  float* partials;                               // [groups, splits, token groups, 2, 64]
-  uint32_t* arrivals;                            // [groups], zero before and after
   float upper_global_scale, lower_global_scale;  // of rows below N / 2 and of the others
-  uint32_t tokens, outputs, columns, chunks, groups, splits, chunks_per_split;
+  uint32_t tokens, outputs, columns, chunks, groups, chunks_per_phase, groups_per_block;
   bool silu_mul;
 };
 
-// How a thread block is divided: kTeams times kTeamWarps warps. kDepth: chunks whose loads a warp has under
-// way.
-template <uint32_t TokenGroups, uint32_t Teams, uint32_t TeamWarps, uint32_t Depth>
+// kDepth: tiles of a warp under way. kGroupsPerRound: groups whose sums meet at a time.
+template <uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound>
 struct Form {
-  static constexpr uint32_t kTokenGroups = TokenGroups, kTeams = Teams, kTeamWarps = TeamWarps,
-                            kDepth = Depth;
-  static constexpr uint32_t kThreads = Teams * TeamWarps * kLanes, kTeamThreads = TeamWarps * kLanes;
-  static constexpr uint32_t kChunkBytes = TokenGroups * kPieces * kLanes * sizeof(uint4);  // of x
-  static constexpr uint32_t kSums = TokenGroups * 2 * kItems;                              // of a warp
-  static constexpr uint32_t kBuffers = TokenGroups <= 2 ? 2 : 1;  // of sums, as shared memory allows
-  static constexpr uint32_t kReductionBytes = Teams * kBuffers * TeamWarps * kSums * sizeof(float);
-  static constexpr uint32_t kFactorBytes = TokenGroups * kTokenGroup * sizeof(float);
+  static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
+  static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
+  static constexpr uint32_t kGroupsPerRound = GroupsPerRound;
+  static constexpr uint32_t kBlocks =
+      TokenGroups == 1 ? 2 : 1;                                // of a multiprocessor: the next kernel's, too
+  static constexpr uint32_t kSums = TokenGroups * 2 * kItems;  // of a group, or of a warp's part of it
+  static constexpr uint32_t kSlots = Warps + GroupsPerRound;   // parts of groups in a round
+  static constexpr uint32_t kRingBytes = Warps * Depth * kTileBytes;
+  static constexpr uint32_t kSlotBytes = kSlots * kSums * sizeof(float);
+  static constexpr uint32_t kTotalBytes = GroupsPerRound * kSums * sizeof(float);
+  static constexpr uint32_t kEndBytes = GroupsPerRound * 2 * sizeof(uint32_t);
+  static constexpr uint32_t kRangeBytes = kTokens * sizeof(uint32_t);
 
-  static constexpr uint32_t shared_bytes(uint32_t chunks) {
-    return chunks * kChunkBytes + kReductionBytes + kFactorBytes + Teams * sizeof(uint32_t);
+  static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool one_phase) {
+    return kRingBytes + kSlotBytes + kEndBytes + kRangeBytes + chunks * tokens * kChunk * 2 +
+           (one_phase ? 0 : kTotalBytes);
   }
 };
 
-// How many tokens a launch takes, and the warps for them. Up to 16 tokens the order of additions is the same
-// whatever their number, as long as the division is.
-using Few = Form<1, 2, 8, 4>;
-using Some = Form<2, 2, 8, 4>;
-using Many = Form<4, 4, 4, 4>;
-using Most = Form<8, 8, 2, 2>;
+// How many tokens a launch takes, and the warps for them.
+using Few = Form<1, 16, 3, 16>;
+using Some = Form<2, 16, 3, 16>;
+using Many = Form<4, 16, 3, 8>;
 
-// What a lane loads of 16 rows and 128 columns: 32 columns of a row of the upper half and of one of the
-// lower, and their four scales.
+// Groups of a thread block.
+struct Share {
+  uint32_t first_group, groups;
+};
+
+// One of `parts` nearly equal shares, of which `base` groups is the smaller.
+__device__ __forceinline__ Share share_of(uint32_t groups, uint32_t part, uint32_t parts, uint32_t base) {
+  const uint32_t larger = groups - base * parts;
+  return {part * base + min(part, larger), base + (part < larger)};
+}
+
+// n / d for n < 2^21, without the thirty instructions of an integer division: the exact quotient of n + 1/2
+// is further from an integer than what is computed is from it.
+__device__ __forceinline__ uint32_t quotient(uint32_t n, uint32_t d) {
+  return static_cast<uint32_t>((static_cast<float>(n) + 0.5f) *
+                               instruction::reciprocal(static_cast<float>(d)));
+}
+
+// The tiles whose sums meet: some groups by the columns of a phase.
+struct Round {
+  uint32_t first_group, groups, first_chunk, chunks;
+};
+
+// The rounds of a thread block: phase after phase of some groups, then those of others.
+template <class Form>
+struct Rounds {
+  const Share share;
+  const uint32_t all_chunks, chunks_per_phase;
+  const uint32_t batches = (share.groups + Form::kGroupsPerRound - 1) / Form::kGroupsPerRound;
+  const uint32_t batch_base = batches == 1 ? share.groups : quotient(share.groups, batches);
+
+  __device__ __forceinline__ bool one_phase() const { return chunks_per_phase == all_chunks; }
+
+  __device__ __forceinline__ Round of(uint32_t batch, uint32_t first_chunk) const {
+    const Share groups = share_of(share.groups, batch, batches, batch_base);
+    return {share.first_group + groups.first_group, groups.groups, first_chunk,
+            min(chunks_per_phase, all_chunks - first_chunk)};
+  }
+  // Goes on to the next round; false after the last.
+  __device__ __forceinline__ bool advance(uint32_t& batch, uint32_t& first_chunk) const {
+    first_chunk += chunks_per_phase;
+    if (first_chunk < all_chunks) return true;
+    first_chunk = 0;
+    return ++batch < batches;
+  }
+};
+
+// Warps share the tiles of a round: those of group 0, then those of group 1 ... This is the first of a warp.
+template <class Form>
+__device__ __forceinline__ uint32_t first_tile(const Round& round, uint32_t warp) {
+  return warp * (round.groups * round.chunks) / Form::kWarps;
+}
+
+// What a lane has of a tile: 32 columns of a row of the upper half and of one of the lower, four scales.
 struct Fragment {
   uint4 upper, lower;
   uint32_t scales;
 };
 
-__device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
-  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
-// The fragments of a warp, group after group.
+// A warp's tiles on their way to shared memory. A lane reads nothing but what it fetched itself.
 template <class Form>
-class Loader {
+class Ring {
  public:
-  __device__ __forceinline__ Loader(const Problem& problem, uint32_t group, uint32_t group_stride,
-                                    uint32_t chunk, uint32_t chunks)
-      : p(problem), first_chunk_(chunk), chunks_(chunks), group_(group), group_stride_(group_stride) {
-    start_group();
+  __device__ __forceinline__ Ring(const Problem& problem, const Rounds<Form>& rounds, uint8_t* shared)
+      : p_(problem), rounds_(rounds) {
+    const uint32_t lane = threadIdx.x % kLanes;
+    begin_ =
+        instruction::shared_place(shared + threadIdx.x / kLanes * (Form::kDepth * kTileBytes) + lane * 16);
+    start_run();
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kDepth; ++i) {
+      place_ = begin_ + i * kTileBytes;
+      fetch();
+    }
+    place_ = begin_;
   }
 
-  __device__ __forceinline__ Fragment next() {
-    // Past the end of a row x is zero, and any codes will do.
-    const uint8_t* const upper = row_ + (inside_ < p.columns / 2 ? inside_ : 0);
-    const Fragment fragment{instruction::load_once(upper),
-                            instruction::load_once(upper + size_t{p.outputs / 2} * (p.columns / 2)),
-                            instruction::load_once(scales_)};
-    inside_ += Form::kTeamWarps * (kChunk / 2);
-    scales_ += Form::kTeamWarps * kLanes;
-    if (++loaded_ == chunks_) {
-      group_ += group_stride_;
-      start_group();
-    }
-    return fragment;
+  // The oldest tile; `replace` must follow.
+  __device__ __forceinline__ Fragment take() const {
+    instruction::wait_for_copies<Form::kDepth - 1>();
+    return {instruction::load_shared(place_), instruction::load_shared(place_ + 512),
+            instruction::load_shared_word(scale_place())};
+  }
+
+  __device__ __forceinline__ void replace() {
+    fetch();
+    place_ = place_ == begin_ + (Form::kDepth - 1) * kTileBytes ? begin_ : place_ + kTileBytes;
   }
 
  private:
-  __device__ __forceinline__ void start_group() {
-    const uint32_t lane = threadIdx.x % kLanes;
-    const uint32_t upper_row = min(group_ * kGroup + lane / 4, p.outputs / 2 - 1);
-    row_ = p.codes + size_t{upper_row} * (p.columns / 2);
-    scales_ = p.scales + (size_t{group_} * p.chunks + first_chunk_) * kLanes + lane;
-    inside_ = first_chunk_ * (kChunk / 2) + lane % 4 * sizeof(uint4);
-    loaded_ = 0;
+  __device__ __forceinline__ instruction::SharedPlace scale_place() const {
+    return place_ + (1024 - threadIdx.x % kLanes * 12);
   }
 
-  const Problem& p;
-  const uint32_t first_chunk_, chunks_;
-  uint32_t group_, loaded_, inside_;
-  const uint32_t group_stride_;
-  const uint8_t* row_;
-  const uint32_t* scales_;
+  __device__ __forceinline__ void fetch() {
+    if (left_in_run_ != 0) {
+      instruction::copy_once(place_, codes_);
+      instruction::copy_once(place_ + 512, codes_ + kLanes);
+      instruction::copy_word(scale_place(), scales_);
+      codes_ += 2 * kLanes;
+      scales_ += kLanes;
+      if (--left_in_run_ == 0) start_run();
+    }
+    instruction::end_copies();
+  }
+
+  // The next tiles that lie one after the other: to the end of this warp's range, or of a phase's columns.
+  __device__ __forceinline__ void start_run() {
+    const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    while (!over_) {
+      const Round round = rounds_.of(batch_, first_chunk_);
+      const uint32_t first = first_tile<Form>(round, warp) + done_,
+                     left = first_tile<Form>(round, warp + 1) - first;
+      if (left == 0) {
+        over_ = !rounds_.advance(batch_, first_chunk_);
+        done_ = 0;
+        continue;
+      }
+      const uint32_t group = quotient(first, round.chunks), chunk = first - group * round.chunks;
+      left_in_run_ = rounds_.one_phase() ? left : min(left, round.chunks - chunk);
+      done_ += left_in_run_;
+      const size_t tile = size_t{round.first_group + group} * p_.chunks + round.first_chunk + chunk;
+      codes_ = p_.codes + tile * (2 * kLanes) + lane;
+      scales_ = p_.scales + tile * kLanes + lane;
+      return;
+    }
+  }
+
+  const Problem& p_;
+  const Rounds<Form>& rounds_;
+  instruction::SharedPlace begin_, place_;
+  const uint4* codes_ = nullptr;
+  const uint32_t* scales_ = nullptr;
+  uint32_t left_in_run_ = 0, done_ = 0, batch_ = 0, first_chunk_ = 0;
+  bool over_ = false;
 };
+
+// The warps that have the first and the last tile of a group.
+struct Ends {
+  uint32_t first, last;
+};
+
+__device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
 
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -139,11 +232,6 @@ struct InOrder {
   __device__ __forceinline__ float weight(uint32_t) const { return 1.0f; }
 };
 
-// What a thread block multiplies: the columns of a split, and every `groups_apart`-th group.
-struct Share {
-  uint32_t split, first_group, groups_apart;
-};
-
 template <class T, class Operand, class Form, class Rows = InOrder>
 struct Multiplier {
   static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
@@ -151,72 +239,81 @@ struct Multiplier {
 
   const Problem& p;
   const Rows rows;
-  const Share share;
-  uint4* const x;               // [chunks of the split, token groups, pieces, lanes]
-  float* const reduction;       // [teams, buffers, warps, sums]
-  uint32_t* const token_range;  // [tokens]: largest bits, then the factor that undoes the scaling
-  uint32_t* const is_last;      // [teams]
+  const Rounds<Form> rounds;
+  uint8_t* const ring;
+  float* const slots;           // [slots, sums]
+  Ends* const ends;             // [groups]
+  uint32_t* const token_range;  // [tokens]: largest bits
+  uint4* const x;               // [chunks of the phase, pieces, tokens, quarters]
+  float2* const totals;         // [items] of a thread's own, over phases
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const uint32_t team = warp / Form::kTeamWarps, team_warp = warp % Form::kTeamWarps;
-  const uint32_t row = lane / 4, quarter = lane % 4;  // of a group, and of a chunk's columns
-  const uint32_t first_chunk = share.split * p.chunks_per_split;
-  const uint32_t chunk_count = min(p.chunks_per_split, p.chunks - first_chunk);
+  const uint32_t x_piece = p.tokens * kQuarters, x_chunk = kPieces * x_piece;
   const uint32_t half = p.outputs / 2;
 
   __device__ __forceinline__ Multiplier(const Problem& problem, const Share& share, uint4* shared,
                                         Rows rows = {})
       : p(problem),
         rows(rows),
-        share(share),
-        x(shared),
-        reduction(reinterpret_cast<float*>(shared +
-                                           problem.chunks_per_split * (Form::kChunkBytes / sizeof(uint4)))),
-        token_range(reinterpret_cast<uint32_t*>(reduction + Form::kReductionBytes / sizeof(float))),
-        is_last(token_range + Form::kTokenGroups * kTokenGroup) {}
+        rounds{share, problem.chunks, problem.chunks_per_phase},
+        ring(reinterpret_cast<uint8_t*>(shared)),
+        slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
+        ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
+        token_range(reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound)),
+        x(reinterpret_cast<uint4*>(token_range + Form::kTokens)),
+        totals(
+            reinterpret_cast<float2*>(x + problem.chunks_per_phase * kPieces * kQuarters * problem.tokens)) {}
 
-  // Eight elements of a token, or zeros past the end of its row.
-  __device__ __forceinline__ uint4 load_x(uint32_t token, uint32_t chunk, uint32_t piece) const {
-    const uint32_t column = (first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
-    if (token >= p.tokens || column >= p.columns) return make_uint4(0, 0, 0, 0);
-    return __ldcg(p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
-  }
-
-  // The split's columns of x, in the order in which lanes need them.
-  __device__ __forceinline__ void stage_x() const {
-    if constexpr (kConverts) find_ranges();
-    for (uint32_t unit = warp; unit < chunk_count * kTokenGroups; unit += Form::kThreads / kLanes) {
-      const uint32_t chunk = unit / kTokenGroups, token = unit % kTokenGroups * kTokenGroup + row;
+  // Calls f(place in shared memory, token, eight elements or zeros past the end of the row) for the columns
+  // of a round. Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
+  template <class F>
+  __device__ __forceinline__ void for_x(const Round& round, F&& f) const {
+    constexpr uint32_t kAtOnce = kTokenGroups == 1 ? 4 : 8;
+    const uint32_t piece = lane / 8, odd = lane / 4 % 2, quarter = lane % kQuarters;
+    const uint32_t units = (p.tokens + 1) / 2 * round.chunks;
+    for (uint32_t first = warp; first < units; first += kAtOnce * Form::kWarps) {
+      uint4 elements[kAtOnce];
+      uint32_t chunk[kAtOnce], token[kAtOnce];
 #pragma unroll
-      for (uint32_t piece = 0; piece < kPieces; ++piece) {
-        uint4 elements = load_x(token, chunk, piece);
-        if constexpr (kConverts) elements = in_range(elements, token_range[token]);
-        Operand::arrange(elements);
-        x[(unit * kPieces + piece) * kLanes + lane] = elements;
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t unit = first + i * Form::kWarps;
+        const uint32_t pair = quotient(unit, round.chunks);
+        chunk[i] = unit - pair * round.chunks;
+        token[i] = unit < units ? pair * 2 + odd : p.tokens;
+        const uint32_t column = (round.first_chunk + chunk[i]) * kChunk + quarter * 32 + piece * 8;
+        elements[i] = make_uint4(0, 0, 0, 0);
+        if (token[i] < p.tokens && column < p.columns)
+          elements[i] = __ldcg(p.x + (size_t{rows.input(token[i])} * p.columns + column) / 8);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        if (token[i] < p.tokens)
+          f(chunk[i] * x_chunk + piece * x_piece + token[i] * kQuarters + quarter, token[i], elements[i]);
       }
     }
+  }
+
+  // A round's columns of x, in the order in which lanes need them.
+  __device__ __forceinline__ void stage_x(const Round& round) const {
+    if constexpr (kConverts) find_ranges(round);
+    for_x(round, [&](uint32_t place, uint32_t token, uint4 elements) {
+      if constexpr (kConverts) elements = in_range(elements, token_range[token]);
+      x[place] = elements;
+    });
     __syncthreads();
   }
 
-  __device__ __forceinline__ void find_ranges() const {
-    for (uint32_t token = threadIdx.x; token < kTokenGroups * kTokenGroup; token += Form::kThreads)
-      token_range[token] = 0;
+  __device__ __forceinline__ void find_ranges(const Round& round) const {
+    for (uint32_t token = threadIdx.x; token < Form::kTokens; token += Form::kThreads) token_range[token] = 0;
     __syncthreads();
-    for (uint32_t unit = warp; unit < chunk_count * kTokenGroups; unit += Form::kThreads / kLanes) {
-      const uint32_t chunk = unit / kTokenGroups, token = unit % kTokenGroups * kTokenGroup + row;
+    for_x(round, [&](uint32_t, uint32_t token, const uint4& elements) {
       uint32_t largest = 0;
 #pragma unroll
-      for (uint32_t piece = 0; piece < kPieces; ++piece) {
-        const uint4 elements = load_x(token, chunk, piece);
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          const uint32_t pair = word(elements, i) & 0x7fff7fff;
-          largest = max(largest, max(pair & 0xffff, pair >> 16));
-        }
+      for (uint32_t i = 0; i < 4; ++i) {
+        const uint32_t pair = word(elements, i) & 0x7fff7fff;
+        largest = max(largest, max(pair & 0xffff, pair >> 16));
       }
-      largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-      if (quarter == 0) atomicMax(token_range + token, largest);
-    }
+      if (largest > token_range[token]) atomicMax(token_range + token, largest);
+    });
     __syncthreads();
   }
 
@@ -231,9 +328,10 @@ struct Multiplier {
     return make_uint4(convert(elements.x), convert(elements.y), convert(elements.z), convert(elements.w));
   }
 
-  __device__ __forceinline__ void multiply(const Fragment& fragment, uint32_t chunk,
+  // Of tokens past the last the last is multiplied; nobody looks at their sums.
+  __device__ __forceinline__ void multiply(const Fragment& fragment, const uint4* pieces,
+                                           const uint32_t (&tokens)[kTokenGroups],
                                            float (&sums)[kTokenGroups][4]) const {
-    const uint4* const pieces = x + chunk * (kTokenGroups * kPieces * kLanes) + lane;
     uint32_t scales[4];
     Operand::scales(fragment.scales, scales);
 #pragma unroll
@@ -247,93 +345,88 @@ struct Multiplier {
         lower[i] = Operand::multiply(lower[i], scales[2 + piece / 2]);
       }
 #pragma unroll
-      for (uint32_t tokens = 0; tokens < kTokenGroups; ++tokens) {
-        const uint4 b = pieces[(tokens * kPieces + piece) * kLanes];
-        Operand::mma(sums[tokens], upper[0], lower[0], upper[1], lower[1], b.x, b.y);
-        Operand::mma(sums[tokens], upper[2], lower[2], upper[3], lower[3], b.z, b.w);
+      for (uint32_t i = 0; i < kTokenGroups; ++i) {
+        const uint4 b = pieces[piece * x_piece + tokens[i]];
+        Operand::mma(sums[i], upper[0], lower[0], upper[1], lower[1], b.x, b.y);
+        Operand::mma(sums[i], upper[2], lower[2], upper[3], lower[3], b.z, b.w);
       }
     }
   }
 
-  __device__ __forceinline__ void team_barrier() const { instruction::barrier<Form::kTeamThreads>(team + 1); }
-
-  // Writes a group's sums over the team and over the splits. A lane has rows (row, row + N / 2) of tokens
-  // 2 quarter and 2 quarter + 1; an item is one of those pairs.
-  __device__ __forceinline__ void finish(uint32_t group, uint32_t turn,
-                                         const float (&sums)[kTokenGroups][4]) const {
-    float* const buffer =
-        reduction + (team * Form::kBuffers + turn % Form::kBuffers) * Form::kTeamWarps * Form::kSums;
-    float2* const own = reinterpret_cast<float2*>(buffer + team_warp * Form::kSums) + lane;
-    if constexpr (Form::kBuffers == 1) team_barrier();
+  // This warp's tiles of a round. A part of a group has the slot of its number: each warp and each group
+  // begins one.
+  __device__ __forceinline__ void multiply(const Round& round, Ring<Form>& tiles) const {
+    uint32_t tokens[kTokenGroups];
 #pragma unroll
-    for (uint32_t tokens = 0; tokens < kTokenGroups; ++tokens) {
-      own[tokens * kItems] = make_float2(sums[tokens][0], sums[tokens][1]);
-      own[tokens * kItems + kItems / 2] = make_float2(sums[tokens][2], sums[tokens][3]);
-    }
-    team_barrier();
-
-    // Other threads each time: adding up takes its share of a warp's time.
-    constexpr uint32_t kAll = kTokenGroups * kItems;
-    const uint32_t thread = team_warp * kLanes + lane;
-    const uint32_t first =
-        (thread + (Form::kTeamThreads - turn * kAll % Form::kTeamThreads)) % Form::kTeamThreads;
-    float2* const partials = reinterpret_cast<float2*>(p.partials) + size_t{group} * p.splits * kAll;
+    for (uint32_t i = 0; i < kTokenGroups; ++i)
+      tokens[i] = min(i * kTokenGroup + lane / 4, p.tokens - 1) * kQuarters + lane % 4;
+    const uint32_t first = first_tile<Form>(round, warp);
+    uint32_t left = first_tile<Form>(round, warp + 1) - first;
+    uint32_t group = quotient(first, round.chunks), chunk = first - group * round.chunks;
+    while (true) {
+      const uint4* pieces = x + chunk * x_chunk;
+      const uint32_t part = min(left, round.chunks - chunk);
+      float sums[kTokenGroups][4] = {};
 #pragma unroll 1
-    for (uint32_t item = first; item < kAll; item += Form::kTeamThreads) {
-      const float* const summands = buffer + item / kItems * 2 * kItems + item % kItems;
-      float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kTeamWarps; ++i) {
-        sum.x += summands[i * Form::kSums];
-        sum.y += summands[i * Form::kSums + kItems];
+      for (uint32_t i = 0; i < part; ++i) {
+        multiply(tiles.take(), pieces, tokens, sums);
+        tiles.replace();
+        pieces += x_chunk;
       }
-      if constexpr (kConverts) {  // other splits have other ranges
-        const float undo = __uint_as_float(254 - range_exponent(token_range[token_of(item)]) << 23);
+      float2* const slot = reinterpret_cast<float2*>(slots + (warp + group) * Form::kSums) + lane;
+#pragma unroll
+      for (uint32_t i = 0; i < kTokenGroups; ++i) {
+        slot[i * kItems] = make_float2(sums[i][0], sums[i][1]);
+        slot[i * kItems + kItems / 2] = make_float2(sums[i][2], sums[i][3]);
+      }
+      if (lane == 0) {
+        if (chunk == 0 && part != 0) ends[group].first = warp;
+        if (chunk + part == round.chunks) ends[group].last = warp;
+      }
+      left -= part;
+      if (left == 0) return;  // a warp without tiles adds zeros to its group
+      chunk = 0;
+      ++group;
+    }
+  }
+
+  // Adds up the parts of groups, and the phases. A lane had rows (row, row + N / 2) of tokens 2 quarter and
+  // 2 quarter + 1; an item is one of those pairs.
+  __device__ __forceinline__ void add_up(const Round& round) const {
+    const uint32_t items = round.groups * kGroup * p.tokens;
+    for (uint32_t item = threadIdx.x; item < items; item += Form::kThreads) {
+      const uint32_t row = item % kGroup, group = quotient(item / kGroup, p.tokens),
+                     token = item / kGroup - group * p.tokens;
+      const Ends end = ends[group];
+      const float* summand = slots + (end.first + group) * Form::kSums + token / kTokenGroup * (2 * kItems) +
+                             row * kTokenGroup + token % kTokenGroup;
+      float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+      for (uint32_t i = end.first; i <= end.last; ++i) {
+        sum.x += summand[0];
+        sum.y += summand[kItems];
+        summand += Form::kSums;
+      }
+      if constexpr (kConverts) {  // other phases have other ranges
+        const float undo = __uint_as_float(254 - range_exponent(token_range[token]) << 23);
         sum.x *= undo;
         sum.y *= undo;
       }
-      if (p.splits == 1) {
-        write(group, item, sum);
-      } else {
-        __stcg(partials + share.split * kAll + item, sum);
+      if (!rounds.one_phase()) {
+        float2* const total = totals + item;
+        if (round.first_chunk != 0) {
+          sum.x += total->x;
+          sum.y += total->y;
+        }
+        *total = sum;
       }
-    }
-    if (p.splits == 1 || !arrived_last(group, thread)) return;
-#pragma unroll 1
-    for (uint32_t item = first; item < kAll; item += Form::kTeamThreads) {
-      float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 4
-      for (uint32_t i = 0; i < p.splits; ++i) {
-        const float2 part = __ldcg(partials + i * kAll + item);
-        sum.x += part.x;
-        sum.y += part.y;
-      }
-      write(group, item, sum);
+      if (round.first_chunk + round.chunks == p.chunks) write(round.first_group + group, row, token, sum);
     }
   }
 
-  // Whether all other splits of the group have written their sums, which are then visible here.
-  __device__ __forceinline__ bool arrived_last(uint32_t group, uint32_t thread) const {
-    __threadfence();
-    team_barrier();
-    if (thread == 0) {
-      const bool last = atomicAdd(p.arrivals + group, 1) == p.splits - 1;
-      if (last) p.arrivals[group] = 0;
-      is_last[team] = last;
-    }
-    team_barrier();
-    if (!is_last[team]) return false;
-    __threadfence();
-    return true;
-  }
-
-  static __device__ __forceinline__ uint32_t token_of(uint32_t item) {
-    return item / kItems * kTokenGroup + item % 8;  // as the lanes have them: 2 quarter, 2 quarter + 1
-  }
-
-  __device__ __forceinline__ void write(uint32_t group, uint32_t item, float2 sum) const {
-    const uint32_t token = token_of(item), upper = group * kGroup + item % kItems / 8;
-    if (token >= p.tokens || upper >= half) return;
+  __device__ __forceinline__ void write(uint32_t group, uint32_t row, uint32_t token, float2 sum) const {
+    const uint32_t upper = group * kGroup + row;
+    if (upper >= half) return;
     const float weight = rows.weight(token);
     const float y = finished(sum.x, p.upper_global_scale, upper) * weight;
     const float z = finished(sum.y, p.lower_global_scale, upper + half) * weight;
@@ -360,49 +453,21 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void run() const {
-    const uint32_t first_group = share.first_group + team * share.groups_apart;
-    const uint32_t team_stride = Form::kTeams * share.groups_apart;
-    const uint32_t groups = first_group < p.groups ? (p.groups - first_group - 1) / team_stride + 1 : 0;
-    const uint32_t chunks =
-        (chunk_count + Form::kTeamWarps - 1 - team_warp) / Form::kTeamWarps;  // of this warp
-    const uint32_t fragments = groups * chunks;
-
-    Loader<Form> loader(p, first_group, team_stride, first_chunk + team_warp, chunks);
-    Fragment ring[Form::kDepth];
-#pragma unroll
-    for (uint32_t i = 0; i < Form::kDepth; ++i) {
-      if (i < fragments) ring[i] = loader.next();
-    }
+    Ring<Form> tiles(p, rounds, ring);
     Rows::before_x();
-    stage_x();
-
-    float sums[kTokenGroups][4] = {};
-    if (chunks == 0) {  // fewer chunks than warps
-      for (uint32_t turn = 0; turn < groups; ++turn) finish(first_group + turn * team_stride, turn, sums);
+    uint32_t batch = 0, first_chunk = 0;
+    Round round = rounds.of(batch, first_chunk);
+    stage_x(round);
+    while (true) {
+      multiply(round, tiles);
+      __syncthreads();
+      add_up(round);
+      if (!rounds.advance(batch, first_chunk)) break;
+      round = rounds.of(batch, first_chunk);
+      __syncthreads();  // x, sums and ends are over
+      if (!rounds.one_phase()) stage_x(round);
     }
-    uint32_t turn = 0, chunk = 0, slot = 0;
-    for (uint32_t done = 0; done < fragments;) {
-      bool ended = false;
-      // Each slot's registers have a name in one place of the code only, wherever in the ring a group ends.
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kDepth; ++i) {
-        if (ended || slot != i) continue;
-        multiply(ring[i], team_warp + chunk * Form::kTeamWarps, sums);
-        if (done + Form::kDepth < fragments) ring[i] = loader.next();
-        slot = (i + 1) % Form::kDepth;
-        ++done;
-        ended = ++chunk == chunks;
-      }
-      if (!ended) continue;
-      finish(first_group + turn * team_stride, turn, sums);
-#pragma unroll
-      for (uint32_t tokens = 0; tokens < kTokenGroups; ++tokens) {
-#pragma unroll
-        for (uint32_t value = 0; value < 4; ++value) sums[tokens][value] = 0.0f;
-      }
-      chunk = 0;
-      ++turn;
-    }
+    instruction::wait_for_copies<0>();
   }
 };
 

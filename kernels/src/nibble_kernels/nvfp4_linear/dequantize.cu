@@ -8,59 +8,53 @@ namespace {
 
 constexpr uint32_t kThreads = 256;
 
-// Two values times a power of two.
-template <class T>
-__device__ __forceinline__ uint32_t times(uint32_t pair, float factor) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&pair), __float2half2_rn(factor));
-    return *reinterpret_cast<const uint32_t*>(&product);
-  } else {
-    const __nv_bfloat162 product =
-        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), __float2bfloat162_rn(factor));
-    return *reinterpret_cast<const uint32_t*>(&product);
-  }
-}
+__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
 
 // A thread has one block of 16 columns of a row.
-template <class Operand>
+template <class Operand, class T>
 __global__ void __launch_bounds__(kThreads)
-    dequantize(const uint2* codes, const uint8_t* scales, uint4* out, uint32_t rows, uint32_t blocks) {
+    dequantize(const uint2* codes, const uint8_t* scales, T* out, uint32_t rows, uint32_t blocks) {
   const size_t i = size_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= size_t{rows} * blocks) return;
   const uint32_t row = static_cast<uint32_t>(i / blocks), block = static_cast<uint32_t>(i % blocks);
   const uint32_t half = rows / 2, upper = row % half;
-  const size_t fragment = size_t{upper / 8} * ((blocks + 7) / 8) + block / 8;
+  const size_t tile = size_t{upper / 8} * ((blocks + 7) / 8) + block / 8;
   const uint32_t lane = upper % 8 * 4 + block % 8 / 2;
   uint32_t scale[4];
-  Operand::scales(scales[(fragment * 32 + lane) * 4 + row / half * 2 + block % 2], scale);
-  const uint2 words = codes[i];
+  Operand::scales(scales[(tile * 32 + lane) * 4 + row / half * 2 + block % 2], scale);
+  const uint2 words = codes[((tile * 2 + row / half) * 32 + lane) * 2 + block % 2];
+  alignas(16) T values[kBlock];
 #pragma unroll
-  for (uint32_t word = 0; word < 2; ++word) {
+  for (uint32_t pair = 0; pair < kBlock / 2; ++pair) {
     uint32_t pairs[4];
-    Operand::decode(word == 0 ? words.x : words.y, pairs);
-#pragma unroll
-    for (uint32_t pair = 0; pair < 4; ++pair) {
-      pairs[pair] =
-          times<typename Operand::Element>(Operand::multiply(pairs[pair], scale[0]), Operand::kUnit);
-    }
-    out[2 * i + word] = Operand::in_order(pairs);
+    Operand::decode(pair < 4 ? words.x : words.y, pairs);
+    const uint32_t product = Operand::multiply(pairs[pair % 4], scale[0]);
+    assign(values[2 * pair], Operand::element(product, 0) * Operand::kUnit);
+    assign(values[2 * pair + 1], Operand::element(product, 1) * Operand::kUnit);
   }
+  uint4* const place = reinterpret_cast<uint4*>(out) + 2 * i;
+  place[0] = reinterpret_cast<const uint4*>(values)[0];
+  place[1] = reinterpret_cast<const uint4*>(values)[1];
 }
 
-Tensor nvfp4_dequantize_weight(const Tensor& codes, const Tensor& scales, const Tensor& like) {
+Tensor nvfp4_dequantize_weight(const Tensor& codes, const Tensor& scales, int64_t rows, bool native,
+                               int64_t columns, const Tensor& like) {
   const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
-  const int64_t rows = codes.size(0), columns = 2 * codes.size(1), blocks = columns / kBlock;
-  require(columns % kBlock == 0 && rows % 8 == 0 &&
-              scales.numel() == (rows / 2 + 7) / 8 * ((blocks + 7) / 8) * 128,
+  const int64_t blocks = columns / kBlock, tiles = (rows / 2 + 7) / 8 * ((blocks + 7) / 8);
+  require(columns % kBlock == 0 && rows % 8 == 0 && codes.numel() == tiles * 1024 &&
+              scales.numel() == tiles * 128,
           "codes and scales are not those of prepare_weight");
   const Tensor out = torch::stable::new_empty(like, {rows, columns}, like.scalar_type());
   for_cuda_type(like.scalar_type(), [&](auto type) {
-    constexpr bool kBfloat = std::is_same_v<typename decltype(type)::type, __nv_bfloat16>;
-    launch(dequantize<std::conditional_t<kBfloat, BfloatOperand, HalfOperand>>,
-           blocks_of((rows * blocks + kThreads - 1) / kThreads), dim3(kThreads), 0, current_stream(codes),
-           static_cast<const uint2*>(codes.const_data_ptr()),
-           static_cast<const uint8_t*>(scales.const_data_ptr()), static_cast<uint4*>(out.mutable_data_ptr()),
-           static_cast<uint32_t>(rows), static_cast<uint32_t>(blocks));
+    using T = typename decltype(type)::type;
+    for_bool(native, [&](auto is_native) {
+      launch(dequantize<std::conditional_t<decltype(is_native)::value, HalfOperand, BfloatOperand>, T>,
+             blocks_of((rows * blocks + kThreads - 1) / kThreads), dim3(kThreads), 0, current_stream(codes),
+             static_cast<const uint2*>(codes.const_data_ptr()),
+             static_cast<const uint8_t*>(scales.const_data_ptr()), static_cast<T*>(out.mutable_data_ptr()),
+             static_cast<uint32_t>(rows), static_cast<uint32_t>(blocks));
+    });
   });
   return out;
 }

@@ -9,33 +9,31 @@ from torch import Tensor
 
 from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
-from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_scales
-from nibble_kernels.scale_layout import BLOCK
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 
 __all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize_weight", "nvfp4_weight_linear"]
 
 # Up to as many rows decode.cu is faster than dequantizing and torch's matmul; see docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 128
-OPERANDS = ("best", "bfloat16", "float16")
 
 
 def _decode_reference(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
-    arrivals: Tensor,
+    outputs: int,
+    native: bool,
     global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     silu_mul: bool,
-    operands: int,
     batch_invariant: bool,
     division: Sequence[int],
 ) -> Tensor:
     """The specification: float32 throughout, rounded once at the end."""
     rows = x.reshape(-1, x.shape[-1]).float()
-    y = matmul(rows, codes, stored_scales(scales, codes.shape[0], x.shape[-1] // BLOCK)) * global_scale
+    y = matmul(rows, *stored_weight(PreparedWeight(codes, scales, outputs, native), x.shape[-1])) * global_scale
     if column_scale is not None:
         y = y * column_scale
     if bias is not None:
@@ -49,21 +47,23 @@ def _decode_reference(
     return y.to(x.dtype)
 
 
-def _decode_fake(x: Tensor, codes: Tensor, *rest: object) -> Tensor:
-    silu_mul = rest[6]
-    return x.new_empty((*x.shape[:-1], codes.shape[0] // (2 if silu_mul else 1)))
+def _decode_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
+    silu_mul = rest[5]
+    return x.new_empty((*x.shape[:-1], outputs // (2 if silu_mul else 1)))
 
 
-def _dequantize_reference(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
-    return dequantize(codes, stored_scales(scales, rows, columns // BLOCK)).to(like.dtype)
+def _dequantize_reference(
+    codes: Tensor, scales: Tensor, rows: int, native: bool, columns: int, like: Tensor
+) -> Tensor:
+    return dequantize(*stored_weight(PreparedWeight(codes, scales, rows, native), columns)).to(like.dtype)
 
 
 def _weight_linear(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
-    arrivals: Tensor,
+    outputs: int,
+    native: bool,
     global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
@@ -71,11 +71,11 @@ def _weight_linear(
 ) -> Tensor:
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
-    if columns % (2 * BLOCK) == 0 and (batch_invariant or len(rows) <= MAX_DECODE_ROWS):
+    if batch_invariant or len(rows) <= MAX_DECODE_ROWS:
         return _decode(
-            x, codes, scales, arrivals, global_scale, column_scale, bias, None, False, 0, batch_invariant, []
+            x, codes, scales, outputs, native, global_scale, column_scale, bias, None, False, batch_invariant, []
         )
-    weight = _dequantize(codes, scales, x).T
+    weight = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
         y = torch.addmm(
             rows.new_empty(1) if bias is None else bias,
@@ -92,22 +92,22 @@ def _weight_linear(
 
 
 _decode = operator(
-    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, Tensor arrivals, float global_scale, Tensor? column_scale, "
-    "Tensor? bias, Tensor? residual, bool silu_mul, int operands, bool batch_invariant, int[] division) -> Tensor",
+    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, Tensor? column_scale, "
+    "Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division) -> Tensor",
     _decode_reference,
     _decode_fake,
 )
 _dequantize = operator(
-    "nvfp4_dequantize_weight(Tensor codes, Tensor scales, Tensor like) -> Tensor",
+    "nvfp4_dequantize_weight(Tensor codes, Tensor scales, int rows, bool native, int columns, Tensor like) -> Tensor",
     _dequantize_reference,
-    lambda codes, scales, like: like.new_empty((codes.shape[0], 2 * codes.shape[1])),
+    lambda codes, scales, rows, native, columns, like: like.new_empty((rows, columns)),
 )
 
 _linear = operator(
-    "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, Tensor arrivals, float global_scale, "
+    "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
     "Tensor? column_scale, Tensor? bias, bool batch_invariant) -> Tensor",
     _weight_linear,
-    lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
+    lambda x, codes, scales, outputs, *rest: x.new_empty((*x.shape[:-1], outputs)),
 )
 
 
@@ -122,7 +122,7 @@ def nvfp4_weight_linear(
 ) -> Tensor:
     """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses when it runs.
 
-    Above MAX_DECODE_ROWS rows, and where K is no multiple of 32, the weight is dequantized into a temporary of its own size
+    Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of its own size
     in x's type, exactly, and torch multiplies; the global scale, column factors and bias come after the sum there, too.
     With batch_invariant that happens for no number of rows.
     """
@@ -138,7 +138,6 @@ def nvfp4_decode_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     silu_mul: bool = False,
-    operands: str = "best",
     batch_invariant: bool = False,
     division: Sequence[int] = (),
 ) -> Tensor:
@@ -146,9 +145,9 @@ def nvfp4_decode_linear(
 
     y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in float32. With silu_mul
     the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
-    a multiple of 32, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-8,
-    9-16, 17-32 or 33-64; with batch_invariant, whatever their number. `operands`, one of OPERANDS, and `division` (splits of
-    K, thread blocks for each) are for tests and measurements.
+    a multiple of 16, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-4, 5-8,
+    9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread
+    blocks, phases of K) is for tests and measurements.
     """
     return _decode(
         x,
@@ -158,12 +157,11 @@ def nvfp4_decode_linear(
         bias,
         residual,
         silu_mul,
-        OPERANDS.index(operands),
         batch_invariant,
         list(division),
     )
 
 
-def nvfp4_dequantize_weight(weight: PreparedWeight, like: Tensor) -> Tensor:
+def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) -> Tensor:
     """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global scale is left out."""
-    return _dequantize(weight.codes, weight.scales, like)
+    return _dequantize(*weight, columns, like)

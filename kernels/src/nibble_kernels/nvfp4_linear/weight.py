@@ -1,8 +1,12 @@
-"""An NVFP4 weight as the CUDA kernels read it: codes where the checkpoint has them, scales in the order of their use.
+"""An NVFP4 weight as the CUDA kernels read it: tile after tile, as many bytes as before but for padding.
 
-A lane of a warp multiplies 32 columns of row r and of row r + N / 2 at a time, with four scales, which lie together:
-scales[group, chunk, lane] = those of rows (8 group + lane // 4) of the upper and of the lower half, blocks 8 chunk +
-2 (lane % 4) and the next. They are as many bytes as before, but for padding.
+A tile is a group's 16 rows, 8 of the weight's upper half with the 8 of the lower half N / 2 further down, by 128 columns. A
+lane of a warp has 32 columns of row r and of row r + N / 2, as 16 bytes of codes each, and their four scales, side by side:
+codes[group, chunk, half, lane] are those of row 8 group + lane // 4 of the half, columns 128 chunk + 32 (lane % 4) and up.
+
+"Native" codes lie in their words as in the checkpoint, for instructions that convert E2M1 and for float16. Shifted ones lie so
+that few shifts bring them to a bfloat16's place: even columns in a word's lower half, odd ones in its upper half, each pair's
+signs and magnitudes where SIGN_BITS and MAGNITUDE_BITS say.
 """
 
 from __future__ import annotations
@@ -13,58 +17,110 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.nvfp4_linear import check_weight
-from nibble_kernels.scale_layout import BLOCK, round_up
+from nibble_kernels.scale_layout import BLOCK
 
 GROUP = 8  # rows of either half
+QUARTERS = 4  # of a chunk: a lane has the columns of one
 CHUNK_BLOCKS = 8
 ONE = 0x38  # 1.0 as E4M3
 SIGN = 0x80
+SIGN_BITS, MAGNITUDE_BITS = (15, 12, 14, 13), (6, 3, 0, 9)  # of pairs 0 to 3, in half a word
 
 
 class PreparedWeight(NamedTuple):
-    """codes uint8 [N, K/2], scales uint8 [groups, chunks, 32, 4], arrivals int32 [groups], zero between products."""
+    """codes uint8 [groups, chunks, 2, 32, 16], scales uint8 [groups, chunks, 32, 4], of a weight of `rows` rows."""
 
     codes: Tensor
     scales: Tensor
-    arrivals: Tensor
+    rows: int
+    native: bool
 
 
-def prepare_weight(codes: Tensor, scales: Tensor) -> PreparedWeight:
-    """Codes uint8 [N, K/2], kept and changed in place, with scales float8_e4m3fn [N, K/16]; N must be a multiple of 8.
+def wants_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether activations of a type are best multiplied by native codes: NVIDIA has instructions for E2M1 since SM100."""
+    return dtype != torch.bfloat16 or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+    )
+
+
+def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeight:
+    """Codes uint8 [N, K/2] with scales float8_e4m3fn [N, K/16], in new tensors; N must be a multiple of 8.
 
     Scales become positive, which changes no product: a negative scale changes the signs of its codes, and codes under a scale
     of zero become zero under a scale of one. Raises ValueError for other types or shapes, and where a scale is NaN.
     """
     check_weight(2 * codes.shape[-1], codes, scales, "weight")
-    rows, blocks = scales.shape
+    rows = len(codes)
     if rows % GROUP:
         raise ValueError(f"a weight must have a multiple of {GROUP} rows; got {rows}")
     stored = scales.view(torch.uint8)
     if ((stored & ~SIGN & 0xFF) == 0x7F).any():
         raise ValueError("a block scale is NaN")
-    stored = _make_positive(codes, stored)
-    groups, chunks = -(-rows // 2 // GROUP), -(-blocks // CHUNK_BLOCKS)
-    padded = stored.new_full((2, groups * GROUP, round_up(blocks, CHUNK_BLOCKS)), ONE)
-    padded[:, : rows // 2, :blocks] = stored.view(2, rows // 2, blocks)
-    by_lane = padded.view(2, groups, GROUP, chunks, 4, 2).permute(1, 3, 2, 4, 0, 5)
-    arrivals = torch.zeros(groups, dtype=torch.int32, device=codes.device)
-    return PreparedWeight(codes, by_lane.reshape(groups, chunks, 4 * GROUP, 4), arrivals)
-
-
-def stored_scales(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """The scales of a prepared weight row by row, float8_e4m3fn [rows, blocks]."""
-    groups, chunks = scales.shape[:2]
-    by_row = (
-        scales.view(groups, chunks, GROUP, 4, 2, 2).permute(4, 0, 2, 1, 3, 5).reshape(2, groups * GROUP, -1)
+    codes, stored = _made_positive(codes, stored)
+    # [half, group, row, chunk, quarter, what a lane has of it]
+    by_lane = _padded(codes, BLOCK // 2, 0).unflatten(-1, (-1, QUARTERS, BLOCK))
+    scales_by_lane = _padded(stored, 1, ONE).unflatten(-1, (-1, QUARTERS, 2))
+    tiles = by_lane.permute(1, 3, 0, 2, 4, 5).flatten(3, 4).contiguous()
+    return PreparedWeight(
+        tiles if native else _shifted(tiles),
+        scales_by_lane.permute(1, 3, 2, 4, 0, 5).flatten(2, 3).flatten(3).contiguous(),
+        rows,
+        native,
     )
-    return by_row[:, : rows // 2, :blocks].reshape(rows, blocks).view(torch.float8_e4m3fn)
 
 
-def _make_positive(codes: Tensor, stored: Tensor) -> Tensor:
+def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [N, K/2] and scales float8_e4m3fn [N, K/16] of a prepared weight, row by row."""
+    codes, scales, rows, native = weight
+    codes = codes if native else _shifted_back(codes)
+    by_row = codes.unflatten(3, (GROUP, QUARTERS)).permute(2, 0, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    scale_by_row = scales.unflatten(3, (2, 2)).unflatten(2, (GROUP, QUARTERS)).permute(4, 0, 2, 1, 3, 5)
+    scale_by_row = scale_by_row.flatten(3).flatten(1, 2)
+    return (
+        by_row[:, : rows // 2, : columns // 2].reshape(rows, columns // 2),
+        scale_by_row[:, : rows // 2, : columns // BLOCK].reshape(rows, columns // BLOCK).view(torch.float8_e4m3fn),
+    )
+
+
+def _shifted(codes: Tensor) -> Tensor:
+    words = codes.view(torch.int32)
+    shifted = torch.zeros_like(words)
+    for column, sign, magnitude in _places():
+        code = words >> 4 * column
+        shifted |= (code & 7) << magnitude | (code >> 3 & 1) << sign
+    return shifted.view(torch.uint8)
+
+
+def _shifted_back(codes: Tensor) -> Tensor:
+    words = codes.view(torch.int32)
+    native = torch.zeros_like(words)
+    for column, sign, magnitude in _places():
+        native |= ((words >> magnitude & 7) | (words >> sign & 1) << 3) << 4 * column
+    return native.view(torch.uint8)
+
+
+def _places() -> list[tuple[int, int, int]]:
+    """Of each of a word's columns: the bits where its sign and its magnitude begin."""
+    return [
+        (column, SIGN_BITS[column // 2] + column % 2 * 16, MAGNITUDE_BITS[column // 2] + column % 2 * 16)
+        for column in range(8)
+    ]
+
+
+def _padded(values: Tensor, each: int, fill: int) -> Tensor:
+    """[N, blocks · each] as [2, groups, GROUP, chunks · CHUNK_BLOCKS · each]."""
+    rows, width = values.shape
+    groups, chunks = -(-rows // 2 // GROUP), -(-width // each // CHUNK_BLOCKS)
+    padded = values.new_full((2, groups * GROUP, chunks * CHUNK_BLOCKS * each), fill)
+    padded[:, : rows // 2, :width] = values.view(2, rows // 2, width)
+    return padded.unflatten(1, (groups, GROUP))
+
+
+def _made_positive(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     magnitudes = stored & 0x7F
     negative, zero = stored > magnitudes, magnitudes == 0
     if negative.any() or zero.any():
-        by_block = codes.view(*stored.shape, BLOCK // 2)
-        by_block ^= (negative * 0x88).to(torch.uint8)[..., None]  # the signs of both codes of a byte
-        by_block[zero] = 0
-    return torch.where(zero, ONE, magnitudes).to(torch.uint8)
+        by_block = codes.unflatten(-1, (-1, BLOCK // 2))
+        by_block = by_block ^ (negative * 0x88).to(torch.uint8)[..., None]  # the signs of both codes of a byte
+        codes = by_block.masked_fill(zero[..., None], 0).flatten(-2)
+    return codes, torch.where(zero, ONE, magnitudes).to(torch.uint8)

@@ -6,7 +6,7 @@ namespace nibble::decode {
 namespace {
 
 template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, 1)
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     multiply_experts(const __grid_constant__ Problem problem, const __grid_constant__ Experts experts) {
   extern __shared__ uint4 shared[];
   __shared__ Table table;
@@ -14,21 +14,22 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
 }
 
 template <class T, class Operand, class Form>
-void launch(const Problem& problem, const Experts& experts, const Device& device, cudaStream_t stream) {
-  const uint32_t bytes = Form::shared_bytes(problem.chunks);
-  require(bytes + sizeof(Table) <= device.shared_bytes, "experts of ", problem.columns,
-          " columns do not fit this GPU's shared memory");
-  launch_overlapped(multiply_experts<T, Operand, Form>, device.multiprocessors, Form::kThreads, bytes, stream,
-                    problem, experts);
+void launch(Problem problem, const Experts& experts, Device device, cudaStream_t stream) {
+  device.shared_bytes -= sizeof(Table);
+  problem.chunks_per_phase = chunks_per_phase<Form>(problem, Form::kTokens, device);
+  launch_overlapped(
+      multiply_experts<T, Operand, Form>, device.multiprocessors, Form::kThreads,
+      Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, problem.chunks_per_phase == problem.chunks),
+      stream, problem, experts);
 }
 
 Tensor nvfp4_moe_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales,
                                const Tensor& global_scales, const Tensor& ids,
-                               const std::optional<Tensor>& weights, bool silu_mul, int64_t operands) {
+                               const std::optional<Tensor>& weights, int64_t outputs, bool native,
+                               bool silu_mul) {
   const Tensor x = torch::stable::contiguous(input), choices = torch::stable::contiguous(ids);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t pairs = choices.numel(), inputs = x.size(0), tokens = choices.size(0),
-                outputs = codes.size(1);
+  const int64_t pairs = choices.numel(), inputs = x.size(0), tokens = choices.size(0), count = codes.size(0);
   require(pairs <= kMostPairs && tokens <= 16, "expected at most 16 tokens and ", kMostPairs,
           " pairs of a token and an expert, found ", tokens, " and ", pairs);
   require(choices.scalar_type() == ScalarType::Int, "ids of experts must be int32");
@@ -38,25 +39,21 @@ Tensor nvfp4_moe_decode_linear(const Tensor& input, const Tensor& codes, const T
   const Tensor out = torch::stable::new_empty(x, {pairs, silu_mul ? outputs / 2 : outputs}, x.scalar_type());
   if (pairs == 0) return out;
 
-  Problem problem = problem_of(x, codes, outputs, scales);
+  Problem problem = problem_of(x, codes, outputs, scales, count);
   problem.out = out.mutable_data_ptr();
   problem.silu_mul = silu_mul;
-  problem.splits = 1;
-  problem.chunks_per_split = problem.chunks;
-  require(scales.numel() == codes.size(0) * problem.groups * problem.chunks * kLanes * 4 &&
-              global_scales.numel() == 2 * codes.size(0),
-          "scales are not those of prepare_experts");
+  require(global_scales.numel() == 2 * count, "global scales are not those of prepare_experts");
   const Experts experts{static_cast<const int32_t*>(choices.const_data_ptr()),
                         weights ? static_cast<const float*>(weights->const_data_ptr()) : nullptr,
                         static_cast<const float*>(global_scales.const_data_ptr()),
                         static_cast<uint32_t>(pairs),
-                        static_cast<uint32_t>(codes.size(0)),
+                        static_cast<uint32_t>(count),
                         static_cast<uint32_t>(pairs / inputs)};
-  for_operands(x, operands, device, stream, [&](auto type, auto operand) {
+  for_operands(x, native, [&](auto type, auto operand) {
     using T = typename decltype(type)::type;
     using Operand = typename decltype(operand)::type;
-    if (tokens <= 8) return launch<T, Operand, FewOfAnExpert>(problem, experts, device, stream);
-    launch<T, Operand, SomeOfAnExpert>(problem, experts, device, stream);
+    if (tokens <= 8) return launch<T, Operand, Few>(problem, experts, device, stream);
+    launch<T, Operand, Some>(problem, experts, device, stream);
   });
   return out;
 }

@@ -86,15 +86,16 @@ __device__ __forceinline__ void run_experts(const Problem& all, const Experts& e
                                             uint4* shared) {
   instruction::wait_for_previous_kernel();
   instruction::let_next_kernel_start();
-  find_experts(experts, Form::kTokenGroups * kTokenGroup, table);
+  find_experts(experts, Form::kTokens, table);
   clear_others<T>(all, experts, table);
   if (table.used == 0) return;
   const uint32_t blocks_each = max(1u, gridDim.x / table.used);
-  const Share share{0, blockIdx.x % blocks_each, blocks_each};
+  const Share share = share_of(all.groups, blockIdx.x % blocks_each, blocks_each, all.groups / blocks_each);
+  if (share.groups == 0) return;
   for (uint32_t i = blockIdx.x / blocks_each; i < table.used; i += gridDim.x / blocks_each) {
     const size_t expert = table.ids[table.first_pair[i]];
     Problem p = all;
-    p.codes += expert * p.outputs * (p.columns / 2);
+    p.codes += expert * p.groups * p.chunks * (2 * kLanes);
     p.scales += expert * p.groups * p.chunks * kLanes;
     p.upper_global_scale = __ldg(experts.global_scales + 2 * expert);
     p.lower_global_scale = __ldg(experts.global_scales + 2 * expert + 1);
@@ -104,9 +105,5 @@ __device__ __forceinline__ void run_experts(const Problem& all, const Experts& e
     __syncthreads();  // x and sums are over
   }
 }
-
-// Experts have fewer columns than dense layers: fewer warps share them.
-using FewOfAnExpert = Form<1, 4, 4, 4>;
-using SomeOfAnExpert = Form<2, 4, 4, 4>;
 
 }  // namespace nibble::decode

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_linear.gpu import OPERANDS
 from nibble_kernels.nvfp4_linear.reference import matmul
-from nibble_kernels.nvfp4_linear.weight import prepare_weight, stored_scales
-from nibble_kernels.scale_layout import BLOCK
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, stored_weight
 
 __all__ = ["MAX_PAIRS", "MAX_TOKENS", "PreparedExperts", "nvfp4_moe_decode_linear", "prepare_experts"]
 
@@ -19,18 +17,23 @@ MAX_PAIRS, MAX_TOKENS = 64, 16
 
 
 class PreparedExperts(NamedTuple):
-    """codes uint8 [E, N, K/2], scales uint8 [E, groups, chunks, 32, 4], global_scales float32 [E, 2]: a half each."""
+    """Codes and scales as those of prepared weights, with the experts before; global_scales float32 [E, 2]: a half each."""
 
     codes: Tensor
     scales: Tensor
     global_scales: Tensor
+    rows: int
+    native: bool
 
 
-def prepare_experts(codes: Tensor, scales: Tensor, global_scales: Tensor) -> PreparedExperts:
-    """As prepare_weight for each expert; global_scales float32 [E, 2] (gate and up) or [E]. Codes are changed in place."""
-    by_lane = [prepare_weight(*expert).scales for expert in zip(codes, scales, strict=True)]
+def prepare_experts(
+    codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool
+) -> PreparedExperts:
+    """As prepare_weight for each expert; global_scales float32 [E, 2] (gate and up) or [E]."""
+    experts = [prepare_weight(*expert, native) for expert in zip(codes, scales, strict=True)]
     both = global_scales.float().reshape(len(codes), -1).expand(-1, 2).contiguous()
-    return PreparedExperts(codes, torch.stack(by_lane), both)
+    tiled_codes, tiled_scales, _, _ = zip(*experts, strict=True)
+    return PreparedExperts(torch.stack(tiled_codes), torch.stack(tiled_scales), both, codes.shape[1], native)
 
 
 def _reference(
@@ -40,20 +43,18 @@ def _reference(
     global_scales: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor | None,
+    rows: int,
+    native: bool,
     silu_mul: bool,
-    operands: int,
 ) -> Tensor:
     """The specification: float32 throughout, rounded once at the end."""
     ids = topk_ids.reshape(-1)
     inputs = x.repeat_interleave(len(ids) // max(len(x), 1), 0).float()
-    rows, columns = codes.shape[1], x.shape[-1]
     y = torch.zeros(len(ids), rows // (2 if silu_mul else 1), device=x.device)
     for expert in ids[(ids >= 0) & (ids < len(codes))].unique().tolist():
         pairs = ids == expert
-        stored = stored_scales(scales[expert], rows, columns // BLOCK)
-        sums = matmul(inputs[pairs], codes[expert], stored) * global_scales[expert].repeat_interleave(
-            rows // 2
-        )
+        stored = stored_weight(PreparedWeight(codes[expert], scales[expert], rows, native), x.shape[-1])
+        sums = matmul(inputs[pairs], *stored) * global_scales[expert].repeat_interleave(rows // 2)
         if silu_mul:
             gate, up = sums.chunk(2, dim=-1)
             sums = torch.nn.functional.silu(gate) * up
@@ -63,10 +64,10 @@ def _reference(
 
 _decode = operator(
     "nvfp4_moe_decode_linear(Tensor x, Tensor codes, Tensor scales, Tensor global_scales, Tensor topk_ids, "
-    "Tensor? topk_weights, bool silu_mul, int operands) -> Tensor",
+    "Tensor? topk_weights, int rows, bool native, bool silu_mul) -> Tensor",
     _reference,
-    lambda x, codes, scales, global_scales, topk_ids, topk_weights, silu_mul, operands: x.new_empty(
-        (topk_ids.numel(), codes.shape[1] // (2 if silu_mul else 1))
+    lambda x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul: x.new_empty(
+        (topk_ids.numel(), rows // (2 if silu_mul else 1))
     ),
 )
 
@@ -78,7 +79,6 @@ def nvfp4_moe_decode_linear(
     *,
     topk_weights: Tensor | None = None,
     silu_mul: bool = False,
-    operands: str = "best",
 ) -> Tensor:
     """A row for each pair of a token and one of its experts, [T·k, N] or, with silu_mul, [T·k, N/2], times topk_weights.
 
@@ -86,4 +86,5 @@ def nvfp4_moe_decode_linear(
     for each pair. At most MAX_TOKENS tokens and MAX_PAIRS pairs; a token has an expert once. An id below 0 or too large is an
     expert of another process: zeros. An expert's weights are read once, whatever the number of its tokens.
     """
-    return _decode(x, *experts, topk_ids, topk_weights, silu_mul, OPERANDS.index(operands))
+    codes, scales, global_scales, rows, native = experts
+    return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)

@@ -76,10 +76,6 @@ template <class T>
 T __ldcg(const T* place) {
   return *place;
 }
-template <class T>
-void __stcg(T* place, T value) {
-  *place = value;
-}
 
 // What the lanes of a thread block share.
 struct EmulatedBlock {
@@ -87,15 +83,13 @@ struct EmulatedBlock {
   struct Lane {
     uint32_t a[4], b[2], shuffled;
   };
-  std::vector<std::unique_ptr<Barrier>> warps, teams;
+  std::vector<std::unique_ptr<Barrier>> warps;
   Barrier all;
   std::vector<Lane> lanes;
   std::mutex atomics;
 
-  EmulatedBlock(uint32_t threads, uint32_t team_threads) : all(threads), lanes(threads) {
+  explicit EmulatedBlock(uint32_t threads) : all(threads), lanes(threads) {
     for (uint32_t i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Barrier>(32));
-    for (uint32_t i = 0; i < threads / team_threads; ++i)
-      teams.push_back(std::make_unique<Barrier>(team_threads));
   }
 };
 inline thread_local EmulatedBlock* emulated_block;
@@ -105,7 +99,6 @@ inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
 }
 inline void meet_warp() { emulated_block->warps[threadIdx.x / 32]->arrive_and_wait(); }
 inline void __syncthreads() { emulated_block->all.arrive_and_wait(); }
-inline void __threadfence() {}
 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, uint32_t mask) {
   emulated_lane(threadIdx.x % 32).shuffled = value;
@@ -115,10 +108,6 @@ inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, uint32_t mask) {
   return result;
 }
 
-inline uint32_t atomicAdd(uint32_t* place, uint32_t value) {
-  const std::lock_guard lock(emulated_block->atomics);
-  return std::exchange(*place, *place + value);
-}
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
   const std::lock_guard lock(emulated_block->atomics);
   return std::exchange(*place, std::max(*place, value));
@@ -210,14 +199,18 @@ inline void mma_halves(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
   mma(half_of, sum, {a0, a1, a2, a3}, {b0, b1});
 }
 
-inline uint4 load_once(const void* place) { return *static_cast<const uint4*>(place); }
-inline uint32_t load_once(const uint32_t* place) { return *place; }
+inline float reciprocal(float x) { return 1.0f / x; }
+
+using SharedPlace = uint8_t*;
+inline SharedPlace shared_place(uint8_t* pointer) { return pointer; }
+inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
+inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
+inline void copy_once(SharedPlace to, const uint4* from) { *reinterpret_cast<uint4*>(to) = *from; }
+inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<uint32_t*>(to) = *from; }
+inline void end_copies() {}
+template <uint32_t Pending>
+void wait_for_copies() {}
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
-
-template <uint32_t Threads>
-void barrier(uint32_t number) {
-  emulated_block->teams[number - 1]->arrive_and_wait();
-}
 
 }  // namespace nibble::instruction

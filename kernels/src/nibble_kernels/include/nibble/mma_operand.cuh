@@ -1,7 +1,7 @@
 // NVFP4 weights as operands of the tensor cores' m16n8k16: a code times its block scale, exact in both types.
 //
-// A policy decodes the eight codes of a word into four registers of two elements, in an order of its own
-// (`arrange` puts activations in the same), and knows by what power of two its products are off (`kUnit`).
+// A policy decodes the eight codes of a word into four registers of two neighbours, and knows by what power
+// of two its products are off (`kUnit`). weight.py says how codes lie in a word.
 #pragma once
 
 #include "nibble/tensor_core.cuh"
@@ -19,31 +19,21 @@ __device__ __forceinline__ void broadcast_scales(uint32_t first, uint32_t second
   scales[3] = high_halves(second, second);
 }
 
-// bfloat16, by integer operations: the only way on targets without an instruction for E2M1, and for codes as
-// bfloat16 on every target of CUDA 13.0. Scales must be positive (`prepare_weight` sees to it).
+// bfloat16, by integer operations: for targets without an instruction for E2M1. Scales must be positive
+// (`prepare_weight` sees to it).
 struct BfloatOperand {
   using Element = __nv_bfloat16;
   static constexpr float kUnit = 0x1p7f;
   static constexpr bool kAnyRange = true;  // activations keep their exponents
 
-  // Codes i and i + 4 share a register. In a bfloat16's place a code without its sign is 2^-126 of its value,
-  // 0.5 as a subnormal number.
+  // Codes lie so that few operations bring them to a bfloat16's place, where a code without its sign is
+  // 2^-126 of its value, 0.5 as a subnormal number.
   static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
     constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x01c001c0;
-    pairs[0] = (codes << 12 & kSigns) | (codes << 6 & kMagnitudes);
-    pairs[1] = (codes << 8 & kSigns) | (codes << 2 & kMagnitudes);
-    pairs[2] = (codes << 4 & kSigns) | (codes >> 2 & kMagnitudes);
-    pairs[3] = (codes & kSigns) | (codes >> 6 & kMagnitudes);
-  }
-
-  static __device__ __forceinline__ void arrange(uint4& x) {
-    x = make_uint4(low_halves(x.x, x.z), high_halves(x.x, x.z), low_halves(x.y, x.w), high_halves(x.y, x.w));
-  }
-
-  // The pairs of `decode` back in the order of the codes.
-  static __device__ __forceinline__ uint4 in_order(const uint32_t (&pairs)[4]) {
-    return make_uint4(low_halves(pairs[0], pairs[1]), low_halves(pairs[2], pairs[3]),
-                      high_halves(pairs[0], pairs[1]), high_halves(pairs[2], pairs[3]));
+    pairs[0] = codes & (kSigns | kMagnitudes);
+    pairs[1] = codes << 3 & (kSigns | kMagnitudes);
+    pairs[2] = (codes << 1 & kSigns) | (codes << 6 & kMagnitudes);
+    pairs[3] = (codes << 2 & kSigns) | (codes >> 3 & kMagnitudes);
   }
 
   // Times 2^119: f16 and bfloat16 differ by three mantissa bits and the bias of the exponent.
@@ -55,6 +45,10 @@ struct BfloatOperand {
 
   static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
     return instruction::multiply_bfloats(a, b);
+  }
+
+  static __device__ __forceinline__ float element(uint32_t pair, uint32_t i) {
+    return __uint_as_float(pair >> 16 * i << 16);
   }
 
   static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
@@ -77,6 +71,10 @@ struct HalfOperand {
     return instruction::multiply_halves(a, b);
   }
 
+  static __device__ __forceinline__ float element(uint32_t pair, uint32_t i) {
+    return instruction::half_of(pair, i);
+  }
+
   static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
     instruction::mma_halves(sum, a0, a1, a2, a3, b0, b1);
@@ -88,34 +86,20 @@ struct HalfOperand {
   static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
     instruction::e2m1_decode8(codes, pairs);
   }
-
-  static __device__ __forceinline__ void arrange(uint4&) {}
-
-  static __device__ __forceinline__ uint4 in_order(const uint32_t (&pairs)[4]) {
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-  }
 #else
-  // By way of E4M3, in whose place a code is 2^-6 of its value: the odd codes of a word at once, then the
-  // even ones, so that codes 0 2, 4 6, 1 3 and 5 7 share a register.
+  // By way of E4M3, in whose place a code is 2^-6 of its value: the even codes of a word at once, then the
+  // odd.
   static constexpr float kUnit = 0x1p6f;
 
   static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
     constexpr uint32_t kSigns = 0x80808080, kMagnitudes = 0x1c1c1c1c;
     const uint32_t even = (codes << 4 & kSigns) | (codes << 2 & kMagnitudes);
     const uint32_t odd = (codes & kSigns) | (codes >> 2 & kMagnitudes);
-    pairs[0] = instruction::e4m3_pair(even);
-    pairs[1] = instruction::e4m3_pair(even >> 16);
-    pairs[2] = instruction::e4m3_pair(odd);
-    pairs[3] = instruction::e4m3_pair(odd >> 16);
-  }
-
-  static __device__ __forceinline__ void arrange(uint4& x) {
-    x = make_uint4(low_halves(x.x, x.y), low_halves(x.z, x.w), high_halves(x.x, x.y), high_halves(x.z, x.w));
-  }
-
-  static __device__ __forceinline__ uint4 in_order(const uint32_t (&pairs)[4]) {
-    return make_uint4(low_halves(pairs[0], pairs[2]), high_halves(pairs[0], pairs[2]),
-                      low_halves(pairs[1], pairs[3]), high_halves(pairs[1], pairs[3]));
+    const uint32_t first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
+    pairs[0] = instruction::e4m3_pair(first);
+    pairs[1] = instruction::e4m3_pair(first >> 16);
+    pairs[2] = instruction::e4m3_pair(second);
+    pairs[3] = instruction::e4m3_pair(second >> 16);
   }
 #endif
 };

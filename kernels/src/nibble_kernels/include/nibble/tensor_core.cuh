@@ -16,6 +16,10 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
   return pair;
 }
 
+__device__ __forceinline__ float half_of(uint32_t pair, uint32_t i) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16 * i)));
+}
+
 __device__ __forceinline__ uint32_t multiply_bfloats(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
@@ -26,6 +30,12 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // within 2^-23
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // sum += a b, a [16, 16] and b [16, 8] spread over the warp as PTX has m16n8k16.
@@ -55,20 +65,43 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t load_once(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(address));
+// A place in shared memory, as a number of its own: loads need no more than that.
+using SharedPlace = uint32_t;
+__device__ __forceinline__ SharedPlace shared_place(const void* pointer) {
+  return static_cast<SharedPlace>(__cvta_generic_to_shared(pointer));
+}
+__device__ __forceinline__ uint4 load_shared(SharedPlace place) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(place)
+               : "memory");
   return value;
+}
+__device__ __forceinline__ uint32_t load_shared_word(SharedPlace place) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(place) : "memory");
+  return value;
+}
+
+// Copies of 16 bytes and of a word to shared memory, past the first cache: what is read once need not stay
+// there. They run on; all that began before the last `Pending` calls of end_copies are over after
+// wait_for_copies.
+__device__ __forceinline__ void copy_once(SharedPlace to, const uint4* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_word(SharedPlace to, const uint32_t* from) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <uint32_t Pending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-template <uint32_t Threads>
-__device__ __forceinline__ void barrier(uint32_t number) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(Threads) : "memory");
-}
 
 }  // namespace nibble::instruction
