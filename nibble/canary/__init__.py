@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nibble.canary.asking import Asker
@@ -41,17 +40,15 @@ def run_canary(
     layers = _timed("layers", lambda: check_layers(reports))
     if asker is None:
         return [layers]
-    work: dict[str, Callable[[], Finding]] = {}
-    if drafts:  # first: it reads counters that other requests move
-        work["drafts"] = lambda: check_drafts(asker, floor)
-    work["consistency"] = lambda: check_consistency(asker)
+    checks: dict[str, Callable[[], Finding]] = {}
+    if drafts:  # reads counters that other requests move
+        checks["drafts"] = lambda: check_drafts(asker, floor)
+    checks["consistency"] = lambda: check_consistency(asker)
     if references is not None:
-        work["references"] = lambda: check_references(asker, references)
+        checks["references"] = lambda: check_references(asker, references)
     else:
-        work["coherence"] = lambda: check_coherence(asker, tools)
-    first = [layers, *([_timed("drafts", work.pop("drafts"))] if drafts else [])]
-    with ThreadPoolExecutor(len(work)) as pool:
-        return first + list(pool.map(lambda item: _timed(*item), work.items()))
+        checks["coherence"] = lambda: check_coherence(asker, tools)
+    return [layers, *(_timed(name, check) for name, check in checks.items())]
 
 
 def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:

@@ -81,8 +81,8 @@ def write_references(path: Path, cases: list[Case], about: Mapping[str, Any]) ->
         )
         for case in cases
     ]  # fmt: skip
-    head = json.dumps(about)[1:-1]
-    path.write_text(f'{{{head}, "cases": [\n' + ",\n".join(lines) + "\n]}\n")
+    head = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in about.items())
+    path.write_text(f'{{{head}"cases": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
 def record(asker: Asker, prompt: str | list[dict[str, str]], tokens: int) -> Case:

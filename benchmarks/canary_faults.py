@@ -1,0 +1,165 @@
+"""Kernel assertion, canary and the table of faults on this machine, through `nibble serve` itself.
+
+    python benchmarks/canary_faults.py [--case NAME …] [--out FILE]
+
+Cases, one start each, most in eager mode because faults are put into Python objects as well as into tensors:
+
+    dense      nibble-demo-nvfp4, W4A4
+    experts    nibble-demo-moe-nvfp4, W4A4, with an FP8 KV cache (BF16 on a CPU)
+    larger     a generated dense model, W4A16, hidden size 2048, with references recorded while it is healthy
+    graphs     nibble-demo-nvfp4 as it is served: compiled, with CUDA graphs; no faults
+    fallback   nibble-demo-nvfp4 with every kernel that the target expects switched off: has to end with exit 8
+
+Writes what ran, each mechanism's finding on the healthy server, and which mechanism finds which fault. Exit code 1 where a
+healthy server does not pass or the fallback does. The plugin that injects is tests/fixtures/vllm_faults.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+
+from faults import ALL_FAULTS, Faulty, install  # noqa: E402
+from generated_nvfp4 import Shape, write_checkpoint  # noqa: E402
+from serve_demo import describe, git_commit, versions  # noqa: E402
+from serving import Server  # noqa: E402
+
+from nibble.canary.references import FILE, References, read_references  # noqa: E402
+from nibble.hardware import detect  # noqa: E402
+from nibble.targets import load_target  # noqa: E402
+
+CASES = ("dense", "experts", "larger", "graphs", "fallback")
+LARGER = Shape(hidden=2048, intermediate=6144, layers=8, heads=16, kv_heads=8, head_dim=128, vocabulary=1024)
+PROMPTS = [
+    "The quick brown fox",
+    *([{"role": "user", "content": text}] for text in ("What is NVFP4?", "Name two animals.")),
+]
+EAGER = ("--enforce-eager", "--max-model-len", "512", "--no-enable-prefix-caching")
+END_S = 600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
+    asked = parser.parse_args()
+    hardware = detect()
+    data: dict[str, Any] = {
+        "command": "python benchmarks/canary_faults.py",
+        "commit": asked.commit or git_commit(),
+    }
+    data |= {"machine": describe(hardware), "versions": versions(), "cases": {}}
+    with tempfile.TemporaryDirectory(prefix="nibble-faults-") as scratch:
+        for name in asked.case or CASES:
+            data["cases"][name] = run_case(name, Path(scratch) / name, not hardware.gpus)
+            print(json.dumps({name: data["cases"][name]}, indent=1), flush=True)
+    out = asked.out or ROOT / "benchmarks" / "results" / "canary_faults.json"
+    out.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"written: {out}")
+    return 0 if all(case["as_promised"] for case in data["cases"].values()) else 1
+
+
+def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
+    """One start, from a report of the healthy server to the last fault."""
+    folder.mkdir(parents=True)
+    if name == "fallback":
+        return fallback(folder)
+    words, model = list(EAGER), "nibble-demo-nvfp4"
+    if name == "experts":
+        model = "nibble-demo-moe-nvfp4"
+        words += [] if on_cpu else ["--kv-cache-dtype", "fp8"]
+    if name == "larger":
+        model = str(write_larger(folder / "model"))
+    if name == "graphs":
+        words = ["--max-model-len", "512"]
+    began = time.monotonic()
+    server = Server(
+        folder / "server", ["serve", model, *words], **install(folder / "faults"), **own_environ()
+    )
+    try:
+        server.wait_until_ready()
+        status = server.status() or {}
+        faulty = Faulty(server, folder / "faults")
+        found = {
+            "seconds_to_ready": round(time.monotonic() - began, 1),
+            "assertion": status["assertion"],
+            "canary": status["canary"],
+        }
+        # Random weights know no answers: there, and only there, coherence may fail.
+        wrong = [
+            one
+            for one in status["canary"]["findings"]
+            if one["verdict"] == "failed" and one["mechanism"] != "coherence"
+        ]
+        found["as_promised"] = status["assertion"]["verdict"] == "passed" and not wrong
+        if name == "graphs":
+            return found
+        references = (
+            faulty.record(PROMPTS) if name == "larger" else read_references(ROOT / "models" / model / FILE)
+        )
+        return found | {
+            "faults": {fault: one_fault(faulty, fault, references) for fault in ("none", *ALL_FAULTS)}
+        }
+    finally:
+        server.end()
+        print(server.err.read_text(errors="replace")[-2000:], file=sys.stderr)
+
+
+def one_fault(faulty: Faulty, fault: str, references: References | None) -> dict[str, Any]:
+    """Mechanism -> verdict and detail; or why the fault could not be put in."""
+    problem = faulty.inject(fault)[0]["not_injected"]
+    if problem:
+        return {"not_injected": problem}
+    return {name: f"{one.verdict}: {one.detail}" for name, one in faulty.canary(fault, references).items()}
+
+
+def fallback(folder: Path) -> dict[str, Any]:
+    """Without the kernels that are expected, vLLM takes another; nibble has to end with exit 8 and name it."""
+    expected = [
+        kernel
+        for target in ("cpu", "hopper", "gb10", "b200")
+        for kernel in load_target(target).expected.get("linear", ())
+    ]
+    names = ",".join(dict.fromkeys(expected))
+    server = Server(
+        folder / "server",
+        ["serve", "nibble-demo-nvfp4", *EAGER],
+        VLLM_DISABLED_KERNELS=names,
+        **own_environ(),
+    )
+    try:
+        code = server.wait(END_S)
+    finally:
+        server.end()
+    lines = server.err.read_text(errors="replace").strip().splitlines()
+    return {"exit_code": code, "said": lines[-1] if lines else "", "as_promised": code == 8}
+
+
+def write_larger(folder: Path) -> Path:
+    write_checkpoint(folder, LARGER, "compressed-tensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "models" / "nibble-demo" / name, folder)
+    return folder
+
+
+def own_environ() -> dict[str, str]:
+    """A failing canary is a warning here: what it found is what is measured. Caches may be given."""
+    kept = {name: os.environ[name] for name in ("NIBBLE_CACHE_DIR", "VLLM_CACHE_ROOT") if name in os.environ}
+    return {"NIBBLE_CANARY": "warn", **kept}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

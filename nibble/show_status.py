@@ -1,0 +1,71 @@
+"""`nibble status`: what the server on this machine does and what it proved, from its control port."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nibble.control import ADDRESS
+from nibble.errors import ExitCode, NibbleError
+from nibble.memory_plan import show_gib
+from nibble.settings import default_of, options
+
+_TIMEOUT_S = 5.0
+
+
+def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
+    """/status of the server at NIBBLE_CONTROL_PORT. Raises USAGE for what is no port, ENGINE_DIED where nobody answers."""
+    name = options()["control_port"].env[0]
+    port = environ.get(name) or str(default_of("control_port"))
+    if not port.isdigit():
+        raise NibbleError(ExitCode.USAGE, f"{name} is {port!r}", "a port", f"correct or unset {name}")
+    connection = http.client.HTTPConnection(ADDRESS, int(port), timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/status")
+        return json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        what = f"no server of nibble's answers on control port {port} ({error or type(error).__name__})"
+        raise NibbleError(ExitCode.ENGINE_DIED, what, "", f"start one, or set {name} to its port") from None
+    finally:
+        connection.close()
+
+
+def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """For people; every part that the server tells."""
+    phase = f"{status['state']}" + (f", {status['phase']}" if status["phase"] != status["state"] else "")
+    yield f"state     {phase}, {status.get('seconds_in_phase', 0):.0f} s in this phase{_eta(status)}"
+    if "url" in status:
+        yield f"serving   {', '.join(status['served_names'])} at {status['url']}"
+    if last := status.get("last_start_s"):
+        yield "last start " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in last.items())
+    if (memory := status.get("memory")) and memory.get("available_bytes") is not None:
+        yield f"memory    {show_gib(memory['available_bytes'])} available"
+    if assertion := status.get("assertion"):
+        yield f"kernels   {assertion['verdict']}"
+        yield from (f"          {line}" for line in assertion["deviations"])
+        if assertion["ran"]:
+            yield from (f"          {line}" for line in ran_lines(assertion["ran"][0]))
+    if canary := status.get("canary"):
+        yield f"canary    {canary['verdict']}"
+        for found in canary["findings"]:
+            warning = f"; {found['warning']}" if found["warning"] else ""
+            yield f"          {found['mechanism']}: {found['verdict']}: {found['detail']}{warning}"
+
+
+def _eta(status: Mapping[str, Any]) -> str:
+    eta = status.get("eta_s")
+    return "" if eta is None else f"; ready in about {eta:.0f} s if it goes as the last time"
+
+
+def ran_lines(ran: Mapping[str, Any]) -> Iterator[str]:
+    """What ran, as a worker reported it."""
+    for part in ("linear", "moe", "attention"):
+        for name, layers in ran[part].items():
+            yield f"{part}: {name} in {layers} layer(s)"
+    graphs = ran["cudagraph_mode"] + (
+        f" ({ran['cudagraphs_captured']} captured)" if ran["cudagraphs_captured"] else ""
+    )
+    cache = ", ".join(ran["kv_cache_dtype"]) or "none"
+    yield f"KV cache {cache}; CUDA graphs {graphs}; compilation {ran['compilation_mode']}; sampler {ran['sampler']}"

@@ -1,0 +1,168 @@
+"""The kernel assertion and the canary with real servers: the table of faults, and starts that end with exit 8."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fault_table import CAUGHT, COLUMNS, REFERENCES
+from faults import ALL_FAULTS, Faulty, install
+from generated_nvfp4 import Shape, write_checkpoint
+from safetensors.torch import load_file, save_file
+from serving import ROOT, Server
+
+from nibble.canary.references import FILE, References, read_references
+
+pytestmark = pytest.mark.vllm
+FLAGS = ("--enforce-eager", "--max-model-len", "512")
+DEMO = ROOT / "models" / "nibble-demo-moe-nvfp4"
+LARGER = Shape(
+    hidden=512, intermediate=256, layers=4, heads=8, kv_heads=2, head_dim=64, vocabulary=1024, experts=8
+)
+PROMPTS = [
+    "The quick brown fox",
+    *([{"role": "user", "content": text}] for text in ("What is NVFP4?", "Name two animals.")),
+]
+
+
+def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
+    server = Server(folder / "server", ["serve", model, *FLAGS], **install(folder / "faults"), **environ)
+    return Faulty(server, folder / "faults")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, References]]:
+    """The demo with its recorded references, which a healthy start passes where a failing one would end it."""
+    faulty = serve_with_faults(tmp_path_factory.mktemp("demo"), DEMO.name, NIBBLE_CANARY="strict")
+    references = read_references(DEMO / FILE)
+    assert references is not None
+    try:
+        faulty.server.wait_until_ready()
+        yield faulty, references
+    finally:
+        faulty.server.end()
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, References]]:
+    """A generated model with references that were recorded while it was healthy, as for a recipe."""
+    folder = tmp_path_factory.mktemp("larger")
+    model = write_checkpoint(folder / "model", LARGER, "modelopt", w4a4=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "models" / "nibble-demo" / name, model)
+    faulty = serve_with_faults(folder, str(model))
+    try:
+        faulty.server.wait_until_ready()
+        yield faulty, faulty.record(PROMPTS)
+    finally:
+        faulty.server.end()
+
+
+def caught(faulty: Faulty, references: References | None, fault: str) -> set[str]:
+    found = faulty.canary(fault, references)
+    assert set(found) == set(COLUMNS) - ({REFERENCES} if references is None else set())
+    return {name for name, finding in found.items() if finding.verdict == "failed"}
+
+
+def test_the_table_has_every_fault() -> None:
+    assert set(CAUGHT) == set(ALL_FAULTS)
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_on_the_demo_each_mechanism_finds_the_faults_of_the_table_and_no_others(
+    demo: tuple[Faulty, References], fault: str
+) -> None:
+    faulty, references = demo
+    assert caught(faulty, references, fault) == CAUGHT[fault]
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_on_a_larger_model_with_references_they_do_so_too(
+    larger: tuple[Faulty, References], fault: str
+) -> None:
+    faulty, references = larger
+    assert caught(faulty, references, fault) == CAUGHT[fault]
+
+
+def test_without_references_the_other_two_find_what_they_found_with_them(
+    larger: tuple[Faulty, References],
+) -> None:
+    faulty, _ = larger
+    found = {fault: caught(faulty, None, fault) for fault in CAUGHT}
+    assert found == {fault: set(names - {REFERENCES}) for fault, names in CAUGHT.items()}
+
+
+def test_a_server_whose_fault_is_gone_is_found_healthy_again(
+    demo: tuple[Faulty, References], larger: tuple[Faulty, References]
+) -> None:
+    for faulty, references in (demo, larger):
+        assert caught(faulty, references, "none") == set()
+
+
+def test_status_tells_what_ran_and_what_was_proved_before_ready(demo: tuple[Faulty, References]) -> None:
+    server = demo[0].server
+    status = server.status()
+    assert status is not None
+    assertion, canary = status["assertion"], status["canary"]
+    assert (assertion["verdict"], assertion["deviations"]) == ("passed", [])
+    ran = assertion["ran"][0]
+    assert ran["linear"] == {"nvfp4: CpuNvFp4LinearKernel": 8}
+    assert ran["moe"] == {"nvfp4: CpuModelOptNvFp4MoE": 4}
+    assert (ran["attention"], ran["kv_cache_dtype"]) == ({"CPU_ATTN": 4}, ["bfloat16"])
+    assert (ran["cudagraph_mode"], ran["compilation_mode"]) == ("NONE", "NONE")
+    assert canary["verdict"] == "passed"
+    assert {found["mechanism"] for found in canary["findings"]} == set(COLUMNS)
+    assert sum(found["seconds"] for found in canary["findings"]) < 10
+    history = {entry["phase"]: entry["at_s"] for entry in status["history"]}
+    assert history["warm-up"] < history["canary"] < history["ready"]
+
+
+def test_nibble_status_shows_them(demo: tuple[Faulty, References]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nibble", "status"],
+        env=demo[0].server.environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "linear: nvfp4: CpuNvFp4LinearKernel in 8 layer(s)" in done.stdout
+    assert "references: passed: 6 prompts" in done.stdout
+
+
+def end_of_start(tmp_path: Path, model: str, **environ: str) -> tuple[int, str]:
+    """Exit code and last line of a start that is to fail."""
+    server = Server(tmp_path / "server", ["serve", model, *FLAGS], **environ)
+    try:
+        code = server.wait(240)
+    finally:
+        server.end()
+    return code, server.err.read_text().strip().splitlines()[-1]
+
+
+def test_a_slow_fallback_ends_the_start_with_exit_8_and_says_what_ran(tmp_path: Path) -> None:
+    code, line = end_of_start(
+        tmp_path, "nibble-demo-nvfp4", VLLM_DISABLED_KERNELS="CpuNvFp4LinearKernel", NIBBLE_CANARY="off"
+    )
+    assert code == 8
+    assert (
+        "nvfp4 linear layers: EmulationNvFp4LinearKernel; expected CpuNvFp4LinearKernel (target cpu)" in line
+    )
+    assert "NIBBLE_KERNEL_ASSERTION=warn serves all the same" in line
+
+
+def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(tmp_path: Path) -> None:
+    """Every kernel computes what the weights say, so the layers pass; the gate never opened."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "nibble-demo-nvfp4", model)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(torch.float8_e4m3fn)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    code, line = end_of_start(tmp_path, str(model), NIBBLE_CANARY="strict")
+    assert code == 8
+    assert "the canary failed: references: " in line

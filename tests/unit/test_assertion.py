@@ -1,0 +1,114 @@
+"""What ran against what the plan expects: pure, with reports as a worker writes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nibble.assertion import Expectation, deviations, expectations
+from nibble.errors import ExitCode
+from nibble.precedence import Choice
+from nibble.targets import load_target
+
+RAN: dict[str, Any] = {
+    "linear": {"nvfp4: HummingNvFp4LinearKernel": 144},
+    "moe": {"nvfp4: HUMMING HummingExperts": 36},
+    "attention": {"FLASH_ATTN": 36},
+    "kv_cache_dtype": ["bfloat16"],
+    "model_dtype": "bfloat16",
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraphs_captured": 67,
+    "compilation_mode": "VLLM_COMPILE",
+    "sampler": "flashinfer",
+    "operators": {"cpu": "compiled", "cuda": "compiled"},
+    "device": "cuda",
+}
+
+
+def plan(
+    target: str = "hopper", expected: dict[str, str] | None = None, kv: str | None = None, **args: Any
+) -> Any:
+    choices = {f"--{name.replace('_', '-')}": Choice(value, "command line") for name, value in args.items()}
+    return SimpleNamespace(
+        args=choices,
+        env={},
+        target=load_target(target),
+        recipe=SimpleNamespace(id="org/model", expected=expected) if expected else None,
+        checkpoint=SimpleNamespace(scheme=SimpleNamespace(kv_cache=kv)),
+        settings=SimpleNamespace(debug=False),
+    )
+
+
+def found(ran: dict[str, Any], **wishes: Any) -> list[str]:
+    return [one.line() for one in deviations(expectations(plan(**wishes)), [RAN | ran])]
+
+
+def test_what_a_target_expects_is_fine() -> None:
+    assert found({}) == []
+
+
+@pytest.mark.parametrize(
+    ("ran", "wishes", "told"),
+    [
+        ({"linear": {"nvfp4: EmulationNvFp4LinearKernel": 144}}, {}, "EmulationNvFp4LinearKernel ran"),
+        ({"linear": {"nvfp4: CutlassNvFp4LinearKernel": 144}}, {}, "CutlassNvFp4LinearKernel ran, expected Nibble"),
+        ({}, {"linear_backend": "marlin"}, "expected marlin (--linear-backend (command line))"),
+        ({"moe": {"nvfp4: EMULATION EmulationExperts": 36}}, {"expected": {"attention": "FLASH"}}, "EmulationExperts ran"),
+        ({}, {"expected": {"moe": "FLASHINFER_CUTLASS"}}, "expected FLASHINFER_CUTLASS (recipe org/model)"),
+        ({}, {"attention_backend": "TRITON_ATTN"}, "attention: FLASH_ATTN ran"),
+        ({"attention": {"FLEX_ATTENTION": 36}}, {}, "attention: FLEX_ATTENTION ran, expected no slow fallback"),
+        ({}, {"kv_cache_dtype": "fp8"}, "KV cache: bfloat16 ran, expected fp8"),
+        ({}, {"kv": "fp8"}, "KV cache: bfloat16 ran, expected fp8 (the checkpoint)"),
+        ({"kv_cache_dtype": ["fp8_e4m3"]}, {}, "KV cache: fp8_e4m3 ran, expected bfloat16"),
+        ({"cudagraph_mode": "NONE", "cudagraphs_captured": 0}, {}, "CUDA graph mode: NONE (eager) ran"),
+        ({"cudagraphs_captured": 0}, {}, "CUDA graphs: none captured in mode FULL_AND_PIECEWISE ran"),
+        ({"cudagraph_mode": "PIECEWISE"}, {"compilation_config": {"cudagraph_mode": "FULL"}}, "expected FULL"),
+        ({"compilation_mode": "NONE"}, {}, "compilation mode: NONE (eager) ran"),
+        ({"sampler": "native"}, {}, "sampler: native ran, expected flashinfer"),
+        (
+            {"linear": {"nvfp4: NibbleNvFp4LinearKernel": 144}, "operators": {"cuda": "not compiled when it was installed"}},
+            {},
+            "plain torch code (not compiled when it was installed) ran",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_not_as_expected_is_told(ran: dict[str, Any], wishes: dict[str, Any], told: str) -> None:
+    lines = found(ran, **wishes)
+    assert len(lines) == 1
+    assert told in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("ran", "wishes"),
+    [
+        ({"linear": {"nvfp4: EmulationNvFp4LinearKernel": 144}}, {"linear_backend": "emulation"}),
+        ({"linear": {"nvfp4: NibbleNvFp4LinearKernel": 100, "nvfp4: HummingNvFp4LinearKernel": 44}}, {}),
+        ({"linear": {"other: FlashInferFP8ScaledMMLinearKernel": 36}}, {}),
+        ({"moe": {"nvfp4: VLLM_CUTLASS CutlassExpertsFp4": 36}}, {"moe_backend": "cutlass"}),
+        ({"kv_cache_dtype": ["fp8_e4m3"]}, {"kv_cache_dtype": "fp8"}),
+        ({"kv_cache_dtype": ["bfloat16", "fp8_e4m3"]}, {"kv": "fp8"}),
+        ({"cudagraph_mode": "NONE", "cudagraphs_captured": 0, "compilation_mode": "NONE"}, {"enforce_eager": True}),
+        ({"attention": {"FLASH_ATTN": 9, "GDN_ATTN": 27}}, {"attention_backend": "FLASH_ATTN"}),
+        ({"attention": {"FLEX_ATTENTION": 36}}, {"attention_backend": "flex_attention"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_was_asked_for_or_has_no_rule_is_fine(ran: dict[str, Any], wishes: dict[str, Any]) -> None:
+    assert found(ran, **wishes) == []
+
+
+def test_a_deviation_of_any_worker_counts_and_is_told_once() -> None:
+    wrong = RAN | {"sampler": "native"}
+    assert len(deviations((Expectation("sampler", ("flashinfer",), "target"),), [RAN, wrong, wrong])) == 1
+
+
+def test_the_error_names_part_found_expected_and_what_to_do() -> None:
+    wrong = RAN | {"linear": {"nvfp4: EmulationNvFp4LinearKernel": 1}}
+    error = deviations(expectations(plan()), [wrong])[0].error("ask by name")
+    assert error.code == ExitCode.CANARY
+    assert "nvfp4 linear layers: EmulationNvFp4LinearKernel" in error.what
+    assert error.expected.startswith("NibbleNvFp4LinearKernel or ")
+    assert error.action == "ask by name; NIBBLE_KERNEL_ASSERTION=warn serves all the same"

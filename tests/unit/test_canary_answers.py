@@ -1,0 +1,258 @@
+"""The canary's judgement of answers, with a stand-in for the server; faults of real servers are in tests/e2e/test_canary.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_table import table
+
+from nibble.canary import run_canary
+from nibble.canary.asking import Answer, Asker
+from nibble.canary.coherence import check_coherence
+from nibble.canary.consistency import check_consistency
+from nibble.canary.drafts import check_drafts
+from nibble.canary.finding import NotCompared
+from nibble.canary.layers import check_layers
+from nibble.canary.references import Case, References, check_references, read_references, write_references
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import root
+from nibble.proof import references_of
+from nibble.readiness import Api
+
+RIGHT = {
+    "17 + 25": "42",
+    "Repeat": "copper lantern seventeen rivers",
+    "JSON": '```json\n{"name": "Ada", "age": 36}\n```',
+}
+LOW = (-3.0, -3.0)
+ANSWER = Answer("ab", (1, 2), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)
+
+
+class Scripted(Asker):
+    """Answers as told."""
+
+    def __init__(
+        self, chat: dict[str, str] | None = None, scored: tuple[float, ...] = (-1.0, -0.1, -0.2), **more: Any
+    ) -> None:
+        super().__init__(Api("127.0.0.1", 9, ""), "m", 10)
+        self.chats, self.scored, self.more = chat, list(scored), more
+
+    def has_chat(self) -> bool:
+        return self.chats is not None
+
+    def chat(self, messages: Any, tokens: int, **more: Any) -> dict[str, Any]:
+        if "tools" in more:
+            return self.more.get("call", {"content": "It is sunny."})
+        question = messages[0]["content"]
+        return {
+            "content": next((text for key, text in (self.chats or {}).items() if key in question), "banana")
+        }
+
+    def answer(self, prompt: Any, tokens: int, **more: Any) -> Answer:
+        found: Any = self.more.get("sampled" if more.get("top_k") == 1 else "greedy", ANSWER)
+        return found if isinstance(found, Answer) else found(prompt)
+
+    def score(self, ids: Any) -> list[float]:
+        return self.scored
+
+
+def test_right_answers_are_coherent() -> None:
+    assert check_coherence(Scripted(RIGHT), tools=False).verdict == "passed"
+
+
+def test_one_wrong_answer_is_a_warning_and_only_wrong_ones_are_a_failure() -> None:
+    one = check_coherence(Scripted({key: RIGHT[key] for key in ("17 + 25", "JSON")}), tools=False)
+    assert (one.verdict, one.warning) == ("passed", "wrong: copying ('banana')")
+    assert check_coherence(Scripted({}), tools=False).verdict == "failed"
+
+
+def test_a_tool_call_is_asked_for_where_a_parser_is_set() -> None:
+    call = {"tool_calls": [{"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]}
+    assert check_coherence(Scripted(RIGHT, call=call), tools=True).warning == ""
+    assert "tool call ('It is sunny.')" in check_coherence(Scripted(RIGHT), tools=True).warning
+
+
+def test_a_model_without_a_chat_template_goes_on_with_texts() -> None:
+    texts = {"17 + 25": " 42\n", "copper": " seventeen rivers", "Ada": '{"name": "Ada", "age": 36}'}
+
+    def goes_on(prompt: str) -> Answer:
+        return Answer(next(text for key, text in texts.items() if key in prompt), (), (), (), (), ())
+
+    assert check_coherence(Scripted(None, greedy=goes_on), tools=True).warning == ""
+
+
+def test_decoding_that_agrees_with_a_second_scoring_is_consistent() -> None:
+    assert check_consistency(Scripted()).verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"scored": (-1.0, -2.0, -3.0)}, "differ by 2.350 nats"),
+        ({"scored": (-1.0, math.nan, -0.2)}, "differ by nan nats"),
+        (
+            {"greedy": Answer("ab", (1,), (3, 4), (-0.1, -5.0), (-0.1, -0.2), LOW)},
+            "the sampler is wrong",
+        ),
+        (
+            {"greedy": Answer("ab", (1,), (3, 4), (math.nan, -5.0), (math.nan, -0.2), (-3.0, -3.0))},
+            "not finite",
+        ),
+        (
+            {"sampled": Answer("ac", (1,), (3, 5), (), (), ())},
+            "top_k=1 chose another token than greedy decoding at place 1",
+        ),
+    ],
+)
+def test_what_is_inconsistent_fails(more: dict[str, Any], told: str) -> None:
+    found = check_consistency(Scripted(**more))
+    assert found.verdict == "failed"
+    assert told in found.detail
+
+
+def test_at_a_near_tie_sampling_may_choose_the_other() -> None:
+    other = Answer("xy", (1,), (9, 9), (), (), ())
+    tie = Answer("ab", (1,), (3, 4), (-0.7, -0.2), (-0.7, -0.2), (-0.71, -3.0))
+    assert (
+        check_consistency(Scripted(greedy=tie, sampled=other, scored=(-1.0, -0.7, -0.2))).verdict == "passed"
+    )
+
+
+CASE = Case("a", (1, 2), "ab", (3, 4), (-1.0, -0.1, -0.2))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"greedy": Answer("ab", (1, 3), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "another chat template or tokenizer"),
+        ({"scored": (-2.0, -0.1, -0.2)}, "off by 0.333 nats"),
+        ({"greedy": Answer("ax", (1, 2), (3, 5), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "was answered 'ax', recorded is 'ab'"),
+        ({"greedy": Answer("a?", (1, 2), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "another tokenizer"),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_recorded_fails(more: dict[str, Any], told: str) -> None:
+    assert check_references(Scripted(), References((CASE,), "here")).verdict == "passed"
+    found = check_references(Scripted(**more), References((CASE,), "here"))
+    assert found.verdict == "failed"
+    assert told in found.detail
+
+
+def test_references_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "nibble-canary.json"
+    assert read_references(path) is None
+    write_references(path, [CASE], {"recorded": "in a test"})
+    read = read_references(path)
+    assert read is not None
+    assert read.cases == (CASE,)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cases": [{"prompt": "a"}]}', '{"cases": 1}'])
+def test_references_that_cannot_be_read_are_one_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "nibble-canary.json").write_text(text)
+    with pytest.raises(NibbleError) as raised:
+        read_references(tmp_path / "nibble-canary.json")
+    assert raised.value.code == ExitCode.MODEL
+
+
+def test_the_demo_models_have_references() -> None:
+    for name in ("nibble-demo", "nibble-demo-nvfp4", "nibble-demo-moe-nvfp4"):
+        found = read_references(root() / "models" / name / "nibble-canary.json")
+        assert found is not None
+        assert len(found.cases) == 6
+
+
+def test_flags_that_change_numbers_loosen_the_limit() -> None:
+    from types import SimpleNamespace
+
+    def limit(**args: Any) -> float:
+        model = root() / "models" / "nibble-demo"
+        settings, checkpoint = SimpleNamespace(model=str(model)), SimpleNamespace(path=model)
+        plan: Any = SimpleNamespace(settings=settings, checkpoint=checkpoint, args=args)
+        found = references_of(plan)
+        assert found is not None
+        return found.mean_limit
+
+    assert limit(**{"--kv-cache-dtype": "fp8"}) > limit()
+
+
+class Counting(Scripted):
+    """Has /metrics: so many drafted and accepted tokens after each answer."""
+
+    def __init__(self, drafted: int, accepted: int, **more: Any) -> None:
+        super().__init__(**more)
+        self.asked, self.step = 0, (drafted, accepted)
+        self.api = self  # type: ignore[assignment]
+
+    def call(self, path: str, body: Any = None, timeout_s: float = 5) -> tuple[int, bytes]:
+        drafted, accepted = (value * self.asked for value in self.step)
+        self.asked += 1
+        lines = f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}.0\n'
+        return 200, (
+            lines + f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
+        ).encode()
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "floor", "verdict"),
+    [
+        (60, 45, 0.7, "passed"),
+        (60, 45, 0.8, "failed"),
+        (60, 45, None, "passed"),
+        (60, 0, None, "passed"),
+        (4, 4, 0.5, "not compared"),
+    ],
+)
+def test_drafts_have_to_be_accepted_as_often_as_the_recipe_says(
+    drafted: int, accepted: int, floor: float | None, verdict: str
+) -> None:
+    found = check_drafts(Counting(drafted, accepted), floor)
+    assert found.verdict == verdict
+    assert ("bring none" in found.warning) == (verdict == "passed" and not accepted)
+
+
+def test_drafted_text_that_is_not_the_models_own_fails() -> None:
+    found = check_drafts(Counting(60, 60, scored=(-1.0, -4.0, -4.0)), None)
+    assert found.verdict == "failed"
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    return {
+        "part": "linear", "kind": "Method uint8 [8, 8]", "layers": 2, "compared": 2, "activations": ["bf16"],
+        "worst_error": 0.003, "wrong": 0, "wrong_layers": [], "not_compared": [],
+    } | changed  # fmt: skip
+
+
+def test_layers_are_judged_over_all_workers() -> None:
+    assert check_layers([{"rank": 0, "checks": [entry()]}]).verdict == "passed"
+    wrong = entry(wrong=1, wrong_layers=["model.layers.3: off by 1, at most 0.02"], worst_error="inf")
+    found = check_layers([{"rank": 0, "checks": [entry()]}, {"rank": 1, "checks": [wrong]}])
+    assert (found.verdict, "rank 1, model.layers.3" in found.detail) == ("failed", True)
+
+
+def test_what_has_no_reference_is_told_and_not_passed() -> None:
+    blank = entry(compared=0, worst_error=None, not_compared=["no reference for this format"])
+    assert check_layers([{"rank": 0, "checks": [blank]}]).verdict == "not compared"
+    assert (
+        "not compared: Method (no reference" in check_layers([{"rank": 0, "checks": [blank, entry()]}]).detail
+    )
+
+
+def test_a_mechanism_without_time_says_so() -> None:
+    late = Asker(Api("127.0.0.1", 9, ""), "m", 0)
+    with pytest.raises(NotCompared):
+        late.score([1, 2])
+    assert {one.verdict for one in run_canary(late, [], References((CASE,), "here"))} == {"not compared"}
+
+
+def test_docs_have_the_table_that_is_tested() -> None:
+    text = (root() / "docs" / "canary.md").read_text()
+    assert "\n".join(table()) in text, "docs/canary.md: put the lines of tests/fixtures/fault_table.py there"
+
+
+def test_what_is_recorded_is_plain_json(tmp_path: Path) -> None:
+    write_references(tmp_path / "file", [CASE, CASE], {})
+    assert len(json.loads((tmp_path / "file").read_text())["cases"]) == 2
