@@ -1,0 +1,110 @@
+"""What keeps nodes from serving together, and how their network is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibble.cluster.facts import SAME, compare, model_state
+from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
+from nibble.cluster.preflight import Report, judge
+from nibble.errors import ExitCode, NibbleError
+
+FACTS = {**dict.fromkeys(SAME, "same"), "memory_available_bytes": 8 << 30, "disk_free_bytes": 9 << 30}
+
+
+def node(name: str, skew_s: float = 0.0, **facts: Any) -> dict[str, Any]:
+    return {"name": name, "skew_s": skew_s, "facts": {**FACTS, **facts}}
+
+
+def test_equal_nodes_fit_together() -> None:
+    assert compare([node("a"), node("b"), node("c")]) == []
+
+
+@pytest.mark.parametrize("fact", SAME)
+def test_every_difference_names_the_node_and_what_to_do(fact: str) -> None:
+    changed: dict[str, Any] = {fact: "other"}
+    (problem,) = compare([node("a"), node("b", **changed)])
+    assert (problem.node, problem.action) == ("b", SAME[fact])
+    assert f"{fact} is 'other' and 'same' on a" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (node("b", skew_s=-7), "its clock differs by -7 s"),
+        (node("b", disk_free_bytes=1 << 30), "only 1.0 GiB of disk"),
+        (node("b", memory_available_bytes=1 << 30), "2.0 GiB are needed"),
+    ],
+)
+def test_what_a_node_lacks_by_itself(one: dict[str, Any], words: str) -> None:
+    (problem,) = compare([node("a"), one], least_memory_bytes=2 << 30)
+    assert words in problem.what
+
+
+def test_the_first_problem_is_the_error_and_the_others_are_counted() -> None:
+    problems = compare([node("a"), node("b", vllm="x"), node("c", torch="y")])
+    with pytest.raises(NibbleError, match=r"node b: vllm is 'x'.*\(and 1 more") as caught:
+        Report([], problems, None).demand()
+    assert caught.value.code == ExitCode.CLUSTER
+
+
+def answer(name: str, rate: float, library: str | None = None, backend: str = "gloo") -> dict[str, Any]:
+    return {"node": name, "gb_per_s": rate, "library": library, "backend": backend, "right": True}
+
+
+def test_the_slowest_rank_is_held_to_the_pass_mark() -> None:
+    found, problems = judge([answer("a", 0.5), answer("b", 0.005)], None)
+    assert (found["gb_per_s"], found["least_gb_per_s"]) == (0.005, 0.01)
+    assert problems[0].node == "b" and "below 0.01" in problems[0].what
+    assert judge([answer("a", 0.5), answer("b", 0.005)], 0)[1] == []
+
+
+def test_gpus_have_a_higher_mark_and_the_same_nccl() -> None:
+    _, problems = judge([answer("a", 2.0, "/x/nccl", "nccl"), answer("b", 0.9, "/y/nccl", "nccl")], None)
+    assert [problem.node for problem in problems] == ["b", "b"]
+    assert "it loaded /y/nccl and a /x/nccl" in problems[0].what
+
+
+def test_a_model_folder_is_here_absent_or_incomplete(tmp_path: Path) -> None:
+    assert model_state(None) == model_state(str(tmp_path / "none")) == "absent"
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    assert model_state(str(tmp_path)).startswith("incomplete: ")
+
+
+def test_the_interface_is_the_one_that_has_the_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("198.51.100.7") is None
+    assert is_here("127.0.0.1")
+    assert not is_here("198.51.100.7")
+
+
+def make_port(sys: Path, name: str, state: str, gids: dict[str, tuple[str, str]]) -> None:
+    """One port of an RDMA device as the kernel shows it."""
+    port = sys / "class/infiniband" / name / "ports/1"
+    for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
+        (port / folder).mkdir(parents=True)
+    (port / "state").write_text(state)
+    (port / "link_layer").write_text("Ethernet")
+    (port / "gid_attrs/ndevs/0").write_text("enp1s0f0np0")
+    for index, (gid, kind) in gids.items():
+        (port / "gids" / index).write_text(gid)
+        (port / "gid_attrs/types" / index).write_text(kind)
+
+
+def test_roce_ports_that_are_up_have_the_gid_of_the_nodes_address(tmp_path: Path) -> None:
+    mapped = "0000:0000:0000:0000:0000:ffff:0a00:0002"
+    table = {"0": ("fe80::1", "IB/RoCE v1"), "2": (mapped, "IB/RoCE v1"), "3": (mapped, "RoCE v2")}
+    make_port(tmp_path, "rocep1s0f0", "4: ACTIVE", table)
+    make_port(tmp_path, "rocep1s0f1", "1: DOWN", table)
+    found = rdma_devices("10.0.0.2", tmp_path)
+    assert found == (RdmaDevice("rocep1s0f0", 1, "Ethernet", "enp1s0f0np0", 3),)
+    environ = network_environ("10.0.0.2", "enp1s0f0np0", found)
+    assert (environ["NCCL_IB_HCA"], environ["NCCL_IB_GID_INDEX"]) == ("rocep1s0f0:1", "3")
+    assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "enp1s0f0np0"
+
+
+def test_without_rdma_nccl_is_told_the_interface_only() -> None:
+    assert not {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX"} & set(network_environ("10.0.0.2", "eth0", ()))
