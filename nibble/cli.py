@@ -313,13 +313,23 @@ def doctor(
         str | None, typer.Argument(help="Also whether a start of this model would begin.")
     ] = None,
     as_json: Json = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="PATH", help="Write a .tar.gz for a bug report, without secrets."),
+    ] = None,
 ) -> None:
     """Look at this machine and say what would stop or slow a server."""
     from nibble.doctor import diagnose
     from nibble.show import show_report
 
-    report = diagnose(dict(os.environ), model or os.environ.get("MODEL"))
+    environ = dict(os.environ)
+    report = diagnose(environ, model or environ.get("MODEL"))
     _print_json(report.to_json()) if as_json else show_report(report)
+    if bundle is not None:
+        from nibble.bundle import write_bundle
+
+        count = write_bundle(bundle, report, environ, model or environ.get("MODEL"))
+        print(f"{bundle}: {count} files; look through it before you send it", file=sys.stderr)
     raise typer.Exit(report.exit_code)
 
 

@@ -1,0 +1,242 @@
+"""`nibble doctor --bundle`: an archive with everything a bug report needs and no secret, wherever one was planted."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from typer.testing import CliRunner
+
+from nibble import bundle
+from nibble.bundle import write_bundle
+from nibble.cli import app
+from nibble.doctor_report import Check, Report
+from nibble.errors import ExitCode, NibbleError
+from nibble.redact import Redactor, is_secret_name
+
+# Where each is planted; none has a form that gives it away unless it says so.
+SECRETS = {
+    "environment": "Zq7-environment-value",
+    "environment, short name": "Zq7-named-key-only",
+    "proxy": "Zq7proxypassword",
+    "file of a variable": "Zq7-from-a-secret-file",
+    "api key file": "nbl-Zq7GeneratedKeyOfThisServer00",
+    "stored token": "hf_Zq7StoredTokenOfTheHub",
+    "toml": "Zq7-in-the-settings",
+    "toml, blanks": "Zq7 a phrase with blanks",
+    "command line": "Zq7-on-a-command-line",
+    "command line, =": "Zq7-after-an-equals-sign",
+    "environment of a server": "Zq7-environment-of-another-process",
+    "log, by name": "Zq7-password-in-a-log",
+    "log, json": "Zq7-in-a-json-line",
+    "log, header": "Zq7-in-an-authorization-header",
+    "log, url": "Zq7-in-a-query",
+    "log, form": "hf_Zq7NeverSeenBeforeToken",
+    "log, jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJacTcifQ.Zq7signature",
+    "log, private key": "MIIEvZq7PrivateKeyBody",
+    "fault": "Zq7-in-a-traceback",
+    "crash record": "sk-Zq7CauseOfACrash0000",
+}
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """A machine with a secret in every place a bundle looks at."""
+    cache = tmp_path / "cache"
+    for name in ("logs", "crash-loop", "servers"):
+        (cache / name).mkdir(parents=True)
+    (cache / "api_key").write_text(SECRETS["api key file"] + "\n")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text(SECRETS["stored token"])
+    (tmp_path / "secret").write_text(SECRETS["file of a variable"] + "\n")
+    named = f'WANDB_KEY = "{SECRETS["toml"]}"\nDB_PASSPHRASE = "{SECRETS["toml, blanks"]}"'
+    settings = f"port = 9000\n[env]\n{named}\n[args]\nblock-size = 16\n"
+    (tmp_path / "nibble.toml").write_text(settings)
+    token = SECRETS["environment"]
+    log = [
+        "INFO engine: max_num_batched_tokens=8192, prompt tokens: 17, tokenizer=/models/m",
+        f"given {token} and {base64.b64encode(token.encode()).decode()} and {quote(token + '/x')}",
+        f"the key file holds {SECRETS['api key file']}, the hub {SECRETS['stored token']}",
+        f"a file holds {SECRETS['file of a variable']}",
+        f"another process said {SECRETS['environment of a server']}",
+        f"db_password: {SECRETS['log, by name']}, next=1",
+        json.dumps({"api_key": SECRETS["log, json"], "model": "acme/demo"}),
+        f"headers {{'Authorization: Token {SECRETS['log, header']}'}}",
+        f"GET /v1/models?access_token={SECRETS['log, url']}&page=2",
+        f"leaked {SECRETS['log, form']} and {SECRETS['log, jwt']}",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRETS['log, private key']}\n-----END RSA PRIVATE KEY-----",
+        "the last line of the log",
+    ]
+    (cache / "logs" / "8000.log").write_text("\n".join(log) + "\n")
+    (cache / "last-fault.txt").write_text(
+        f"client_secret = '{SECRETS['fault']}'\nValueError: what went wrong\n"
+    )
+    (cache / "crash-loop" / "1.json").write_text(json.dumps({"cause": f"bad key {SECRETS['crash record']}"}))
+    return {
+        "HOME": str(tmp_path),
+        "PATH": os.environ["PATH"],
+        "NIBBLE_CACHE_DIR": str(cache),
+        "HF_HOME": str(tmp_path / "hf"),
+        "NIBBLE_CONFIG": str(tmp_path / "nibble.toml"),
+        "HF_TOKEN": token,
+        "SOME_KEY": SECRETS["environment, short name"],
+        "DB_PASSWORD_FILE": str(tmp_path / "secret"),
+        "HTTPS_PROXY": f"http://me:{SECRETS['proxy']}@proxy.example:3128",
+        "MAX_MODEL_LEN": "1024",
+    }
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that passes for vLLM, with secrets in its arguments and its environment."""
+    words = [
+        "vllm",
+        "serve",
+        "--api-key",
+        SECRETS["command line"],
+        f"--hf-token={SECRETS['command line, =']}",
+    ]
+    hidden = {"NIBBLE_API_KEY": SECRETS["environment of a server"]}
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words], env=hidden)
+    deadline = time.monotonic() + 10  # until exec has put the arguments there
+    while b"--api-key" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+    yield process
+    process.kill()
+    process.wait()
+
+
+def contents(path: Path) -> dict[str, str]:
+    found = {}
+    with tarfile.open(path) as archive:
+        for member in archive.getmembers():
+            file = archive.extractfile(member)
+            assert file is not None
+            found[member.name.removeprefix("nibble-report/")] = file.read().decode()
+    return found
+
+
+REPORT = Report((Check("python", "ok", f"with {SECRETS['environment']}"),))
+
+
+def test_no_planted_secret_is_in_any_file_of_the_archive(environ, server, tmp_path: Path) -> None:
+    write_bundle(tmp_path / "b.tar.gz", REPORT, environ, "nibble-demo")
+    files = contents(tmp_path / "b.tar.gz")
+    for name, text in files.items():
+        for place, secret in SECRETS.items():
+            forms = {secret, quote(secret, safe=""), base64.b64encode(secret.encode()).decode().rstrip("=")}
+            assert not [form for form in forms if form in text], f"the secret of {place} is in {name}"
+        assert "Zq7" not in text, f"part of a secret is in {name}"
+
+
+def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) -> None:
+    count = write_bundle(tmp_path / "b.tar.gz", REPORT, environ, "nibble-demo")
+    files = contents(tmp_path / "b.tar.gz")
+    assert count == len(files)
+    assert "plan.txt" not in files, files["plan.txt"]
+    wanted = {
+        "doctor.json",
+        "environment.json",
+        "hardware.json",
+        "packages.txt",
+        "processes.txt",
+        "plan.json",
+        "settings.toml",
+    }
+    wanted |= {
+        "nibble/logs/8000.log",
+        "nibble/last-fault.txt",
+        "nibble/crash-loop/1.json",
+        "machine/proc-meminfo",
+    }
+    assert wanted <= set(files)
+    log = files["nibble/logs/8000.log"]
+    for kept in (
+        "max_num_batched_tokens=8192",
+        "prompt tokens: 17",
+        "tokenizer=/models/m",
+        "acme/demo",
+        "next=1",
+        "page=2",
+    ):
+        assert kept in log
+    assert (
+        "the last line of the log" in log and "ValueError: what went wrong" in files["nibble/last-fault.txt"]
+    )
+    shown = json.loads(files["environment.json"])
+    assert shown["MAX_MODEL_LEN"] == "1024" and shown["HF_TOKEN"] == "[removed]"
+    assert "proxy.example:3128" in shown["HTTPS_PROXY"]
+    assert (
+        f"{server.pid} " in files["processes.txt"]
+        and "vllm serve --api-key [removed]" in files["processes.txt"]
+    )
+    assert "block-size = 16" in files["settings.toml"]
+
+
+def test_the_archive_is_for_its_owner_alone_and_overwrites_nothing(environ, tmp_path: Path) -> None:
+    path = tmp_path / "b.tar.gz"
+    write_bundle(path, REPORT, environ, None)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(NibbleError) as caught:
+        write_bundle(path, REPORT, environ, None)
+    assert caught.value.code is ExitCode.CONFIG
+
+
+def test_a_long_log_is_cut_at_a_line_so_that_no_half_secret_is_left(
+    environ, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"token {SECRETS['environment']} in a line\n"
+    log = Path(environ["NIBBLE_CACHE_DIR"]) / "logs" / "8000.log"
+    log.write_text(line * 3)
+    monkeypatch.setattr(bundle, "LOG_BYTES", len(line) + len(line) - len("token Zq7-env"))
+    write_bundle(tmp_path / "b.tar.gz", REPORT, environ, None)
+    assert contents(tmp_path / "b.tar.gz")["nibble/logs/8000.log"] == "token [removed] in a line\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "NIBBLE_API_KEY", "AWS_SECRET_ACCESS_KEY", "pgpassword", "MAXMIND_LICENSE_KEY"]
+)
+def test_secret_names_are_known(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "MAX_MODEL_LEN", "RAY_AUTH_MODE", "PATH", "PWD"]
+)
+def test_ordinary_names_are_kept(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_data_of_another_server_is_redacted_by_the_names_in_it() -> None:
+    env = {"WANDB_KEY": {"value": "never seen here", "source": "file"}, "kv_cache_tokens": 4096}
+    kept = Redactor([]).data({"plan": {"env": env, "model": "acme/demo"}})
+    assert kept == {
+        "plan": {"env": {"WANDB_KEY": "[removed]", "kv_cache_tokens": 4096}, "model": "acme/demo"}
+    }
+
+
+def test_a_short_value_does_not_take_words_out_of_everything() -> None:
+    assert Redactor(["a", "true"]).text("a true story") == "a true story"
+
+
+def test_doctor_writes_the_archive_beside_its_report(tmp_path: Path) -> None:
+    environ = {
+        "HOME": str(tmp_path),
+        "NIBBLE_TARGET": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "NIBBLE_CACHE_DIR": str(tmp_path),
+    }
+    words = ["doctor", "--json", "--bundle", str(tmp_path / "b.tar.gz")]
+    done = CliRunner().invoke(app, words, env={**dict.fromkeys(["NIBBLE_CONFIG", "MODEL"], None), **environ})
+    assert json.loads(done.stdout)["exit_code"] == done.exit_code
+    assert "look through it before you send it" in done.stderr
+    assert json.loads(contents(tmp_path / "b.tar.gz")["doctor.json"])["checks"]
