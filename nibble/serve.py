@@ -222,6 +222,8 @@ def _on_disk(plan: Plan, asked: Asked) -> Plan:
     """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses costs no download."""
     environ = hub_environ(asked)
     load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
+    if plan.topology.is_headless and plan.settings.cluster_model == "head":
+        return _from_head(plan, asked)
     if plan.checkpoint is not None and plan.checkpoint.is_local:
         return localize(plan, None, _fetch(environ, as_lines(say)))
     run_checks(
@@ -235,6 +237,20 @@ def _on_disk(plan: Plan, asked: Asked) -> Plan:
             return read_checkpoint(model, revision, path=folder, environ=environ), ""
 
         return localize(plan_for(asked, found), folder, fetch)
+
+
+def _from_head(plan: Plan, asked: Asked) -> Plan:
+    """The plan with the files that rank 0 gives to this rank."""
+    from nibble.cluster.files import fetch_from_head
+
+    environ = hub_environ(asked)
+    with _download_phase(plan.settings):
+        folder = fetch_from_head(plan.settings, environ, str(plan.topology.head), say)
+
+    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        return read_checkpoint(model, revision, path=folder, environ=environ), ""
+
+    return localize(plan_for(asked, found), folder, _fetch(environ, as_lines(say)))
 
 
 def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent, AgentError
+from nibble.cluster.files import Offers
 from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here
@@ -165,13 +166,17 @@ class Cluster:
         control.start()
         try:
             with stop_signals(lambda signum: stop.set()):
-                return self._wait(stop, lost) and self._check(stop)
+                deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
+                while self._wait(stop, lost, deadline):
+                    if self._check(lost is not None and time.monotonic() < deadline):
+                        return not stop.is_set()
+                    stop.wait(BEAT_S)
+                return False
         finally:
             control.close()
 
-    def _wait(self, stop: threading.Event, lost: NodeLost | None) -> bool:
+    def _wait(self, stop: threading.Event, lost: NodeLost | None, deadline: float) -> bool:
         limit_s = self.plan.settings.cluster_wait_seconds
-        deadline = time.monotonic() + limit_s
         said = ""
         while not stop.is_set():
             why = self.missing()
@@ -190,7 +195,8 @@ class Cluster:
             stop.wait(BEAT_S)
         return False
 
-    def _check(self, stop: threading.Event) -> bool:
+    def _check(self, may_fail: bool) -> bool:
+        """The preflight; False where it `may_fail` (a node that has just come back is not always whole yet) and does."""
         topology = self.plan.topology
         alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
         nodes = sorted(alive, key=lambda node: node["address"] != self._caller.head)
@@ -207,7 +213,13 @@ class Cluster:
             model=model,
             least_gb_per_s=settings.cluster_min_gb_per_s,
         )
-        self.report.demand()
+        try:
+            self.report.demand()
+        except NibbleError as error:
+            if not may_fail:
+                raise
+            self.say(f"not yet: {error.line()}")
+            return False
         found = self.report.reduce
         if found:
             names = ", ".join(f"{node['address']} ({node['facts']['interface']})" for node in nodes)
@@ -216,7 +228,7 @@ class Cluster:
                 f"{found['backend']} (at least {found['least_gb_per_s']})"
             )
         self._members = {node["address"]: node for node in nodes if topology.nodes is not None}
-        return not stop.is_set()
+        return True
 
     # --- while vLLM runs ---
 
@@ -295,7 +307,11 @@ def open_cluster(plan: Plan, environ: Mapping[str, str], say: Say) -> Iterator[C
         token, where = heads_token(settings, environ)
         place = find_place(settings, environ, None)
         roster = Roster(secrets.token_hex(8))
-        agent = Agent(place.address, token, head_handlers(roster) | node_handlers(place), environ=environ)
+        offers = Offers()
+        if Path(plan.model).is_dir():
+            offers.add(Path(plan.model))
+        handlers = head_handlers(roster) | node_handlers(place) | offers.handlers()
+        agent = Agent(place.address, token, handlers, offers.senders(), environ)
         gpus = len(plan.hardware.gpus)
         member = Member(place.address, token, place.address, "serve", 0, gpus, environ, place.facts)
         say(f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}")

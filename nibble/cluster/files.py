@@ -1,0 +1,236 @@
+"""One download for the cluster: a node that has a model's files gives them to the others.
+
+HTTP with ranges on the agent's port, for whoever has the token; every file is compared by sha256 and a broken transfer goes on
+where it ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.client
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from nibble.cluster.agent import AgentError, Handler, Sender, call, connect
+from nibble.cluster.roster import BEAT_S
+from nibble.cluster.token import members_token
+from nibble.errors import ExitCode, NibbleError
+from nibble.paths import cache_dir
+from nibble.settings import Settings
+
+CHUNK_BYTES = 4 << 20
+TIMEOUT_S = 60.0
+HASH_TIMEOUT_S = 3600.0  # a terabyte at 300 MB/s
+ATTEMPTS = 5
+PARTIAL = ".nibble-part"
+
+
+class Offers:
+    """The folders that this node gives away, by a name for each."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}
+        self._lock = threading.Lock()
+
+    def add(self, folder: Path) -> str:
+        """Offer `folder`; the name that `/model` and `/files` know it by."""
+        name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+        with self._lock:
+            self._folders[name] = folder
+        return name
+
+    def handlers(self) -> dict[str, Handler]:
+        """For the agent's POST paths: what is offered, with size and sha256 of every file."""
+
+        def model(body: Mapping[str, Any]) -> dict[str, Any]:
+            with self._lock:
+                offered = dict(self._folders)
+            name = str(body.get("name") or next(iter(offered), ""))
+            if name not in offered:
+                raise ValueError("no model is offered yet")
+            folder = offered[name]
+            return {
+                "name": name,
+                "folder": str(folder),
+                "files": [describe(folder, path) for path in files_of(folder)],
+            }
+
+        return {"/model": model}
+
+    def senders(self) -> dict[str, Sender]:
+        """For the agent's GET paths."""
+        return {"files": self._send}
+
+    def _send(self, request: Any, rest: str) -> None:
+        name, _, path = unquote(rest).partition("/")
+        with self._lock:
+            folder = self._folders.get(name)
+        if folder is None or path not in {
+            str(one) for one in files_of(folder)
+        }:  # nothing above or beside the folder
+            request.reply(404, {"error": "no such file"})
+            return
+        send_file(request, folder / path)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files below `folder`, relative to it; links are followed as the Hub's cache needs, half-fetched files left out."""
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path for path in found if not path.name.endswith(PARTIAL)]
+
+
+def describe(folder: Path, path: Path) -> dict[str, Any]:
+    """Path, size and sha256 of one file."""
+    stat = (folder / path).stat()
+    return {
+        "path": str(path),
+        "size": stat.st_size,
+        "sha256": _sha256(folder / path, stat.st_size, stat.st_mtime_ns),
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _sha256(path: Path, size: int, changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def send_file(request: BaseHTTPRequestHandler, path: Path) -> None:
+    """`path`, or from the byte on that a `Range: bytes=N-` names."""
+    asked = request.headers.get("Range", "")
+    first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked.startswith("bytes=") else 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        first = min(first, size)
+        request.send_response(206 if asked else 200)
+        request.send_header("Content-Length", str(size - first))
+        if asked:
+            request.send_header("Content-Range", f"bytes {first}-{max(first, size - 1)}/{size}")
+        request.end_headers()
+        while first < size:
+            sent = (
+                os.sendfile(request.connection.fileno(), file.fileno(), first, CHUNK_BYTES)
+                if _is_plain(request)
+                else 0
+            )
+            if not sent:  # TLS, or a file that has become shorter
+                file.seek(first)
+                data = file.read(CHUNK_BYTES)
+                if not data:
+                    request.close_connection = True
+                    return
+                request.wfile.write(data)
+                sent = len(data)
+            first += sent
+
+
+def _is_plain(request: BaseHTTPRequestHandler) -> bool:
+    return not hasattr(request.connection, "getpeercert")
+
+
+def fetch_model(
+    address: str,
+    token: str,
+    environ: Mapping[str, str],
+    destination: Path,
+    say: Callable[[str], None],
+    name: str = "",
+) -> Path:
+    """The model that the agent at `address` offers, complete and verified in `destination`.
+
+    What is there already with the right sha256 is kept. Raises AgentError where nothing is offered (400) or nobody answers (0),
+    MODEL where files do not come or arrive wrong.
+    """
+    offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
+    for number, file in enumerate(offer["files"], 1):
+        target = destination / file["path"]
+        if not target.resolve().is_relative_to(destination.resolve()):
+            what = f"the node {address} offers a file outside of the model: {file['path']}"
+            raise NibbleError(ExitCode.MODEL, what, "", "do not trust that node")
+        if target.is_file() and describe(destination, Path(file["path"]))["sha256"] == file["sha256"]:
+            continue
+        say(
+            f"fetching {file['path']} from {address} ({number} of {len(offer['files'])}, {file['size'] / 1e9:.2f} GB)"
+        )
+        _fetch_file(address, token, environ, offer["name"], file, target)
+    return destination
+
+
+def _fetch_file(
+    address: str, token: str, environ: Mapping[str, str], name: str, file: Mapping[str, Any], target: Path
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + PARTIAL)
+    error: Exception = ConnectionError("nothing was tried")
+    for _ in range(ATTEMPTS):
+        try:
+            first = partial.stat().st_size if partial.exists() else 0
+            with partial.open("ab") as out:
+                for data in _receive(address, token, environ, f"/files/{name}/{quote(file['path'])}", first):
+                    out.write(data)
+            if partial.stat().st_size < file["size"]:
+                continue  # the connection ended early
+            with partial.open("rb") as whole:
+                if hashlib.file_digest(whole, "sha256").hexdigest() == file["sha256"]:
+                    partial.rename(target)
+                    return
+            error = ValueError("its sha256 is wrong")
+            partial.unlink()
+        except (OSError, http.client.HTTPException) as broken:
+            error = broken
+    what = f"{file['path']} did not come from {address} whole ({error})"
+    raise NibbleError(
+        ExitCode.MODEL, what, "", "look at the network between the nodes and at the disk, and start again"
+    )
+
+
+def _receive(address: str, token: str, environ: Mapping[str, str], path: str, first: int) -> Iterator[bytes]:
+    connection = connect(address, TIMEOUT_S, environ)
+    try:
+        headers = {"Authorization": f"Bearer {token}", **({"Range": f"bytes={first}-"} if first else {})}
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        if response.status not in (200, 206):
+            raise ConnectionError(f"answered {response.status}")
+        while data := response.read(CHUNK_BYTES):
+            yield data
+    finally:
+        connection.close()
+
+
+def models_folder(cache: Path, model: str) -> Path:
+    """Where this node keeps `model` from the head."""
+    return cache / "cluster-models" / model.strip("/").replace("/", "--")
+
+
+def fetch_from_head(
+    settings: Settings, environ: Mapping[str, str], head: str, say: Callable[[str], None]
+) -> Path:
+    """The head's model, complete in this node's cache folder; waits until the head offers it.
+
+    Raises CLUSTER where it offers nothing within NIBBLE_CLUSTER_WAIT_SECONDS or refuses the token.
+    """
+    token = members_token(settings, environ, "fetching from the head")
+    destination = models_folder(settings.cache_dir or cache_dir(environ), str(settings.model))
+    deadline = time.monotonic() + settings.cluster_wait_seconds
+    while True:
+        try:
+            return fetch_model(head, token, environ, destination, say)
+        except AgentError as error:
+            if error.status == 401:
+                what = f"the head at {head} refused this node's token"
+                action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
+                raise NibbleError(ExitCode.CLUSTER, what, "the head's token", action) from None
+            if time.monotonic() >= deadline:
+                what = f"the head at {head} offers no model ({error}) after {settings.cluster_wait_seconds} s"
+                raise NibbleError(
+                    ExitCode.CLUSTER, what, "", "start rank 0, or unset NIBBLE_CLUSTER_MODEL"
+                ) from None
+            time.sleep(BEAT_S)

@@ -1,0 +1,192 @@
+"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the token."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nibble.cluster import agent as agent_module
+from nibble.cluster import files as files_module
+from nibble.cluster.agent import Agent, AgentError, call
+from nibble.cluster.files import PARTIAL, Offers, fetch_from_head, fetch_model
+from nibble.errors import ExitCode, NibbleError
+from nibble.settings import load_settings
+
+TOKEN = "0123456789abcdef"
+WEIGHTS = bytes(range(256)) * 5000
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A snapshot as the Hub's cache has it: links to blobs."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    (folder / "sub").mkdir(parents=True)
+    (blobs / "w").write_bytes(WEIGHTS)
+    (folder / "model.safetensors").symlink_to(blobs / "w")
+    (folder / "config.json").write_text("{}")
+    (folder / "sub" / "a b.txt").write_text("")
+    return folder
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+
+
+@pytest.fixture
+def offers(source: Path, port: None) -> Iterator[Offers]:
+    found = Offers()
+    found.add(source)
+    agent = Agent("127.0.0.1", TOKEN, found.handlers(), found.senders()).start()
+    yield found
+    agent.close()
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+def get(path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", agent_module.AGENT_PORT, timeout=5)
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    try:
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_a_model_arrives_whole_and_a_second_time_nothing_is_sent(offers: Offers, tmp_path: Path) -> None:
+    said: list[str] = []
+    there = fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", said.append)
+    assert (there / "model.safetensors").read_bytes() == WEIGHTS
+    assert (there / "sub" / "a b.txt").read_text() == ""
+    assert len(said) == 3
+    fetch_model("127.0.0.1", TOKEN, {}, there, said.append)
+    assert len(said) == 3
+
+
+def test_a_broken_transfer_goes_on_where_it_ended(
+    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / f"model.safetensors{PARTIAL}").write_bytes(WEIGHTS[:1000])
+    asked: list[int] = []
+    receive = files_module._receive
+
+    def watched(address, token, environ, path, first):
+        asked.append(first)
+        return receive(address, token, environ, path, first)
+
+    monkeypatch.setattr(files_module, "_receive", watched)
+    fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
+    assert (there / "model.safetensors").read_bytes() == WEIGHTS
+    assert 1000 in asked
+
+
+def test_wrong_bytes_are_never_kept(offers: Offers, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / f"model.safetensors{PARTIAL}").write_bytes(b"x" * 1000)  # then fetched again from the beginning
+    (there / "config.json").write_text("[]")
+    fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
+    assert (there / "model.safetensors").read_bytes() == WEIGHTS
+    assert (there / "config.json").read_text() == "{}"
+
+
+def test_files_that_never_come_right_are_exit_4(
+    offers: Offers, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        files_module, "describe", lambda folder, path: {"path": str(path), "size": 2, "sha256": "0"}
+    )
+    with pytest.raises(NibbleError, match=r"config\.json did not come .*sha256 is wrong") as caught:
+        fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
+    assert caught.value.code == ExitCode.MODEL
+
+
+@pytest.mark.parametrize(
+    "path", ["config.json/../../blobs/w", "../blobs/w", "%2e%2e/blobs/w", "/etc/passwd", "none"]
+)
+def test_only_the_models_own_files_are_given(offers: Offers, source: Path, path: str) -> None:
+    name = offers.add(source)
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    assert get(f"/files/{name}/config.json", **allowed) == (200, b"{}")
+    assert get(f"/files/{name}/{path}", **allowed)[0] == 404
+
+
+def test_nothing_is_given_without_the_token(offers: Offers, source: Path) -> None:
+    assert get(f"/files/{offers.add(source)}/config.json")[0] == 401
+    with pytest.raises(AgentError) as caught:
+        fetch_model("127.0.0.1", "wrong", {}, source / "x", quiet)
+    assert caught.value.status == 401
+
+
+def test_a_node_that_offers_a_path_outside_is_not_trusted(
+    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = {"name": "n", "files": [{"path": "../evil", "size": 1, "sha256": "0"}]}
+    monkeypatch.setattr(files_module, "call", lambda *given: evil)
+    with pytest.raises(NibbleError, match="outside of the model"):
+        fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_head_without_a_model_is_waited_for_and_then_an_error(port: None, tmp_path: Path) -> None:
+    environ = {
+        "MODEL": "org/model",
+        "NIBBLE_CLUSTER_TOKEN": TOKEN,
+        "NIBBLE_CACHE_DIR": str(tmp_path),
+        "NIBBLE_CLUSTER_WAIT_SECONDS": "1",
+    }
+    with pytest.raises(NibbleError, match=r"offers no model .* after 1 s") as caught:
+        fetch_from_head(load_settings({}, environ).settings, environ, "127.0.0.1", quiet)
+    assert caught.value.code == ExitCode.CLUSTER
+
+
+def certificate(folder: Path, name: str) -> dict[str, str]:
+    """Ray's TLS variables with a self-signed certificate, its own authority."""
+    key, cert = folder / f"{name}.key", folder / f"{name}.crt"
+    words = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command = [*words, "-keyout", str(key), "-out", str(cert), "-subj", f"/CN={name}"]
+    subprocess.run(command, check=True, capture_output=True)
+    files = {"RAY_TLS_SERVER_CERT": cert, "RAY_TLS_SERVER_KEY": key, "RAY_TLS_CA_CERT": cert}
+    return {"RAY_USE_TLS": "1", **{variable: str(path) for variable, path in files.items()}}
+
+
+def test_with_tls_only_a_certificate_of_the_clusters_authority_gets_an_answer(
+    source: Path, port: None, tmp_path: Path
+) -> None:
+    ours, other = certificate(tmp_path, "ours"), certificate(tmp_path, "other")
+    offered = Offers()
+    offered.add(source)
+    agent = Agent("127.0.0.1", TOKEN, offered.handlers(), offered.senders(), ours).start()
+    try:
+        there = fetch_model("127.0.0.1", TOKEN, ours, tmp_path / "there", quiet)
+        assert (there / "model.safetensors").read_bytes() == WEIGHTS
+        for stranger in (other, other | {"RAY_TLS_CA_CERT": ours["RAY_TLS_CA_CERT"]}, {}):
+            with pytest.raises(AgentError) as caught:
+                call("127.0.0.1", "/model", TOKEN, {}, environ=stranger)
+            assert caught.value.status == 0
+    finally:
+        agent.close()
