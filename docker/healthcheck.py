@@ -1,5 +1,8 @@
 """HEALTHCHECK of every image: exit 0 when the container does what it was started for, else 1.
 
+With the argument `live` it only asks whether nibble itself runs, for a probe whose failure kills: a server that loads, drains or
+is short of memory is not ready and must not be killed for it.
+
 Standard library only. It follows the mode, read from the command line of process 1, for one image serves, runs
 Ray nodes and opens shells: `serve` is healthy when the control port says ready, a Ray node while Ray runs,
 anything else while it lives.
@@ -25,15 +28,14 @@ def mode_of(command_line: list[str]) -> str:
     return arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
 
 
-def serve_is_ready(port: int) -> tuple[bool, str]:
+def answers(port: int, path: str) -> tuple[bool, str]:
+    """Whether the control port answers `path` with 200: /ready, or /status from the first second to the last."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("GET", "/ready")
+        connection.request("GET", path)
         response = connection.getresponse()
-        return (
-            response.status == 200,
-            f"/ready {response.status} {response.read(200).decode(errors='replace').strip()}",
-        )
+        shown = response.read(200).decode(errors="replace").strip() if path == "/ready" else ""
+        return response.status == 200, f"{path} {response.status} {shown}".strip()
     except OSError as error:
         return False, f"control port {port}: {error}"
     finally:
@@ -61,11 +63,11 @@ def control_port(arguments: list[str]) -> int:
     return int(os.environ.get("NIBBLE_CONTROL_PORT") or 8001)
 
 
-def check() -> tuple[bool, str]:
+def check(only_live: bool) -> tuple[bool, str]:
     command_line = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
     mode = mode_of([part for part in command_line if part])
     if mode == "serve":
-        return serve_is_ready(control_port(command_line))
+        return answers(control_port(command_line), "/status" if only_live else "/ready")
     if mode == "ray-head":
         return processes_run("gcs_server", "raylet")
     if mode == "ray-worker":
@@ -74,6 +76,6 @@ def check() -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    healthy, line = check()
+    healthy, line = check("live" in sys.argv[1:])
     print(line)
     sys.exit(0 if healthy else 1)
