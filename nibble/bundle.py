@@ -17,7 +17,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nibble.api_key import KEY_FILE
 from nibble.cache_commands import found as cache_entries
@@ -41,19 +41,23 @@ MACHINE_FILES = ("/proc/meminfo", "/proc/cpuinfo", "/proc/mounts", "/proc/self/l
 COMMAND_TIMEOUT_S = 30
 
 
-def write_bundle(path: Path, report: Report, environ: Mapping[str, str], model: str | None) -> int:
-    """Write PATH (a .tar.gz for this user alone); how many files. Raises CONFIG where it cannot be written."""
-    processes = list(_processes())
-    redactor = Redactor(_secrets(environ, [one[2] for one in processes]))
-    count = 0
+def open_bundle(path: Path) -> BinaryIO:
+    """The new file, for this user alone. Raises CONFIG where there is one already or none can be made."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except OSError as error:
         what = f"{path} cannot be written ({error.strerror})"
         raise NibbleError(
             ExitCode.CONFIG, what, "a new file", "name another one with --bundle PATH"
         ) from None
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+
+
+def write_bundle(file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None) -> int:
+    """Write a .tar.gz into `file`; how many files it holds."""
+    processes = list(_processes())
+    redactor = Redactor(_secrets(environ, [one[2] for one in processes]))
+    count = 0
+    with file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, content in _files(report, environ, model, processes):
             text = (
                 content

@@ -319,16 +319,16 @@ def doctor(
     ] = None,
 ) -> None:
     """Look at this machine and say what would stop or slow a server."""
+    from nibble.bundle import open_bundle, write_bundle
     from nibble.doctor import diagnose
     from nibble.show import show_report
 
     environ = dict(os.environ)
+    file = open_bundle(bundle) if bundle else None
     report = diagnose(environ, model or environ.get("MODEL"))
     _print_json(report.to_json()) if as_json else show_report(report)
-    if bundle is not None:
-        from nibble.bundle import write_bundle
-
-        count = write_bundle(bundle, report, environ, model or environ.get("MODEL"))
+    if file is not None:
+        count = write_bundle(file, report, environ, model or environ.get("MODEL"))
         print(f"{bundle}: {count} files; look through it before you send it", file=sys.stderr)
     raise typer.Exit(report.exit_code)
 

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nibble import bundle
-from nibble.bundle import write_bundle
+from nibble.bundle import open_bundle, write_bundle
 from nibble.cli import app
 from nibble.doctor_report import Check, Report
 from nibble.errors import ExitCode, NibbleError
@@ -129,7 +129,7 @@ REPORT = Report((Check("python", "ok", f"with {SECRETS['environment']}"),))
 
 
 def test_no_planted_secret_is_in_any_file_of_the_archive(environ, server, tmp_path: Path) -> None:
-    write_bundle(tmp_path / "b.tar.gz", REPORT, environ, "nibble-demo")
+    write_bundle(open_bundle(tmp_path / "b.tar.gz"), REPORT, environ, "nibble-demo")
     files = contents(tmp_path / "b.tar.gz")
     for name, text in files.items():
         for place, secret in SECRETS.items():
@@ -139,7 +139,7 @@ def test_no_planted_secret_is_in_any_file_of_the_archive(environ, server, tmp_pa
 
 
 def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) -> None:
-    count = write_bundle(tmp_path / "b.tar.gz", REPORT, environ, "nibble-demo")
+    count = write_bundle(open_bundle(tmp_path / "b.tar.gz"), REPORT, environ, "nibble-demo")
     files = contents(tmp_path / "b.tar.gz")
     assert count == len(files)
     assert "plan.txt" not in files, files["plan.txt"]
@@ -184,10 +184,10 @@ def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) 
 
 def test_the_archive_is_for_its_owner_alone_and_overwrites_nothing(environ, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
-    write_bundle(path, REPORT, environ, None)
+    write_bundle(open_bundle(path), REPORT, environ, None)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(NibbleError) as caught:
-        write_bundle(path, REPORT, environ, None)
+        open_bundle(path)
     assert caught.value.code is ExitCode.CONFIG
 
 
@@ -198,7 +198,7 @@ def test_a_long_log_is_cut_at_a_line_so_that_no_half_secret_is_left(
     log = Path(environ["NIBBLE_CACHE_DIR"]) / "logs" / "8000.log"
     log.write_text(line * 3)
     monkeypatch.setattr(bundle, "LOG_BYTES", len(line) + len(line) - len("token Zq7-env"))
-    write_bundle(tmp_path / "b.tar.gz", REPORT, environ, None)
+    write_bundle(open_bundle(tmp_path / "b.tar.gz"), REPORT, environ, None)
     assert contents(tmp_path / "b.tar.gz")["nibble/logs/8000.log"] == "token [removed] in a line\n"
 
 
