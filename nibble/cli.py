@@ -421,6 +421,21 @@ def cluster_check(words: Words = None) -> None:
     raise typer.Exit(ExitCode.CLUSTER if report.problems else ExitCode.OK)
 
 
+@cluster_app.command("manifest", context_settings=FREE_WORDS)
+def cluster_manifest(
+    kind: Annotated[str, typer.Argument(help="kuberay or lws.")],
+    words: Words = None,
+    image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
+) -> None:
+    """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL and FLAGS."""
+    from nibble.cluster.manifests import manifest, read_kind
+    from nibble.prepare import plan_for, read_wishes
+
+    given = _wanted(words, "cluster manifest")
+    found = plan_for(read_wishes(given, dict(os.environ)))
+    _print_json(manifest(read_kind(kind), found, given, image))
+
+
 @app.command(hidden=True)
 def docs(check: bool = False) -> None:
     """Write the generated parts of the documentation; --check only compares."""
