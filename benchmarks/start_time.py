@@ -4,9 +4,10 @@
 
 Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB) into DIR. The first round
 starts with empty caches, the later ones with what it left. Stock vLLM gets the model, a port and FLAG, no plugin; nibble gets
-the model and FLAG. Home, temporary and cache folders are each side's own; the weights are read once before, for both. A start
-counts from exec to the end of the first answered request of one token, asked for every 50 ms; phases are read from vLLM's log
-by one reader for both sides (nibble/phases.py). Writes benchmarks/results/start_time_TARGET.json.
+the model and FLAG, with a canary that warns (random weights answer nonsense). Home, temporary and cache folders are each side's
+own; the weights are read once before, for both. A start counts from exec to the end of the first answered request of one token,
+asked for every 50 ms; phases are read from vLLM's log by one reader for both sides (nibble/phases.py). Writes
+benchmarks/results/start_time_TARGET.json.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ class Start:
         own = {"HOME": f"{self.folder}/home", "TMPDIR": f"{self.folder}/tmp", "HF_HUB_OFFLINE": "1"}
         own |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         if self.side == "nibble":
-            return {**kept, **own, "PORT": str(self.port), "NIBBLE_CONTROL_PORT": str(free_port())}
+            told = {"NIBBLE_CANARY": "warn", "NIBBLE_KERNEL_ASSERTION": "warn"}
+            return {**kept, **own, **told, "PORT": str(self.port), "NIBBLE_CONTROL_PORT": str(free_port())}
         return {**kept, **own, "VLLM_PLUGINS": ""}
 
 
@@ -195,7 +197,8 @@ class Reader:
 
     NOTES = ("Directly load AOT", "Compiling model again", "saved AOT", "Applying persisted startup plan", "Building JIT module",
              "Graph capturing finished", "Loading weights took", "Initial profiling/warmup run took", "Model loading took",
-             "compiling FlashInfer's sampling", "torch.compile took")  # fmt: skip
+             "compiling FlashInfer's sampling", "torch.compile took", "[nibble] ready", "[nibble] warning: ",
+             "canary")  # fmt: skip
 
     def __init__(self, source: IO[bytes], log: Path, began: float) -> None:
         self.phases, self.notes, self.target = PhaseReader(), list[str](), ""

@@ -20,6 +20,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 from nibble.breaker import ended_without_a_word, this_process
+from nibble.disk import not_writable
 from nibble.errors import ExitCode, NibbleError
 from nibble.server_log import LogFile
 
@@ -114,8 +115,7 @@ def _make_folders(place: Place) -> None:
         place.record.parent.mkdir(parents=True, exist_ok=True)
         place.log.open()
     except OSError as error:
-        what = f"{place.cache} cannot be written ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "", "name another folder with NIBBLE_CACHE_DIR") from None
+        raise not_writable(place.cache, error.strerror or type(error).__name__, "NIBBLE_CACHE_DIR") from None
 
 
 def _spawn(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -171,7 +171,10 @@ def _ended_early(place: Place, code: int) -> NibbleError:
 @contextlib.contextmanager
 def registered(place: Place, model: str, control_port: int, drain_s: int) -> Iterator[Callable[[int], None]]:
     """Hold the port's lock and keep its record while a server in the background runs; yields what notes its exit code."""
-    descriptor = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise not_writable(place.lock, error.strerror or type(error).__name__, "NIBBLE_CACHE_DIR") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -71,6 +71,8 @@ def test_a_server_in_the_background_is_started_followed_refused_twice_and_stoppe
     assert "drained and stopped" in nibble("logs", "-n", "5").stdout  # the log outlives the server
     after = nibble("stop")
     assert after.returncode == 0 and "no server runs" in after.stderr
+    kept = nibble("cache", "verify").stdout.splitlines()  # what it compiled is on record for the next start
+    assert len(kept) == 2 and all(line.endswith(": sound") for line in kept), kept
 
 
 def test_an_error_of_the_start_is_told_by_the_command_that_detached_it(nibble: Shell, tmp_path: Path) -> None:

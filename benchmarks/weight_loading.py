@@ -1,0 +1,163 @@
+"""How fast vLLM's own iterators bring weights from a disk into memory on a CPU, by strategy, with a cold and a warm page cache.
+
+    .venv/bin/python benchmarks/weight_loading.py [--gib 1.5] [--shards 3] [--scratch DIR] [--rounds 3] [--out FILE]
+
+Writes BF16 shards of random numbers into DIR, then reads them through `safetensors_weights_iterator` (lazy, eager, prefetch) and
+`multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into memory of its own, as a CPU model
+does. Cold: the files were dropped from the page cache (posix_fadvise). Rounds are interleaved; each figure is a median, beside
+`read()` of the same bytes, which is what the disk and the page cache can do. Nothing here says what a GPU does: copies over
+PCIe, GPUDirect (fastsafetensors, InstantTensor) and Run:ai's streamer need one. Writes
+benchmarks/results/weight_loading_cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+RESULT = ROOT / "benchmarks" / "results" / "weight_loading_cpu.json"
+STRATEGIES = ("read()", "lazy", "eager", "prefetch", "multi-thread")
+HIDDEN = 4096
+
+
+def main() -> None:
+    """Write the shards, measure every strategy in a process of its own, write the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=1.5)
+    parser.add_argument("--shards", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument(
+        "--one", nargs=2, metavar=("STRATEGY", "FOLDER"), help="measure one and print seconds"
+    )
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(seconds_of(options.one[0], sorted(Path(options.one[1]).glob("*.safetensors")))))
+        return
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        total_bytes = write_shards(Path(folder), options.gib, options.shards)
+        rows = measure(Path(folder), options.rounds, total_bytes)
+    from start_overhead import machine, versions
+
+    result = {
+        "what": "seconds and GB/s (10^9) from files to memory, medians",
+        "command": " ".join([".venv/bin/python", "benchmarks/weight_loading.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "bytes": total_bytes,
+        "shards": options.shards,
+        "rounds": options.rounds,
+        "not_measured": "anything with a GPU: copies to it, fastsafetensors, InstantTensor, Run:ai streamer; network disks",
+        "strategies": rows,
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(rows, indent=2))
+
+
+def write_shards(folder: Path, gib: float, shards: int) -> int:
+    """Files of 32 MiB tensors; their bytes together."""
+    import torch
+    from safetensors.torch import save_file
+
+    for shard in range(shards):
+        count = max(1, int(gib * (1 << 30) / shards / (HIDDEN * HIDDEN * 2)))
+        tensors = {
+            f"layers.{shard}.{number}.weight": torch.randint(
+                0, 1 << 15, (HIDDEN, HIDDEN), dtype=torch.int16
+            ).view(torch.bfloat16)
+            for number in range(count)
+        }
+        save_file(tensors, folder / f"model-{shard + 1:05}.safetensors")
+    os.sync()
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def measure(folder: Path, rounds: int, total_bytes: int) -> dict[str, Any]:
+    """Interleaved rounds; strategy -> cold and warm seconds and rates."""
+    times: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in STRATEGIES}
+    for number in range(rounds):
+        for name in STRATEGIES if number % 2 == 0 else reversed(STRATEGIES):
+            drop_from_page_cache(folder)
+            for kind in ("cold", "warm"):
+                times[name][kind].append(in_a_process(name, folder))
+            print(f"round {number + 1}, {name}: cold and warm " + str(times[name]), file=sys.stderr)
+    return {
+        name: {
+            kind: {"seconds": round(median, 3), "gb_per_s": round(total_bytes / median / 1e9, 2)}
+            for kind, values in kinds.items()
+            if (median := statistics.median(values))
+        }
+        for name, kinds in times.items()
+    }
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """The next read comes from the disk."""
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def in_a_process(name: str, folder: Path) -> float:
+    """Seconds of one strategy without the imports; each in a process of its own, so that no memory is kept."""
+    command = [sys.executable, __file__, "--one", name, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def seconds_of(name: str, files: list[Path]) -> float:
+    """Read all files with one strategy."""
+    load = loader(name)
+    began = time.monotonic()
+    load([str(path) for path in files])
+    return time.monotonic() - began
+
+
+def loader(name: str) -> Callable[[list[str]], None]:
+    """What reads the files; imports are done before the clock runs."""
+    if name == "read()":
+        return read_all
+    from vllm.model_executor.model_loader import weight_utils
+
+    if name == "multi-thread":
+        return lambda files: copy_all(weight_utils.multi_thread_safetensors_weights_iterator(files, False))
+    return lambda files: copy_all(weight_utils.safetensors_weights_iterator(files, False, name))
+
+
+def read_all(files: list[str]) -> None:
+    """The bytes alone, into one buffer."""
+    buffer = bytearray(16 << 20)
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def copy_all(weights: Iterable[tuple[str, Any]]) -> None:
+    """Every tensor into memory of its own."""
+    kept = []
+    for _, tensor in weights:
+        kept.append(tensor.clone())
+
+
+if __name__ == "__main__":
+    main()
