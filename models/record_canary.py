@@ -4,12 +4,14 @@
     python models/record_canary.py --url http://127.0.0.1:8000 --out FILE  # a running server without a key
     python models/record_canary.py --url ... --out FILE --prompts FILE     # one prompt a line, in place of eight of its own
 
-FILE is `nibble-canary.json` in a model's folder, or `recipes/ORG/NAME.nibble-canary.json`.
+FILE is `nibble-canary.json` in a model's folder, or `recipes/ORG/NAME.nibble-canary.json`. A W4A4 model has a second one,
+`nibble-canary.weight-only.json`, for GPUs without FP4 products: `--nvfp4-activations bf16` serves it so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nibble.canary.asking import Asker
-from nibble.canary.references import FILE, record, write_references
+from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, record, write_references
 from nibble.paths import demo_models
 from nibble.readiness import Api
 
@@ -60,26 +62,30 @@ def main() -> int:
     parser.add_argument("--model", default="default")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--control", default="http://127.0.0.1:8001", help="the server's control port")
     asked = parser.parse_args()
     if asked.url:
         if asked.out is None:
             parser.error("--url needs --out")
         prompts = asked.prompts.read_text().splitlines() if asked.prompts else GENERAL_PROMPTS
-        record_from(asked.url, asked.model, asked.out, tuple(filter(None, prompts)), asked.url)
+        record_from(asked.url, asked.control, asked.model, asked.out, tuple(filter(None, prompts)), asked.url)
         return 0
-    for folder in demo_models().values():
-        with served(folder) as url:
-            record_from(
-                url,
-                "default",
-                folder / FILE,
-                DEMO_PROMPTS,
-                f"nibble serve {folder.name} --enforce-eager, on a CPU",
-            )
+    for name, folder in demo_models().items():
+        record_demo(folder, FILE)
+        if name.endswith("-nvfp4"):
+            record_demo(folder, WEIGHT_ONLY_FILE, "--nvfp4-activations", "bf16")
     return 0
 
 
-def record_from(url: str, model: str, out: Path, prompts: tuple[str, ...], source: str) -> None:
+def record_demo(folder: Path, file: str, *flags: str) -> None:
+    words = [folder.name, "--enforce-eager", *flags]
+    with served(words) as (url, control):
+        record_from(
+            url, control, "default", folder / file, DEMO_PROMPTS, f"nibble serve {' '.join(words)}, on a CPU"
+        )
+
+
+def record_from(url: str, control: str, model: str, out: Path, prompts: tuple[str, ...], source: str) -> None:
     """Conversations of one question each, and a plain text."""
     address = urlsplit(url)
     api = Api(address.hostname or "127.0.0.1", address.port or 80, "", address.scheme == "https")
@@ -88,29 +94,30 @@ def record_from(url: str, model: str, out: Path, prompts: tuple[str, ...], sourc
         [[{"role": "user", "content": prompt}] for prompt in prompts] if asker.has_chat() else list(prompts)
     )
     cases = [record(asker, prompt, TOKENS) for prompt in [*questions, PLAIN_TEXT]]
-    write_references(out, cases, {"recorded": source})
+    with urllib.request.urlopen(f"{control}/status", timeout=5) as response:
+        ran = json.load(response)["assertion"]["ran"]
+    activations = sorted({form for one in ran for form in one["activations"]})
+    write_references(out, cases, {"recorded": source, "activations": activations})
     print(f"{out}: {len(cases)} prompts, {sum(len(case.logprobs) for case in cases)} log-probs")
 
 
 @contextmanager
-def served(model: Path) -> Iterator[str]:
-    """The base URL of a server of `model`, which ends with the block."""
+def served(words: list[str]) -> Iterator[tuple[str, str]]:
+    """The base URLs of a server and its control port, which end with the block."""
     environ = {
         **os.environ,
         "PORT": str(PORT),
         "NIBBLE_CONTROL_PORT": str(CONTROL_PORT),
         "NIBBLE_CANARY": "warn",
     }
-    process = subprocess.Popen(
-        [str(ROOT / "entrypoint.sh"), "serve", str(model), "--enforce-eager"], env=environ
-    )
+    process = subprocess.Popen([str(ROOT / "entrypoint.sh"), "serve", *words], env=environ)
     try:
         until = time.monotonic() + START_S
         while not is_ready():
             if process.poll() is not None or time.monotonic() > until:
-                sys.exit(f"{model} is not ready: see above")
+                sys.exit(f"{words[0]} is not ready: see above")
             time.sleep(0.5)
-        yield f"http://127.0.0.1:{PORT}"
+        yield f"http://127.0.0.1:{PORT}", f"http://127.0.0.1:{CONTROL_PORT}"
     finally:
         process.terminate()
         process.wait()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from nibble.assertion import STRICT_ACTION, Deviation, deviations, expectations
 from nibble.canary import BUDGET_S, Finding, run_canary
 from nibble.canary.asking import Asker
-from nibble.canary.references import FILE, References, read_references
+from nibble.canary.layers import activations_of
+from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, read_references
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import root
 from nibble.readiness import Api
@@ -64,7 +65,7 @@ class Proof:
     def run(self, names: tuple[str, ...], generates: bool, say: Callable[[str], None]) -> None:
         """Raises CANARY for a kernel or an answer that is to end the start; OSError where vLLM went away."""
         reports = read_reports(self._folder)
-        self._ran = [report["ran"] for report in reports]
+        self._ran = [report["ran"] | {"activations": activations_of([report])} for report in reports]
         self._assert_kernels(say)
         if self._plan.settings.canary == "off":
             self._canary = ("off", ())
@@ -122,7 +123,14 @@ class Proof:
         tools = "--tool-call-parser" in plan.args
         drafts = "--speculative-config" in plan.args
         floor = plan.recipe.min_acceptance if plan.recipe else None
-        return run_canary(asker, reports, references_of(plan), tools=tools, drafts=drafts, floor=floor)
+        return run_canary(
+            asker,
+            reports,
+            references_of(plan, activations_of(reports)),
+            tools=tools,
+            drafts=drafts,
+            floor=floor,
+        )
 
     @staticmethod
     def _tell(error: NibbleError, how: str, say: Callable[[str], None]) -> None:
@@ -143,15 +151,19 @@ def read_reports(folder: Path) -> list[Mapping[str, Any]]:
     return sorted(found, key=lambda report: report["rank"])
 
 
-def references_of(plan: Plan) -> References | None:
-    """Beside the model's recipe, else in its folder."""
+def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None:
+    """Beside the model's recipe, else in its folder; those that were recorded with the same activations, if there are such."""
     beside = recipe_path(str(plan.settings.model), root())
-    found = read_references(beside.with_suffix(f".{FILE}")) if beside else None
-    if found is None and plan.checkpoint is not None and plan.checkpoint.path is not None:
-        found = read_references(plan.checkpoint.path / FILE)
-    if found is not None and any(flag in plan.args for flag in OTHER_NUMBERS):
-        return replace(found, mean_limit=max(found.mean_limit, LOOSE_LIMIT))
-    return found
+    folder = plan.checkpoint.path if plan.checkpoint is not None else None
+    paths = [beside.with_suffix(f".{name}") for name in (FILE, WEIGHT_ONLY_FILE)] if beside else []
+    paths += [folder / name for name in (FILE, WEIGHT_ONLY_FILE)] if folder else []
+    known = [found for path in paths if (found := read_references(path)) is not None]
+    if not known:
+        return None
+    same = next((found for found in known if found.activations == activations), None)
+    if same is not None and not any(flag in plan.args for flag in OTHER_NUMBERS):
+        return same
+    return replace(same or known[0], mean_limit=max(known[0].mean_limit, LOOSE_LIMIT))
 
 
 def _unexpected(found: Deviation) -> NibbleError:

@@ -8,6 +8,15 @@ from typing import Any
 from nibble.canary.finding import Finding
 
 
+def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """In which formats the NVFP4 layers take their activations: `fp4`, or `bf16` by kernels for weights alone."""
+    entries = [
+        entry for report in reports for entry in report["checks"] if entry["part"] in ("linear", "moe")
+    ]
+    forms = {form.partition(",")[0] for entry in entries for form in entry["activations"]}
+    return tuple(sorted(forms - {"plain"}))
+
+
 def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
     """Failed where any layer of any worker is off; not compared where none could be."""
     entries = [(report["rank"], entry) for report in reports for entry in report["checks"]]

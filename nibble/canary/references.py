@@ -18,6 +18,7 @@ from nibble.canary.finding import Finding
 from nibble.errors import ExitCode, NibbleError
 
 FILE = "nibble-canary.json"
+WEIGHT_ONLY_FILE = "nibble-canary.weight-only.json"  # of W4A4 layers, served by kernels for weights alone
 # Nats, mean over a case's tokens. Recorded and running server may be of different hardware.
 MEAN_LIMIT = 0.15
 AT_ONCE = 8
@@ -36,10 +37,11 @@ class Case:
 
 @dataclass(frozen=True)
 class References:
-    """The cases of a file; `mean_limit` where the file says more or less than MEAN_LIMIT."""
+    """The cases of a file, and with which activations of NVFP4 layers they were recorded (layers.activations_of)."""
 
     cases: tuple[Case, ...]
     where: str
+    activations: tuple[str, ...] = ()
     mean_limit: float = MEAN_LIMIT
 
 
@@ -61,7 +63,8 @@ def read_references(path: Path) -> References | None:
         )
         if any(len(case.logprobs) != len(case.prompt_ids) + len(case.answer_ids) - 1 for case in cases):
             raise ValueError("a case has more or fewer log-probs than tokens")
-        return References(cases, str(path), float(data.get("mean_limit", MEAN_LIMIT))) if cases else None
+        limit = float(data.get("mean_limit", MEAN_LIMIT))
+        return References(cases, str(path), tuple(data.get("activations", ())), limit) if cases else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path} cannot be read: {type(error).__name__} {error}"
         raise NibbleError(

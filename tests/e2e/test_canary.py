@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,11 +137,17 @@ def test_nibble_status_shows_them(demo: tuple[Faulty, References]) -> None:
     assert "references: passed: 6 prompts" in done.stdout
 
 
-def end_of_start(tmp_path: Path, model: str, **environ: str) -> tuple[int, str]:
-    """Exit code and last line of a start that is to fail."""
+def end_of_start(
+    tmp_path: Path, model: str, meanwhile: Callable[[Server], None] = lambda server: None, **environ: str
+) -> tuple[int, str]:
+    """Exit code and last line of a start that is to fail; `meanwhile` runs again and again until it has."""
     server = Server(tmp_path / "server", ["serve", model, *FLAGS], **environ)
     try:
-        code = server.wait(240)
+        while server.process.poll() is None:
+            assert time.monotonic() < server.started + 240
+            meanwhile(server)
+            time.sleep(0.05)
+        code = server.wait(1)
     finally:
         server.end()
     return code, server.err.read_text().strip().splitlines()[-1]
@@ -163,6 +172,14 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(tm
     name = "model.layers.1.mlp.down_proj.weight_scale"
     tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(torch.float8_e4m3fn)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    code, line = end_of_start(tmp_path, str(model), NIBBLE_CANARY="strict")
+    answered: set[int] = set()
+
+    def knock(server: Server) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            body = {"model": "default", "prompt": "Hello", "max_tokens": 1}
+            answered.add(server.ask("/v1/completions", body, timeout_s=5)[0])
+
+    code, line = end_of_start(tmp_path, str(model), knock, NIBBLE_CANARY="strict")
     assert code == 8
     assert "the canary failed: references: " in line
+    assert answered == {503}, "nobody but the supervisor is answered before ready"

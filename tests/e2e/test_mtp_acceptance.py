@@ -40,6 +40,10 @@ def answer_and_acceptance(folder: Path, model: Path) -> tuple[list[int], float]:
     server = Server(folder, words)
     try:
         server.wait_until_ready()
+        told = server.status()
+        assert told is not None
+        canary = {found["mechanism"]: found for found in told["canary"]["findings"]}
+        assert canary["drafts"]["verdict"] == "passed", canary
         prompt = [7]
         while len(prompt) < 8:
             prompt.append(next_token(prompt[-1]))

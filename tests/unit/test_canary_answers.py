@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,17 @@ from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
 from nibble.canary.drafts import check_drafts
 from nibble.canary.finding import NotCompared
-from nibble.canary.layers import check_layers
-from nibble.canary.references import Case, References, check_references, read_references, write_references
+from nibble.canary.layers import activations_of, check_layers
+from nibble.canary.references import (
+    FILE,
+    MEAN_LIMIT,
+    WEIGHT_ONLY_FILE,
+    Case,
+    References,
+    check_references,
+    read_references,
+    write_references,
+)
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import root
 from nibble.proof import references_of
@@ -165,18 +175,36 @@ def test_the_demo_models_have_references() -> None:
         assert len(found.cases) == 6
 
 
-def test_flags_that_change_numbers_loosen_the_limit() -> None:
-    from types import SimpleNamespace
+def some_plan(tmp_path: Path, **args: Any) -> Any:
+    settings, checkpoint = SimpleNamespace(model=str(tmp_path)), SimpleNamespace(path=tmp_path)
+    return SimpleNamespace(settings=settings, checkpoint=checkpoint, args=args)
 
-    def limit(**args: Any) -> float:
-        model = root() / "models" / "nibble-demo"
-        settings, checkpoint = SimpleNamespace(model=str(model)), SimpleNamespace(path=model)
-        plan: Any = SimpleNamespace(settings=settings, checkpoint=checkpoint, args=args)
-        found = references_of(plan)
+
+def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> None:
+    assert references_of(some_plan(tmp_path), ("fp4",)) is None
+    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"]})
+    write_references(tmp_path / WEIGHT_ONLY_FILE, [CASE], {"activations": ["bf16"]})
+    for form, name in (("fp4", FILE), ("bf16", WEIGHT_ONLY_FILE)):
+        found = references_of(some_plan(tmp_path), (form,))
         assert found is not None
-        return found.mean_limit
+        assert (found.where, found.mean_limit) == (str(tmp_path / name), MEAN_LIMIT)
 
-    assert limit(**{"--kv-cache-dtype": "fp8"}) > limit()
+
+def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_path: Path) -> None:
+    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"]})
+    for form, flags in ((("bf16",), {}), (("fp4",), {"--kv-cache-dtype": "fp8"})):
+        found = references_of(some_plan(tmp_path, **flags), form)
+        assert found is not None
+        assert found.mean_limit > MEAN_LIMIT
+
+
+def test_activations_are_those_of_nvfp4_layers() -> None:
+    checks = [
+        entry(activations=["fp4, one scale"]),
+        entry(activations=["plain"]),
+        entry(part="attention", activations=["fp8"]),
+    ]
+    assert activations_of([{"rank": 0, "checks": checks}]) == ("fp4",)
 
 
 class Counting(Scripted):

@@ -95,7 +95,7 @@ def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterato
     indices = runner.routed_experts.quant_method.topk_indices_dtype
     weights, ids = router.select_experts(hidden.to(device), logits.to(device), indices)
     found = torch.zeros(ROUTING_ROWS, experts).scatter_(1, ids.long().cpu(), weights.float().cpu())
-    yield compare("routing", kind, name, found, {"bf16": route(router, logits.float())})
+    yield compare("routing", kind, name, found, {"plain": route(router, logits.float())})
 
 
 def route(router: Any, logits: Tensor) -> Tensor:

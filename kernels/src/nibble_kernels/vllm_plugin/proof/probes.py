@@ -35,7 +35,7 @@ BUDGET_S = 2.0  # for the layers beyond the first of their kind
 class Probe:
     """A layer, its input [rows, K] in the model's dtype, and its right outputs [rows, N] in float32; on the CPU.
 
-    `expected` has "bf16" and, where the checkpoint has scales for activations, forms with these in FP4: kernels for weights
+    `expected` has "plain" of an unquantized layer, else "bf16" and, where the checkpoint has scales for activations, forms with these in FP4: kernels for weights
     alone may serve such a layer too. `routing` are top-k weights and ids of experts.
     """
 
@@ -113,7 +113,7 @@ def _unquantized(name: str, kind: str, module: Any, rows: int) -> Probe:
     x = random_input(name, rows, weight.shape[1], None).to(weight.dtype)
     there = x.to(weight.device).float()
     y = torch.cat([there @ part.float().T for part in weight.split(linear_reference.ROWS_AT_A_TIME)], dim=-1)
-    return Probe(name, "linear", kind, module, x, {"bf16": y.cpu()})
+    return Probe(name, "linear", kind, module, x, {"plain": y.cpu()})
 
 
 def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
