@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: rich alone would take half of its time
     help="Serve NVFP4 models on vLLM.",
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
