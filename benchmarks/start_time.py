@@ -1,5 +1,6 @@
 """First and later starts by phase: stock `vllm serve` against `nibble serve`, each with caches of its own, in turn.
 
+    python benchmarks/start_time.py --write FOLDER
     python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out FILE] [-- FLAG …]
 
 Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB) into DIR. The first round
@@ -51,6 +52,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="a folder both sides serve")
+    parser.add_argument(
+        "--write", type=Path, help="only write the checkpoint into this folder, for a later --model"
+    )
     parser.add_argument("--scratch", type=Path, help="caches and the written checkpoint go below it")
     parser.add_argument("--later", type=int, default=2, help="rounds after the first")
     parser.add_argument("--logs", type=Path, help="keep every start's log here")
@@ -59,11 +63,15 @@ def main() -> int:
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     options, flags = parser.parse_args(own), words[len(own) + 1 :]
+    if options.write:
+        write_8b(options.write)
+        return 0
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         model = (options.model or write_8b(Path(scratch) / "qwen3-8b-shape")).resolve()
         logs = options.logs or Path(scratch) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         read_once(model)
+        described = describe_model(model)
         starts = [
             Start(side, model, flags, Path(scratch) / side, logs / f"{side}{number + 1}.log").measure()
             for number in range(1 + options.later)
@@ -74,7 +82,7 @@ def main() -> int:
         "command": " ".join(["python", "benchmarks/start_time.py", *words]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": options.commit or git_commit(),
-        "model": str(options.model) if options.model else "Qwen3-8B's shape, random NVFP4 weights (W4A4)",
+        "model": described,
         "hardware": describe(detect()),
         "versions": versions(),
         "summary": summary(starts),
@@ -102,6 +110,15 @@ def write_8b(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40960}, indent=1))
     return folder
+
+
+def describe_model(model: Path) -> dict[str, Any]:
+    """What was served, as far as it matters for the time."""
+    config = json.loads((model / "config.json").read_text())
+    names = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    quantized = config.get("quantization_config", {}).get("quant_algo")
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return {name: config.get(name) for name in names} | {"quant_algo": quantized, "weights_bytes": weights}
 
 
 def read_once(model: Path) -> None:
