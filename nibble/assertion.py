@@ -27,6 +27,7 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
 OURS = ("Cpu", "Nibble")  # how nibble's own kernels are called
+SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
 
 
@@ -61,13 +62,13 @@ class Deviation:
         return NibbleError(ExitCode.CANARY, what, self.expected, f"{advice}{STRICT_ACTION}")
 
 
-def expectations(plan: Plan) -> tuple[Expectation, ...]:
-    """For every part, in the order in which deviations are told."""
+def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:
+    """For every part, in the order in which deviations are told. `environ` is the user's, which vLLM sees too."""
     asked = {flag: choice.value for flag, choice in plan.args.items()}
     found = {part: _backend(part, flag, plan, asked) for flag, part in BACKEND_FLAGS.items()}
     sampler = plan.target.expected.get("sampler", ())
-    if "VLLM_USE_FLASHINFER_SAMPLER" in plan.env:
-        sampler = ()
+    if SAMPLER_SWITCH in plan.env or SAMPLER_SWITCH in environ or "--logprobs-mode" in asked:
+        sampler = ()  # vLLM 0.32 v1/sample/ops/topk_topp_sampler.py:95, :224
     return (
         *found.values(),
         _kv_cache(plan, asked),

@@ -80,7 +80,7 @@ class Proof:
             installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
             self._tell(_silence(), self._plan.settings.kernel_assertion if installed else "warn", say)
             return
-        found = deviations(expectations(self._plan), self._ran)
+        found = deviations(expectations(self._plan, os.environ), self._ran)
         self._assertion = ("failed" if found else "passed", tuple(one.line() for one in found))
         for one in found:
             self._tell(_unexpected(one), self._plan.settings.kernel_assertion, say)

@@ -42,7 +42,7 @@ def plan(
 
 
 def found(ran: dict[str, Any], **wishes: Any) -> list[str]:
-    return [one.line() for one in deviations(expectations(plan(**wishes)), [RAN | ran])]
+    return [one.line() for one in deviations(expectations(plan(**wishes), {}), [RAN | ran])]
 
 
 def test_what_a_target_expects_is_fine() -> None:
@@ -107,8 +107,13 @@ def test_a_deviation_of_any_worker_counts_and_is_told_once() -> None:
 
 def test_the_error_names_part_found_expected_and_what_to_do() -> None:
     wrong = RAN | {"linear": {"nvfp4: EmulationNvFp4LinearKernel": 1}}
-    error = deviations(expectations(plan()), [wrong])[0].error("ask by name")
+    error = deviations(expectations(plan(), {}), [wrong])[0].error("ask by name")
     assert error.code == ExitCode.CANARY
     assert "nvfp4 linear layers: EmulationNvFp4LinearKernel" in error.what
     assert error.expected.startswith("NibbleNvFp4LinearKernel or ")
     assert error.action == "ask by name; NIBBLE_KERNEL_ASSERTION=warn serves all the same"
+
+
+def test_a_user_may_switch_flashinfers_sampler_off() -> None:
+    ran = RAN | {"sampler": "native"}
+    assert deviations(expectations(plan(), {"VLLM_USE_FLASHINFER_SAMPLER": "0"}), [ran]) == ()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 # Of |y - right| / |right|, row by row. Outputs rounded to BF16 differ by 0.003; where activations fall on the other side of a
-# rounding to FP4, by some thousandths more. A doubled scale gives 1, swapped nibbles more, one zeroed head of 32 gives 0.18.
-LIMITS: Mapping[str, float] = {"plain": 0.02, "bf16": 0.02, "fp8": 0.06, "fp4": 0.06, "fp4, one scale": 0.06}
+# rounding to FP4, by some thousandths more. With an FP8 cache backends may round queries and probabilities to FP8 too (0.03
+# each). A doubled scale gives 1, swapped nibbles more, one zeroed head of 32 gives 0.18.
+LIMITS: Mapping[str, float] = {"plain": 0.02, "bf16": 0.02, "fp8": 0.12, "fp4": 0.06, "fp4, one scale": 0.06}
 EXPERTS_LIMIT = 0.15  # what is between w13 and w2 is rounded to FP4 as well; kernels have it in BF16 or float32 before that
 NAMED = 5  # wrong layers whose names are told
 
