@@ -56,7 +56,7 @@ def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
 
 
 def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """Off where nothing FlashInfer tunes is used: NVFP4 on a GPU without FP4 arithmetic runs on Marlin or Humming."""
+    """Off where nothing FlashInfer tunes is used: without FP4 arithmetic NVFP4 is weight-only, which FlashInfer has not."""
     if AUTOTUNE in args or "--kernel-config" in args or "--use-replayssm" in args:
         return {}
     if checkpoint is None or not checkpoint.scheme.is_nvfp4 or target.features.has_fp4_mma:
