@@ -152,9 +152,8 @@ def run(model: str, folder: Path) -> dict[str, Any]:
     common["NIBBLE_CLUSTER_MIN_GB_PER_S"] = "0.05"  # a virtual network
     one = Host(1, folder, {**common, "CUDA_VISIBLE_DEVICES": "0"})
     two = Host(2, folder, {**common, "CUDA_VISIBLE_DEVICES": "1"})
-    nodes = {"NIBBLE_NNODES": "2"}
-    server = one.start("mp0.log", *words, **nodes, NIBBLE_NODE_RANK="0")
-    rank1 = two.start("mp1.log", *words, **nodes, NIBBLE_NODE_RANK="1")
+    server = one.start("mp0.log", *words, NIBBLE_NNODES="2", NIBBLE_NODE_RANK="0")
+    rank1 = two.start("mp1.log", *words, NIBBLE_NNODES="2", NIBBLE_NODE_RANK="1")
     with ended(server, rank1):
         found["two nodes without Ray"] = measure(one, server, "mp0.log")
     print("mp", json.dumps(found["two nodes without Ray"]), flush=True)

@@ -18,8 +18,8 @@ def ranks(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def nodes(one_machines_answers: list[str], cpu_image: str, net: str) -> Iterator[tuple[Node, Node]]:
-    """Rank 0 and rank 1, serving, after the single machine: cores are few. Rank 1 restarts by itself."""
+def nodes(cpu_image: str, net: str) -> Iterator[tuple[Node, Node]]:
+    """Rank 0 and rank 1, serving. Rank 1 restarts by itself."""
     again = ["--restart", "on-failure"]
     with (
         node(cpu_image, net, 11, *WORDS, **ranks(NIBBLE_NODE_RANK="0")) as head,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_nodes import DEMO, TOKEN, Node, Stream, greedy, node
+from cluster_nodes import DEMO, START_S, TOKEN, Node, Stream, greedy, node
 from containers import client
 
 pytestmark = pytest.mark.docker
@@ -66,7 +66,7 @@ class Serve:
         with log.open("wb") as out:
             self.process = subprocess.Popen([*words, DEMO, "--max-model-len", "1024"], stdout=out, stderr=out)
 
-    def wait_ready(self, seconds: float = 240) -> None:
+    def wait_ready(self, seconds: float = START_S) -> None:
         def look() -> bool:
             assert self.process.poll() is None, self.log.read_text()[-6000:]
             return self.head.is_ready()
