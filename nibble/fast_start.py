@@ -56,7 +56,7 @@ def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
 
 
 def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """Off where nothing FlashInfer tunes is used: without FP4 arithmetic NVFP4 is weight-only, which FlashInfer has not."""
+    """Off where nothing FlashInfer tunes is used: without FP4 arithmetic NVFP4 is weight-only."""
     if AUTOTUNE in args or "--kernel-config" in args or "--use-replayssm" in args:
         return {}
     if checkpoint is None or not checkpoint.scheme.is_nvfp4 or target.features.has_fp4_mma:
@@ -69,9 +69,7 @@ def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, 
     is_mixed = checkpoint.scheme.vllm_quantization == "modelopt_mixed"
     if is_mixed or any("flashinfer" in str(backend).lower() for backend in backends):
         return {}
-    reason = (
-        f"no kernel that FlashInfer tunes runs here: NVFP4 on {target.name} is weight-only (Marlin, Humming)"
-    )
+    reason = f"no kernel that FlashInfer tunes runs here: NVFP4 is weight-only on {target.name}"
     return {AUTOTUNE: Choice(False, SOURCE, reason)}
 
 
