@@ -35,8 +35,8 @@ BUDGET_S = 2.0  # for the layers beyond the first of their kind
 class Probe:
     """A layer, its input [rows, K] in the model's dtype, and its right outputs [rows, N] in float32; on the CPU.
 
-    `expected` has "plain" of an unquantized layer, else "bf16" and, where the checkpoint has scales for activations, forms with these in FP4: kernels for weights
-    alone may serve such a layer too. `routing` are top-k weights and ids of experts.
+    `expected` has "plain" of an unquantized layer, else "bf16" and, where the checkpoint has scales for activations, forms with
+    these in FP4: kernels for weights alone may serve such a layer too. `routing` are top-k weights and ids of experts.
     """
 
     name: str
