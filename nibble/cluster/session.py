@@ -168,7 +168,7 @@ class Cluster:
             with stop_signals(lambda signum: stop.set()):
                 deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
                 while self._wait(stop, lost, deadline):
-                    if self._check(lost is not None and time.monotonic() < deadline):
+                    if self._check(lost, deadline):
                         return not stop.is_set()
                     stop.wait(BEAT_S)
                 return False
@@ -195,8 +195,8 @@ class Cluster:
             stop.wait(BEAT_S)
         return False
 
-    def _check(self, may_fail: bool) -> bool:
-        """The preflight; False where it `may_fail` (a node that has just come back is not always whole yet) and does."""
+    def _check(self, lost: NodeLost | None, deadline: float) -> bool:
+        """The preflight; False where it fails with a node that has just come back, which is not always whole yet."""
         topology = self.plan.topology
         alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
         nodes = sorted(alive, key=lambda node: node["address"] != self._caller.head)
@@ -216,8 +216,12 @@ class Cluster:
         try:
             self.report.demand()
         except NibbleError as error:
-            if not may_fail:
+            if lost is None:
                 raise
+            if time.monotonic() >= deadline:
+                raise NibbleError(
+                    ExitCode.ENGINE_DIED, f"{lost.what}, and since then: {error.what}"
+                ) from None
             self.say(f"not yet: {error.line()}")
             return False
         found = self.report.reduce

@@ -1,0 +1,213 @@
+"""The server's side of a cluster: what is missing, what is lost, and what happens then."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibble.cluster import session as session_module
+from nibble.cluster.network import node_address
+from nibble.cluster.node import Place
+from nibble.cluster.roster import Roster
+from nibble.cluster.session import DEAD_WORKER, Cluster, NodeLost, Watch, serve_across, withhold_from_ray
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan import Plan
+from nibble.prepare import plan_for, read_wishes
+from nibble.settings import load_settings
+
+HERE = "127.0.0.1"
+MP = {"NIBBLE_NNODES": "2", "HEAD_IP": HERE, "TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_WAIT_SECONDS": "1"}
+RAY = {"NIBBLE_CLUSTER": "ray", "HEAD_IP": HERE, "TENSOR_PARALLEL_SIZE": "2"}
+
+
+def plan(environ: dict[str, str]) -> Plan:
+    return plan_for(read_wishes(["nibble-demo", "--control-port", "18461"], environ))
+
+
+def message(rank: int | None, address: str = "10.0.0.2", **more: Any) -> dict[str, Any]:
+    known = {
+        "address": address,
+        "session": "a",
+        "role": "serve",
+        "rank": rank,
+        "time": time.time(),
+        "facts": {"vllm": "x"},
+    }
+    return known | more
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(plan(MP), Place(HERE, "lo", {}), "token", Roster("head"), tmp_path, quiet)
+
+
+def roster_of(cluster: Cluster) -> Roster:
+    assert cluster._roster is not None
+    return cluster._roster
+
+
+def test_missing_ranks_are_named(cluster: Cluster) -> None:
+    assert cluster.missing() == "no sign of the nodes with rank 0, 1"
+    roster_of(cluster).beat(message(0, HERE))
+    assert cluster.missing() == "no sign of the node with rank 1"
+    roster_of(cluster).beat(message(1))
+    assert cluster.missing() is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([], "no Ray head answers at 127.0.0.1"),
+        ([("10.0.0.2", 4)], "no Ray node runs on this machine"),
+        ([(HERE, 1)], "2 GPUs are needed and the nodes offer 1"),
+        ([(HERE, 1), ("10.0.0.2", 1)], None),
+        ([(HERE, 0), ("10.0.0.2", 2)], None),
+    ],
+)
+def test_with_ray_gpus_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, int]], words: str | None
+) -> None:
+    found = Cluster(plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet)
+    listed = [{"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes]
+    monkeypatch.setattr(found, "nodes", lambda: listed)
+    missing = found.missing()
+    assert (missing is None) if words is None else words in str(missing)
+
+
+def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Cluster) -> None:
+    with pytest.raises(NibbleError, match="rank 0, 1 after 1 s") as caught:
+        cluster.prepare(None)
+    assert caught.value.code == ExitCode.CLUSTER
+    with pytest.raises(NibbleError, match="node x is gone, and not back after 1 s") as caught:
+        cluster.prepare(NodeLost("node x is gone"))
+    assert caught.value.code == ExitCode.ENGINE_DIED
+
+
+def watched(cluster: Cluster, line: str | None, seconds: float) -> NibbleError | None:
+    """What a watch says within `seconds`."""
+    found: list[NibbleError] = []
+    over = threading.Event()
+    watch = Watch(cluster)
+    if line:
+        watch.feed(line)
+
+    def fail(error: NibbleError) -> None:
+        found.append(error)
+        over.set()
+
+    thread = threading.Thread(target=lambda: watch.run(fail, over))
+    thread.start()
+    thread.join(seconds)
+    over.set()
+    thread.join()
+    return found[0] if found else None
+
+
+def test_a_lost_node_is_told_at_once_and_a_dead_worker_when_no_node_is_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(session_module, "LOST_S", 0.3)
+    assert watched(cluster, None, 0.5) is None
+    died = watched(cluster, f"ERROR RayWorkerProc rank=[1] {DEAD_WORKER}.", 5)
+    assert died is not None and died.code == ExitCode.ENGINE_DIED
+    assert "all nodes still answer" in died.line()
+    monkeypatch.setattr(cluster, "lost", lambda: "node 10.0.0.2 has left")
+    lost = watched(cluster, None, 5)
+    assert lost is not None and lost.what == "node 10.0.0.2 has left"
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[NodeLost | None]:
+    """Every look for nodes succeeds; with what it was told."""
+    told: list[NodeLost | None] = []
+
+    def prepare(self: Cluster, lost: NodeLost | None) -> bool:
+        told.append(lost)
+        return True
+
+    monkeypatch.setattr(Cluster, "prepare", prepare)
+    monkeypatch.setattr(session_module, "BEAT_S", 0.01)
+    monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
+    return told
+
+
+def outcome(run: Callable[[int], int], tmp_path: Path) -> int:
+    """`serve_across` with a vLLM that does what `run` says for its n-th start."""
+    starts = iter(range(100))
+    environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    return serve_across(plan(environ), environ, quiet, lambda own, watch, ready: run(next(starts)))
+
+
+def test_the_service_comes_back_after_a_lost_node(attempts: list[NodeLost | None], tmp_path: Path) -> None:
+    def run(start: int) -> int:
+        if start == 0:
+            raise NodeLost("node 10.0.0.2 has left")
+        return 0
+
+    assert outcome(run, tmp_path) == 0
+    assert [None if lost is None else lost.what for lost in attempts] == [None, "node 10.0.0.2 has left"]
+
+
+def test_losses_without_end_are_exit_10(attempts: list[NodeLost | None], tmp_path: Path) -> None:
+    def run(start: int) -> int:
+        raise NodeLost("node 10.0.0.2 has left")
+
+    with pytest.raises(NodeLost) as caught:
+        outcome(run, tmp_path)
+    assert caught.value.code == ExitCode.ENGINE_DIED
+    assert len(attempts) == 6
+
+
+def test_what_no_lost_node_explains_is_the_error_it_was(
+    attempts: list[NodeLost | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "who_was_lost", lambda self: None)
+
+    def run(start: int) -> int:
+        raise NibbleError(ExitCode.ENGINE_DIED, "out of memory")
+
+    with pytest.raises(NibbleError, match="out of memory"):
+        outcome(run, tmp_path)
+    assert len(attempts) == 1
+
+
+def test_secrets_stay_out_of_what_ray_copies_and_other_names_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ray_non_carry_over_env_vars.json"
+    path.write_text('["OURS"]')
+    withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path)})
+    names = json.loads(path.read_text())
+    assert {"OURS", "NIBBLE_API_KEY", "HF_TOKEN", "NIBBLE_GATE_INTERNAL", "RAY_AUTH_TOKEN_PATH"} <= set(names)
+
+
+def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NibbleError, match="secrets would go to every node") as caught:
+        withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path / "file")})
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def test_the_environment_of_vllm_on_ray_has_the_token_as_a_private_file(tmp_path: Path) -> None:
+    environ = {**RAY, "VLLM_CONFIG_ROOT": str(tmp_path / "config")}
+    chosen = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    cluster = Cluster(plan(RAY), Place(HERE, "lo", {**chosen, **environ}), "hush", None, tmp_path, quiet)
+    found = cluster.environ(environ | {"NCCL_SOCKET_IFNAME": "eth7"})
+    assert found["RAY_ADDRESS"] == "127.0.0.1:6379"
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+    assert "hush" not in found.values()
+    path = Path(found["RAY_AUTH_TOKEN_PATH"])
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("hush", 0o600)
+
+
+def test_rank_0_has_the_address_that_the_others_use() -> None:
+    assert node_address(load_settings({}, MP).settings, None) == HERE
