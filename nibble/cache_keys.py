@@ -148,6 +148,8 @@ _IMAGE_FOLDERS = {
 }
 
 
-def is_the_images(name: str, value: str, cache: Path, in_image: bool) -> bool:
-    """Whether a variable is still what the image set."""
-    return in_image and name in _IMAGE_FOLDERS and Path(value) == cache / _IMAGE_FOLDERS[name]
+def is_nobodys_wish(name: str, value: str, cache: Path, in_image: bool) -> bool:
+    """Whether a cache folder is empty, as in compose files, or still what the image set."""
+    if name not in _IMAGE_FOLDERS:
+        return False
+    return not value or (in_image and Path(value) == cache / _IMAGE_FOLDERS[name])

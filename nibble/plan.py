@@ -18,7 +18,7 @@ from nibble.budget import (
     memory_bytes,
     weights_bytes_per_gpu,
 )
-from nibble.cache_keys import CachePlan, cache_environment, is_the_images, plan_caches
+from nibble.cache_keys import CachePlan, cache_environment, is_nobodys_wish, plan_caches
 from nibble.checkpoint import Checkpoint
 from nibble.cloverlm import cloverlm_flags
 from nibble.cluster.topology import Topology, find_topology, topology_flags
@@ -325,7 +325,7 @@ def _environment(
     in_image = "NIBBLE_IMAGE" in parts.accepted.environ
     for name in env:
         given = parts.accepted.environ.get(name)
-        if given is not None and not is_the_images(name, given, cache, in_image):
+        if given is not None and not is_nobodys_wish(name, given, cache, in_image):
             env[name] = Choice(given, f"environment {name}")
     return env
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.disk import free_bytes, gib
+from nibble.errors import ExitCode, NibbleError
 from nibble.hub import access, is_model_id, not_an_id, not_cached
 from nibble.model_files import COMMIT, cached_snapshot, select
 from nibble.pull import MARGIN_BYTES, Pull, check_disk, list_files, missing_bytes, stall_seconds
@@ -57,7 +58,11 @@ class PullPlan:
 def plan_pull(
     model: str, revision: str | None, environ: Mapping[str, str], load_format: str = "auto"
 ) -> PullPlan:
-    """Look, and fetch nothing. Raises MODEL as a pull would: unknown, gated without access, offline and not cached."""
+    """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated without access, not cached."""
+    if Path(model).expanduser().is_dir():
+        raise NibbleError(
+            ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"
+        )
     if not is_model_id(model):
         raise not_an_id(model)
     hub = access(environ)

@@ -103,6 +103,7 @@ def test_a_users_own_cache_folder_wins_and_the_images_own_does_not(on) -> None:
     on(HOPPER)
     mine = plan(DEMO, VLLM_CACHE_ROOT="/mine/vllm").env["VLLM_CACHE_ROOT"]
     assert (mine.value, mine.source) == ("/mine/vllm", "environment VLLM_CACHE_ROOT")
+    assert plan(DEMO, VLLM_CACHE_ROOT="").env["VLLM_CACHE_ROOT"].source == "nibble's default"
     image = {"NIBBLE_IMAGE": "hopper", "NIBBLE_CACHE_DIR": "/var/cache/nibble"}
     set_by_image = images_variables("hopper")
     found = plan(DEMO, **image, **set_by_image)

@@ -75,6 +75,12 @@ def test_a_gated_model_without_access_is_refused_before_anything_is_fetched(hub:
     )
 
 
+def test_a_folder_needs_no_pull_and_a_dry_run_of_it_says_so(hub: Hub, environ, tmp_path: Path) -> None:
+    with pytest.raises(NibbleError) as caught:
+        plan_pull(str(tmp_path / "model"), None, environ)
+    assert caught.value.code is ExitCode.USAGE and not hub.requests
+
+
 def nibble(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "NIBBLE_", "VLLM_"))}
     command = [sys.executable, "-m", "nibble", *words]
