@@ -1,6 +1,6 @@
 """Record what a server that is known to be right answers to fixed prompts, for later starts to be held against.
 
-    python models/record_canary.py                                         # the demo models, served here by nibble
+    python models/record_canary.py [NAME ...]                              # demo models, served here by nibble; all of them
     python models/record_canary.py --url http://127.0.0.1:8000 --out FILE  # a running server without a key
     python models/record_canary.py --url ... --out FILE --prompts FILE     # one prompt a line, in place of eight of its own
 
@@ -58,6 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("demos", nargs="*", choices=[*demo_models(), []], metavar="NAME", help="a demo model")
     parser.add_argument("--url", help="a running server; without it the demo models are served and recorded")
     parser.add_argument("--model", default="default")
     parser.add_argument("--out", type=Path)
@@ -70,7 +71,8 @@ def main() -> int:
         prompts = asked.prompts.read_text().splitlines() if asked.prompts else GENERAL_PROMPTS
         record_from(asked.url, asked.control, asked.model, asked.out, tuple(filter(None, prompts)), asked.url)
         return 0
-    for name, folder in demo_models().items():
+    for name in asked.demos or demo_models():
+        folder = demo_models()[name]
         record_demo(folder, FILE)
         if name.endswith("-nvfp4"):
             record_demo(folder, WEIGHT_ONLY_FILE, "--nvfp4-activations", "bf16")

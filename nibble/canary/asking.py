@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -37,8 +38,9 @@ class Asker:
         self._until = time.monotonic() + budget_s
 
     def warm_up(self) -> None:
-        """Everything once: vLLM compiles what log-probs need when they are first asked for."""
-        self.score(self.answer("Hello", 2, ignore_eos=True).ids)
+        """Everything once: vLLM compiles what log-probs need when they are first asked for. A refusal is for later."""
+        with contextlib.suppress(NotCompared, KeyError, IndexError, TypeError, ValueError):
+            self.score(self.answer("Hello", 2, ignore_eos=True).ids)
 
     def answer(self, prompt: str | Messages | Sequence[int], tokens: int, **more: Any) -> Answer:
         """The greedy answer to a text, a conversation or token ids; `more` goes into the request."""

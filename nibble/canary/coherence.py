@@ -83,7 +83,9 @@ def _ask(asker: Asker, question: Question, has_chat: bool) -> tuple[str, str, bo
     """Name, what was answered, shortened, and whether it is right."""
     if has_chat:
         message = asker.chat([{"role": "user", "content": question.chat}], TOKENS)
-        answer = "\n".join(str(message.get(part) or "") for part in ("reasoning", "content"))
+        answer = "\n".join(
+            str(message.get(part) or "") for part in ("reasoning", "reasoning_content", "content")
+        )
     else:
         answer = asker.answer(question.text, TOKENS // 2).text
     return question.name, " ".join(answer.split())[:60], question.is_right(answer)

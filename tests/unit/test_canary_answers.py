@@ -276,6 +276,24 @@ def test_a_mechanism_without_time_says_so() -> None:
     assert {one.verdict for one in run_canary(late, [], References((CASE,), "here"))} == {"not compared"}
 
 
+class Refusing(Asker):
+    """Every request is refused, or answered with something else."""
+
+    def __init__(self, answer: tuple[int, bytes]) -> None:
+        super().__init__(Api("127.0.0.1", 9, ""), "m", 10)
+        self.api = SimpleNamespace(call=lambda path, body=None, timeout_s=5.0: answer)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "answer", [(400, b'{"error": "no tokenizer"}'), (200, b'{"choices": [{}]}'), (200, b"{}"), (200, b"[")]
+)
+def test_a_server_that_answers_otherwise_is_not_compared_and_not_our_fault(answer: tuple[int, bytes]) -> None:
+    asker = Refusing(answer)
+    asker.warm_up()
+    found = run_canary(asker, [], References((CASE,), "here"), drafts=True)
+    assert {one.verdict for one in found} == {"not compared"}
+
+
 def test_docs_have_the_table_that_is_tested() -> None:
     text = (root() / "docs" / "canary.md").read_text()
     assert "\n".join(table()) in text, "docs/canary.md: put the lines of tests/fixtures/fault_table.py there"
