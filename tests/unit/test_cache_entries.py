@@ -95,6 +95,18 @@ def test_what_a_later_start_rewrites_or_adds_is_no_damage(caches: CachePlan, sai
     assert list(damage(folder)) == []
 
 
+def test_what_the_driver_evicts_from_its_own_cache_is_no_damage(caches: CachePlan, said: list[str]) -> None:
+    use = Use(caches, said.append)
+    use.open()
+    made = caches.folder("kernels") / "cuda" / "1" / "a" / "b"
+    made.parent.mkdir(parents=True)
+    made.write_bytes(b"sass")
+    use.record()
+    use.close()
+    made.unlink()
+    assert list(damage(caches.folder("kernels"))) == []
+
+
 def test_what_was_compiled_while_serving_is_recorded_at_the_end(caches: CachePlan, said: list[str]) -> None:
     use = Use(caches, said.append)
     use.open()
