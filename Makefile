@@ -75,10 +75,11 @@ test-all: lint ## the slow tests too
 .PHONY: patches-newest demo lock clean
 patches-newest: setup ## run every probe on the newest release of vLLM and print the tables
 	@scripts/patches-newest.sh
-demo: setup ## train the embedded demo models again, and quantize them
+demo: setup ## train the embedded demo models again, quantize them, and record their answers
 	python models/train_demo.py
 	python models/train_demo_moe.py
 	python models/quantize_demo.py
+	python models/record_canary.py
 lock: ## make requirements/*.lock again (UPGRADE=--upgrade: newest versions)
 	PYTHON=$(PYTHON) requirements/lock.sh $(UPGRADE)
 clean: ## remove .venv and caches
