@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,11 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
+from nibble.cli_groups import Json, cache_app, patches_app, print_json
 from nibble.errors import ExitCode, NibbleError
 
 # Words after these verbs are read by nibble.command_line, which knows nibble's options and vLLM's flags alike.
 FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 
 app = typer.Typer(
@@ -29,25 +28,15 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
 app.add_typer(recipes_app, name="recipes")
-patches_app = typer.Typer(
-    no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
-)
 app.add_typer(patches_app, name="patches")
-cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
 app.add_typer(cache_app, name="cache")
 cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
 app.add_typer(cluster_app, name="cluster")
-Root = Annotated[
-    str | None,
-    typer.Option(
-        "--root", help="A site-packages folder or vLLM's unpacked source; default: the installed vLLM."
-    ),
-]
 
 
 @app.command(context_settings=FREE_WORDS)
 def serve(words: Words = None) -> None:
-    """Serve a model with an OpenAI-compatible API."""
+    """Serve a model with an OpenAI-compatible API; --detach: in the background."""
     from nibble.serve import serve as run
 
     raise typer.Exit(run(_wanted(words, "serve"), dict(os.environ)))
@@ -90,7 +79,7 @@ def plan(words: Words = None) -> None:
     asked = read_wishes(_wanted(words, "plan"), dict(os.environ), ("--json",))
     found = plan_for(asked)
     if "--json" in asked.command.rest:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         from nibble.show import show_plan
 
@@ -106,7 +95,7 @@ def inspect(words: Words = None) -> None:
     asked = read_wishes(_wanted(words, "inspect"), dict(os.environ), ("--json", "--deep"))
     found = inspect_model(asked, "--deep" in asked.command.rest)
     if "--json" in asked.command.rest:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         from nibble.show_inspection import show_inspection
 
@@ -154,7 +143,7 @@ def convert(
 
     wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
     done = run(source, dest, to, wishes)
-    _print_json(vars(done)) if as_json else print(
+    print_json(vars(done)) if as_json else print(
         f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes"
     )
 
@@ -166,7 +155,7 @@ def pull(words: Words = None) -> None:
 
     result, as_json = run(_wanted(words, "pull"), dict(os.environ))
     if as_json:
-        _print_json(result)
+        print_json(result)
     elif "path" in result:
         print(result["path"])
 
@@ -177,7 +166,7 @@ def recipes_list(as_json: Json = False) -> None:
     from nibble.show import recipe_rows, show_recipes
 
     rows = recipe_rows()
-    _print_json(rows) if as_json else show_recipes(rows)
+    print_json(rows) if as_json else show_recipes(rows)
 
 
 @recipes_app.command("show")
@@ -186,7 +175,7 @@ def recipes_show(model: str, as_json: Json = False) -> None:
     from nibble.show import recipe_data, show_recipe
 
     data = recipe_data(model)
-    _print_json(data) if as_json else show_recipe(data)
+    print_json(data) if as_json else show_recipe(data)
 
 
 @recipes_app.command("lint")
@@ -197,115 +186,12 @@ def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as
 
     problems = lint(root(), paths or ())
     if as_json:
-        _print_json([vars(problem) for problem in problems])
+        print_json([vars(problem) for problem in problems])
     else:
         for problem in problems:
             print(problem.line())
         print(f"{len(problems)} problem(s)", file=sys.stderr)
     raise typer.Exit(ExitCode.VERIFY if problems else ExitCode.OK)
-
-
-@patches_app.command("status")
-def patches_status(tree: Root = None, as_json: Json = False) -> None:
-    """Run every probe and print both tables: applied, needed, fixed upstream, not applicable."""
-    from nibble.patching.status import look
-    from nibble.show import show_patches
-
-    there = _tree(tree)
-    lines = look(there)
-    _print_json([vars(line) for line in lines]) if as_json else show_patches(there, lines)
-
-
-@patches_app.command("check")
-def patches_check(tree: Root = None, as_json: Json = False) -> None:
-    """Like status, and exit 6 naming the first probe that does not pass; leaves the table for `nibble doctor`."""
-    from nibble.patching.status import check, keep_report, look
-    from nibble.show import show_patches
-
-    there = _tree(tree)
-    lines = look(there)
-    _print_json([vars(line) for line in lines]) if as_json else show_patches(there, lines)
-    keep_report(there, lines)
-    check(there, lines)
-
-
-@patches_app.command("apply")
-def patches_apply(tree: Root = None) -> None:
-    """Apply the series as one step; a second time it changes nothing."""
-    from nibble.patching.apply import apply_series
-    from nibble.patching.series import load_series
-
-    there = _tree(tree)
-    done = apply_series(there, load_series("vllm"))
-    print(f"{there.root}: " + (f"applied {', '.join(done)}" if done else "all patches are already applied"))
-
-
-@patches_app.command("revert")
-def patches_revert(tree: Root = None) -> None:
-    """Put every patched file back, byte for byte."""
-    from nibble.patching.apply import revert_series
-    from nibble.patching.series import load_series
-
-    there = _tree(tree)
-    done = revert_series(there, load_series("vllm"))
-    print(f"{there.root}: " + (f"took back {', '.join(done)}" if done else "no patch was applied"))
-
-
-@cache_app.command("ls")
-def cache_ls(as_json: Json = False) -> None:
-    """Every entry: its size, what it is for, when it was used last."""
-    from nibble.build_id import build_id
-    from nibble.cache_commands import found, show
-
-    there = found(dict(os.environ))
-    _print_json([entry.to_json() for entry in there]) if as_json else show(there, build_id())
-
-
-@cache_app.command("verify")
-def cache_verify(as_json: Json = False) -> None:
-    """Compare every entry with its record, and drop those that differ: the next start compiles them again."""
-    from nibble.cache_commands import verify
-
-    results = verify(dict(os.environ))
-    if as_json:
-        _print_json([vars(result) for result in results])
-    else:
-        for result in results:
-            print(result.line())
-
-
-@cache_app.command("prune")
-def cache_prune(
-    older_than: Annotated[
-        float | None, typer.Option("--older-than", metavar="DAYS", help="Entries unused for longer.")
-    ] = None,
-    max_gib: Annotated[
-        float | None, typer.Option("--max-gib", help="The longest unused, until all are no larger.")
-    ] = None,
-    all_but_current: Annotated[
-        bool, typer.Option("--all-but-current", help="Entries of other builds than the one installed here.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Remove entries no server uses, by age, size or build."""
-    from nibble.cache_commands import prune
-
-    gone = prune(dict(os.environ), older_than, max_gib, all_but_current, dry_run)
-    if as_json:
-        _print_json([entry.to_json() for entry in gone])
-    else:
-        freed = sum(entry.size_bytes for entry in gone)
-        for entry in gone:
-            print(f"{'would remove' if dry_run else 'removed'} {entry.folder}")
-        print(f"{len(gone)} entries, {freed} bytes")
-
-
-def _tree(root: str | None) -> Any:
-    from nibble.patching.status import installed_tree
-    from nibble.patching.tree import open_tree
-
-    return open_tree(Path(root)) if root else installed_tree()
 
 
 @app.command()
@@ -327,7 +213,7 @@ def doctor(
     environ = dict(os.environ)
     file = open_bundle(bundle) if bundle else None
     report = diagnose(environ, model or environ.get("MODEL"))
-    _print_json(report.to_json()) if as_json else show_report(report)
+    print_json(report.to_json()) if as_json else show_report(report)
     if file is not None:
         count = write_bundle(file, report, environ, model or environ.get("MODEL"))
         print(f"{bundle}: {count} files; look through it before you send it", file=sys.stderr)
@@ -341,7 +227,7 @@ def status(as_json: Json = False) -> None:
 
     found = read_status(dict(os.environ))
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         print("\n".join(status_lines(found)))
 
@@ -361,7 +247,7 @@ def version(as_json: Json = False) -> None:
 
     found = versions()
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         for name, value in found.items():
             print(f"{name} {value or 'not installed'}")
@@ -396,7 +282,7 @@ def cluster_status(words: Words = None) -> None:
     asked = read_wishes(_wanted(words, "cluster status"), dict(os.environ), ("--json",))
     found = cluster_nodes(asked)
     if "--json" in asked.command.rest:
-        _print_json(found)
+        print_json(found)
         return
     for row in node_rows(found):
         print("  ".join(row))
@@ -412,7 +298,7 @@ def cluster_check(words: Words = None) -> None:
     asked = read_wishes(_wanted(words, "cluster check"), dict(os.environ), ("--json",))
     report = check(asked)
     if "--json" in asked.command.rest:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
         for problem in report.problems:
             print(f"node {problem.node}: {problem.what}; {problem.action}")
@@ -434,7 +320,7 @@ def cluster_manifest(
 
     given = _wanted(words, "cluster manifest")
     found = plan_for(read_wishes(given, dict(os.environ)))
-    _print_json(manifest(read_kind(kind), found, given, image))
+    print_json(manifest(read_kind(kind), found, given, image))
 
 
 @app.command(hidden=True)
@@ -457,10 +343,6 @@ def _wanted(words: Sequence[str] | None, verb: str) -> list[str]:
         show_verb_help(verb)
         raise typer.Exit(ExitCode.OK)
     return given
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, default=str))
 
 
 def main() -> None:
