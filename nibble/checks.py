@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nibble.budget import is_shared
-from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
+from nibble.disk import (
+    free_bytes,
+    gib,
+    nearest_existing,
+    not_readable,
+    not_writable,
+    unreadable_file,
+    write_problem,
+)
 from nibble.errors import ExitCode, NibbleError
 from nibble.failures import steps
 from nibble.hardware import Hardware
@@ -144,7 +152,9 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
 
 def check_folders(own: Path, engine: Path) -> list[str]:
     """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM must write and cannot."""
-    for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (engine, "VLLM_CACHE_ROOT")):
+    # Below our own cache the engine's folder is an entry that only a start makes.
+    probed = nearest_existing(engine) if engine.is_relative_to(own) else engine
+    for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
         if problem := write_problem(folder):
             raise not_writable(folder, problem, variable)
     try:

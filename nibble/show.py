@@ -271,6 +271,15 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+# What a verb has beside the options of all.
+SWITCHES = {
+    "serve": "--detach starts the server in the background; --json prints where its status is, and the plan.",
+    "plan": "--json prints everything.",
+    "inspect": "--deep reads every block scale of a folder, however many; --json prints everything.",
+    "pull": "--dry-run only says what would come and whether it fits; --json prints it for programs.",
+}
+
+
 def show_verb_help(verb: str) -> None:
     """Help of a verb that takes nibble's options and vLLM's flags."""
     console = Console(highlight=False)
@@ -287,11 +296,8 @@ def show_verb_help(verb: str) -> None:
         "other variables, these over the user's TOML file, the recipe, the target, and the defaults.",
         markup=False,
     )
-    if verb == "inspect":
-        console.print(
-            "--deep reads every block scale of a folder, however many; --json prints everything.",
-            markup=False,
-        )
+    if verb in SWITCHES:
+        console.print(SWITCHES[verb], markup=False)
     for group in dict.fromkeys(option.group for option in options().values()):
         table = Table(
             title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False

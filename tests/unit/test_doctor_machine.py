@@ -131,6 +131,7 @@ def test_a_start_of_a_model_is_tried_up_to_vllm(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     ok = model_checks(str(model), environ)
     assert ok[0].status == "ok" and "on cpu" in ok[0].what
+    assert not list((tmp_path / ".cache" / "nibble").glob("engine/*"))  # a look makes no entries
     (model / "model.safetensors").unlink()
     assert model_checks(str(model), environ)[0].status == "fail"
     assert "nothing-here" in model_checks(str(tmp_path / "nothing-here"), environ)[0].what
