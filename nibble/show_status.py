@@ -35,11 +35,14 @@ def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
     """For people; every part that the server tells."""
     phase = f"{status['state']}" + (f", {status['phase']}" if status["phase"] != status["state"] else "")
-    yield f"state     {phase}, {status.get('seconds_in_phase', 0):.0f} s in this phase{_eta(status)}"
+    since = f", {status['seconds_in_phase']:.0f} s in this phase" if "seconds_in_phase" in status else ""
+    yield f"state     {phase}{since}{_eta(status)}"
+    if isinstance(status.get("detail"), str) and status["detail"]:
+        yield f"          {status['detail']}"
     if "url" in status:
         yield f"serving   {', '.join(status['served_names'])} at {status['url']}"
     if last := status.get("last_start_s"):
-        yield "last start " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in last.items())
+        yield "last time " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in last.items())
     if (memory := status.get("memory")) and memory.get("available_bytes") is not None:
         yield f"memory    {show_gib(memory['available_bytes'])} available"
     if assertion := status.get("assertion"):

@@ -1,0 +1,75 @@
+"""Layers against what is right: errors, formats, values that are not finite, and what /status gets of many layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+RIGHT = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+
+
+def compared(found: torch.Tensor, part: str = "linear", **forms: torch.Tensor) -> Any:
+    from nibble_kernels.vllm_plugin.proof.compare import compare
+
+    return compare(part, "kind", "layer", found, forms or {"plain": RIGHT})
+
+
+def test_rounding_to_bf16_is_right() -> None:
+    assert compared(RIGHT.bfloat16()).problem == ""
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_wrong(value: float) -> None:
+    found = RIGHT.clone()
+    found[3, 7] = value
+    result = compared(found)
+    assert (result.problem, result.error) == ("NaN or infinity", float("inf"))
+
+
+def test_one_wrong_row_of_many_is_wrong() -> None:
+    found = RIGHT.clone()
+    found[2] *= 1.1
+    assert "off by 0.1, at most 0.02" in compared(found).problem
+
+
+def test_the_nearest_form_of_activations_is_told() -> None:
+    other = RIGHT + 0.1 * RIGHT.flip(0)
+    assert compared(other.bfloat16(), bf16=RIGHT, fp4=other).form == "fp4"
+    assert compared(RIGHT.bfloat16(), bf16=RIGHT, fp4=other).form == "bf16"
+
+
+def test_another_shape_is_wrong() -> None:
+    assert compared(RIGHT[:, :-1]).error == float("inf")
+
+
+def test_many_layers_are_one_entry_a_kind() -> None:
+    from nibble_kernels.vllm_plugin.proof.compare import Result, group
+
+    wrong = compared(RIGHT * 2)
+    fine = Result("linear", "kind", "other", "plain", 0.001)
+    blank = Result("routing", "Grouped", "router", problem="no reference for this routing")
+    linear, routing = group([wrong, fine, fine, blank])
+    assert (linear["layers"], linear["compared"], linear["wrong"], linear["worst_error"]) == (2, 2, 1, 1.0)
+    assert linear["wrong_layers"] == ["layer: off by 1, at most 0.02"]
+    assert (routing["compared"], routing["not_compared"]) == (0, ["no reference for this routing"])
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing_takes_the_experts_with_the_highest_scores_plus_bias(
+    function: str, renormalize: bool
+) -> None:
+    from nibble_kernels.vllm_plugin.proof.checks import route
+
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
+    router = SimpleNamespace(
+        top_k=2, scoring_func=function, renormalize=renormalize, e_score_correction_bias=bias
+    )
+    weights = route(router, logits)
+    scores = logits.softmax(-1) if function == "softmax" else logits.sigmoid()
+    expected = torch.tensor([[scores[0, 0], scores[0, 1], 0.0, 0.0]])
+    torch.testing.assert_close(weights, expected / expected.sum() if renormalize else expected)
