@@ -70,6 +70,7 @@ def test_a_second_head_is_turned_away(nodes: tuple[Node, Node], cpu_image: str, 
         assert "no address of this machine" in second.logs()
 
 
+@pytest.mark.slow  # the service coming back costs a second start; test_ray_cluster.py has one in every run
 def test_a_paused_node_is_named_and_the_service_comes_back_with_it(nodes: tuple[Node, Node]) -> None:
     head, rank1 = nodes
     stream = Stream(head, 900)
@@ -88,6 +89,7 @@ def test_a_paused_node_is_named_and_the_service_comes_back_with_it(nodes: tuple[
 
 def test_a_killed_node_is_named_requests_end_and_nothing_is_left(nodes: tuple[Node, Node]) -> None:
     head, rank1 = nodes
+    assert head.leftovers()
     stream = Stream(head, 900)
     assert stream.first_chunk()
     rank1.docker("kill")
