@@ -43,6 +43,12 @@ class Expectation:
     allowed: tuple[str, ...] = ()
     source: str = ""
 
+    def line(self) -> str:
+        """For `nibble plan`."""
+        if not self.allowed:
+            return f"{self.part}: anything but a slow fallback"
+        return f"{self.part}: {' or '.join(self.allowed)}" + (f" ({self.source})" if self.source else "")
+
 
 @dataclass(frozen=True)
 class Deviation:

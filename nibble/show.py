@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shlex
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nibble import __version__
+from nibble.assertion import expectations
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import arithmetic, show_gib
 from nibble.patching.status import row_order
@@ -50,9 +52,9 @@ def show_plan(plan: Plan) -> None:
     console.print(_budget_table(plan))
     for notice in plan.notices:
         console.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
-    if plan.recipe and plan.recipe.expected:
-        expected = ", ".join(f"{name} {value}" for name, value in plan.recipe.expected.items())
-        console.print(f"expected kernels: {expected}")
+    console.print("held against what runs:", style="bold")
+    for want in expectations(plan, os.environ):
+        console.print(f"  {escape(want.line())}", soft_wrap=True)
     console.print("command:", style="bold")
     print(shlex.join(["vllm", *plan.argv()]))
 

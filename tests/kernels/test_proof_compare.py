@@ -57,6 +57,7 @@ def test_many_layers_are_one_entry_a_kind() -> None:
     assert (routing["compared"], routing["not_compared"]) == (0, ["no reference for this routing"])
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_routing_takes_the_experts_with_the_highest_scores_plus_bias(
