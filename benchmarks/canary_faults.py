@@ -46,6 +46,7 @@ PROMPTS = [
 ]
 EAGER = ("--enforce-eager", "--max-model-len", "512", "--no-enable-prefix-caching")
 END_S = 600.0
+READY_S = 900.0  # a first start compiles
 
 
 def main() -> int:
@@ -90,7 +91,7 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
         folder / "server", ["serve", model, *words], **install(folder / "faults"), **own_environ()
     )
     try:
-        server.wait_until_ready()
+        wait_until_ready(server)
         status = server.status() or {}
         faulty = Faulty(server, folder / "faults")
         found = {
@@ -116,6 +117,14 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
     finally:
         server.end()
         print(server.err.read_text(errors="replace")[-2000:], file=sys.stderr)
+
+
+def wait_until_ready(server: Server) -> None:
+    """Exits with its log where it ends or takes too long."""
+    while not server.is_ready():
+        if server.process.poll() is not None or time.monotonic() - server.started > READY_S:
+            sys.exit(f"not ready: {server.log()[-6000:]}")
+        time.sleep(0.5)
 
 
 def one_fault(faulty: Faulty, fault: str, references: References | None) -> dict[str, Any]:
