@@ -180,10 +180,8 @@ def _is_held(folder: Path) -> bool:
 def _exclusive(folder: Path) -> int | None:
     """The entry's lock for ourselves alone, or None where somebody holds it."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o660)
-    except (
-        OSError
-    ):  # not ours to write: flock needs no more than a descriptor, so there is no lock file either
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # no server has ever held it
         return os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

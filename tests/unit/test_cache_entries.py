@@ -205,6 +205,13 @@ def nibble(*words: str, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_looking_at_a_folder_that_is_no_entry_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "engine" / "left-over").mkdir(parents=True)
+    (found,) = entries(tmp_path / "engine")
+    assert (found.kind, found.is_used, found.is_recorded) == ("unknown", False, False)
+    assert list(found.folder.iterdir()) == []
+
+
 def test_verify_names_what_is_wrong_drops_it_and_succeeds(caches: CachePlan, said: list[str]) -> None:
     folder = served(caches, said)
     (folder / "vllm/torch_compile_cache/graph.so").write_bytes(b"")
