@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nibble.budget import memory_bytes
 from nibble.build_id import build_id
 from nibble.cluster.network import mtu, rdma_devices
 from nibble.disk import free_bytes
@@ -21,6 +22,7 @@ from nibble.hardware import Hardware, detect
 from nibble.memory_plan import show_gib
 from nibble.model_files import missing_weights
 from nibble.paths import cache_dir
+from nibble.targets import Target, load_target, target_for_capability
 
 GIB = 1 << 30
 LARGEST_SKEW_S = 5.0  # tokens have no date; logs, caches and TLS certificates have
@@ -52,6 +54,7 @@ def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[st
     """This node's facts, as plain data. Takes about a second the first time: every installed file's hash counts."""
     here = detect(environ)
     cache = cache_dir(environ)
+    target = _target(here)
     return {
         "build": build_id(),
         "vllm": _version("vllm"),
@@ -59,14 +62,15 @@ def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[st
         "python": platform.python_version(),
         "nccl": nccl_library(environ),
         "driver": here.driver,
-        "target": _target(here),
+        "target": target.name if target else "unknown",
         "gpu": here.gpus[0].name if here.gpus else None,
         "gpus": len(here.gpus),
         "host": platform.node(),
         "interface": interface,
         "mtu": mtu(interface),
         "rdma": [vars(device) for device in rdma_devices(address)],
-        "memory_available_bytes": here.memory_available_bytes,
+        # Of the host or of the fullest GPU, wherever this target has the weights.
+        "memory_available_bytes": memory_bytes(target, here)[1] if target else None,
         "disk_free_bytes": free_bytes(cache) if cache.exists() else None,
     }
 
@@ -78,13 +82,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _target(here: Hardware) -> str:
-    from nibble.targets import target_for_capability
-
+def _target(here: Hardware) -> Target | None:
     if not here.gpus:
-        return "cpu"
-    found = target_for_capability(here.gpus[0].capability)
-    return found.name if found else "unknown"
+        return load_target("cpu")
+    return target_for_capability(here.gpus[0].capability)
 
 
 def nccl_library(environ: Mapping[str, str]) -> str | None:
@@ -135,8 +136,8 @@ def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
     disk = facts.get("disk_free_bytes")
     if disk is not None and disk < LITTLE_DISK_BYTES:
         found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free some"))
-    memory = facts.get("memory_available_bytes") or 0
-    if memory < least_memory_bytes:
+    memory = facts.get("memory_available_bytes")
+    if memory is not None and memory < least_memory_bytes:
         what = f"{show_gib(memory)} of memory are available and {show_gib(least_memory_bytes)} are needed"
         found.append(Problem(name, what, "stop other programs there"))
     return found

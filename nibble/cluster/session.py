@@ -212,6 +212,7 @@ class Cluster:
             has_ray=topology.mode == "ray",
             model=model,
             least_gb_per_s=settings.cluster_min_gb_per_s,
+            least_memory_bytes=least_memory_bytes(self.plan),
         )
         try:
             self.report.demand()
@@ -273,6 +274,14 @@ class Cluster:
         if self._roster:
             self._roster.run += starting
             self._roster.state = "starting" if starting else "waiting"
+
+
+def least_memory_bytes(plan: Plan) -> int:
+    """What each node needs: weights, engine and the smallest KV cache; 0 where the weights are not known."""
+    budget = plan.budget
+    if budget.weights_bytes is None:
+        return 0
+    return budget.weights_bytes + budget.overhead_bytes + budget.least_kv_bytes
 
 
 def withhold_from_ray(environ: Mapping[str, str]) -> None:

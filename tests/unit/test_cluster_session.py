@@ -15,7 +15,15 @@ from nibble.cluster import session as session_module
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
 from nibble.cluster.roster import Roster
-from nibble.cluster.session import DEAD_WORKER, Cluster, NodeLost, Watch, serve_across, withhold_from_ray
+from nibble.cluster.session import (
+    DEAD_WORKER,
+    Cluster,
+    NodeLost,
+    Watch,
+    least_memory_bytes,
+    serve_across,
+    withhold_from_ray,
+)
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
@@ -211,3 +219,10 @@ def test_the_environment_of_vllm_on_ray_has_the_token_as_a_private_file(tmp_path
 
 def test_rank_0_has_the_address_that_the_others_use() -> None:
     assert node_address(load_settings({}, MP).settings, None) == HERE
+
+
+def test_each_node_needs_its_part_of_the_weights_the_engine_and_a_cache() -> None:
+    one, two = plan({}), plan(MP)
+    assert one.budget.weights_bytes and two.budget.weights_bytes
+    assert two.budget.weights_bytes <= one.budget.weights_bytes // 2 + 1
+    assert two.budget.overhead_bytes < least_memory_bytes(two)
