@@ -53,15 +53,16 @@ class Member:
             "busy": busy_processes(),
             "time": time.time(),
         }
-        if self.reply.get("wants_facts", True):
-            message["facts"] = self.facts()
-            message["time"] = time.time()  # facts take a moment
         try:
+            if self.reply.get("wants_facts", True):
+                message |= {"facts": self.facts(), "time": time.time()}  # facts take a moment
             self.reply = call(self.head, "/beat", self.token, message, environ=self.environ)
             self.head_session = self.head_session or self.reply["session"]
             self.error, self._answered = None, time.monotonic()
         except AgentError as error:
             self.error = error
+        except OSError as error:  # a fact that cannot be read now
+            self.error = AgentError(0, str(error))
 
     def greet(self) -> None:
         """Ask the head whether it takes our token, without joining yet; `error` says why not."""
