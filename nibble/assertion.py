@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.backend_rules import in_effect
 from nibble.errors import ExitCode, NibbleError
+from nibble.nvfp4_options import asked as plugin_options
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -26,6 +27,7 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in
 # torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
+OUR_LINEAR_KERNEL = "NibbleNvFp4LinearKernel"  # vllm_plugin/cuda.py
 OURS = ("Cpu", "Nibble")  # how nibble's own kernels are called
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
@@ -85,6 +87,8 @@ def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, .
 
 
 def _backend(part: str, flag: str, plan: Plan, asked: Mapping[str, Any]) -> Expectation:
+    if part == "linear" and plugin_options(asked).get("linear_kernel") == "nibble":
+        return Expectation(part, (OUR_LINEAR_KERNEL,), "linear_kernel of --additional-config")
     value = in_effect(flag, asked)
     if value not in ("", "auto"):
         choice = plan.args.get(flag)

@@ -16,6 +16,7 @@ from nibble.canary.asking import Asker
 from nibble.canary.layers import activations_of
 from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, read_references
 from nibble.errors import ExitCode, NibbleError
+from nibble.nvfp4_options import asked as plugin_options
 from nibble.paths import root
 from nibble.readiness import Api
 from nibble.recipes import recipe_path
@@ -31,9 +32,7 @@ OTHER_NUMBERS = (
     "--kv-cache-dtype",
     "--quantization",
     "--dtype",
-    "--additional-config",
     "--hf-overrides",
-    "--speculative-config",
 )
 LOOSE_LIMIT = 0.6
 ACTION = "--linear-backend, --moe-backend and --attention-backend choose other kernels; NIBBLE_CANARY=warn serves all the same"
@@ -161,7 +160,9 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     if not known:
         return None
     same = next((found for found in known if found.activations == activations), None)
-    if same is not None and not any(flag in plan.args for flag in OTHER_NUMBERS):
+    options = plugin_options({flag: choice.value for flag, choice in plan.args.items()})
+    differs = any(flag in plan.args for flag in OTHER_NUMBERS) or "quantize_lm_head" in options
+    if same is not None and not differs:
         return same
     return replace(same or known[0], mean_limit=max(known[0].mean_limit, LOOSE_LIMIT))
 
