@@ -50,16 +50,17 @@ def main() -> None:
     if options.one:
         print(json.dumps(seconds_of(options.one[0], sorted(Path(options.one[1]).glob("*.safetensors")))))
         return
+    from start_overhead import machine, versions
+
+    where = machine()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         total_bytes = write_shards(Path(folder), options.gib, options.shards)
         rows = measure(Path(folder), options.rounds, total_bytes)
-    from start_overhead import machine, versions
-
     result = {
         "what": "seconds and GB/s (10^9) from files to memory, medians",
         "command": " ".join([".venv/bin/python", "benchmarks/weight_loading.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": where,
         "versions": versions(),
         "bytes": total_bytes,
         "shards": options.shards,

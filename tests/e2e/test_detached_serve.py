@@ -61,7 +61,8 @@ def test_a_server_in_the_background_is_started_followed_refused_twice_and_stoppe
     again = nibble("serve", "--detach", "nibble-demo")
     assert again.returncode == 5 and f"pid {told['pid']}" in again.stderr
 
-    wait_for(lambda: "[nibble] ready in" in nibble("logs").stdout, START_TIMEOUT_S)
+    wait_for(lambda: "[nibble] ready in" in Path(told["log"]).read_text(), START_TIMEOUT_S)
+    assert "[nibble] ready in" in nibble("logs").stdout
     engine = [one.pid for one in processes() if one.parent == told["pid"]]
     stopped = nibble("stop")
     assert stopped.returncode == 0 and "ended with code 0" in stopped.stderr
