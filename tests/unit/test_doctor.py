@@ -148,7 +148,7 @@ def test_report_of_this_machine_is_json_and_names_every_subject(environ: dict[st
     assert data["exit_code"] == report.exit_code == ExitCode.OK
     subjects = {"python", "nibble", "vllm", "torch", "settings", "gpu", "target", "memory", "nibble cache"}
     subjects |= {"hugging face cache", "vllm cache", "PORT", "NIBBLE_CONTROL_PORT", "hub", "hf token"}
-    subjects |= {"kernels"}
+    subjects |= {"kernels", "compiled code", "known bad versions", "flashinfer jit", "nccl", "locked memory"}
     subjects |= {"open files", "shared memory", "container", "patches", "probes"}
     assert subjects <= {check["name"] for check in data["checks"]}
     assert all(check["fix"] for check in data["checks"] if check["status"] == "fail")
