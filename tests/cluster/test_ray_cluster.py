@@ -78,7 +78,7 @@ class Serve:
 
 @pytest.fixture(scope="module")
 def serve(head: Node, worker: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    found = Serve(head, tmp_path_factory.mktemp("serve") / "log", NIBBLE_PIPELINE_PARALLEL_SIZE="2")
+    found = Serve(head, tmp_path_factory.mktemp("serve") / "log", TENSOR_PARALLEL_SIZE="2")
     try:
         found.wait_ready()
         yield found
