@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 COLUMNS, ROWS, TOKENS = 1024, {"q": 256, "k": 64, "v": 64}, 64
 TIME_LIMIT_S = 120
 ROUTED = "fp4-as-bf16"  # a W4A4 checkpoint with NIBBLE_NVFP4_ACTIVATIONS=bf16
-LINEAR_KERNELS = {"cpu": ("auto", "emulation"), "cuda": ("marlin", "humming", "emulation")}
+LINEAR_KERNELS = {"cpu": ("auto", "emulation"), "cuda": ("marlin", "humming", "emulation", "nibble")}
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
         for activations in ("fp4", "bf16", ROUTED)
         for kernel in LINEAR_KERNELS[options.device]
         for plugin in ("own", "merged")
-        if activations != ROUTED or plugin == "merged"
+        if plugin == "merged" or (activations != ROUTED and kernel != "nibble")
     ]
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -137,7 +137,9 @@ def run_case(form: str, activations: str, kernel: str, scales: str, device: str)
         out = layer(x.to(device))[0].cpu().double()
         chosen = type(getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel).__name__
         is_quantized = (
-            activations == "fp4" and "Marlin" not in chosen and not ("Humming" in chosen and device == "cuda")
+            activations == "fp4"
+            and kernel not in ("marlin", "nibble")
+            and not ("Humming" in chosen and device == "cuda")
         )
         errors = {}
         for (name, weight), columns in zip(weights.items(), out.split(list(ROWS.values()), 1), strict=True):
@@ -181,7 +183,9 @@ def vllm_config(kernel: str, options: dict[str, str]) -> Iterator[None]:
     """A vLLM configuration with this --linear-backend and these options of the plugin."""
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
 
-    backend = KernelConfig(linear_backend=kernel)
+    backend = KernelConfig(linear_backend="auto" if kernel == "nibble" else kernel)
+    if kernel == "nibble":
+        options = options | {"linear_kernel": "nibble"}
     with set_current_vllm_config(VllmConfig(kernel_config=backend, additional_config={"nibble": options})):
         yield
 

@@ -15,7 +15,8 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ SHAPES = {"main": MAIN, "more": MORE, "all": MAIN + MORE}
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 GLOBAL_SCALE = 0.01
 ROUNDS = 15
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Product = Callable[[Tensor], Tensor]
 
@@ -57,6 +59,15 @@ def main() -> None:
     parser.add_argument("--divisions", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from nvfp4_layers import distributed_environment
+
+    alone = options.without_vllm or options.divisions
+    with nullcontext() if alone else distributed_environment("cuda"):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     read = read_bandwidth()
     results = []
     print(f"{torch.cuda.get_device_name()}, reads {read / 1e9:.0f} GB/s")
@@ -91,10 +102,9 @@ def side_by_side(
 
 
 def every_division(shape: tuple[int, int], batches: list[int], read: float) -> Iterator[dict[str, Any]]:
-    """The time with other numbers of thread blocks and of phases, and of what the kernel chooses."""
+    """The time with clusters of one, two and four thread blocks, and of what the kernel chooses."""
     weights = copies(shape)
-    all_blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    divisions = [(), *((blocks, 1) for blocks in (all_blocks // 2, all_blocks, 2 * all_blocks)), (all_blocks, 2)]
+    divisions = [(), (1, 1), (2, 1), (4, 1)]
     for batch in batches:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
         products = {
@@ -132,8 +142,8 @@ def copies(shape: tuple[int, int]) -> list[PreparedWeight]:
 
 def random_weight(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     rows, columns = shape
-    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
-    scales = (torch.rand(rows, columns // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn)
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=DEVICE)
+    scales = (torch.rand(rows, columns // 16, device=DEVICE) + 0.5).to(torch.float8_e4m3fn)
     return codes, scales
 
 
@@ -146,7 +156,9 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
         ]
     }
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-    dense = [nvfp4_dequantize_weight(weight, shape[1], like) for weight in weights[: max(2, len(weights) // 3)]]
+    dense = [
+        nvfp4_dequantize_weight(weight, shape[1], like) for weight in weights[: max(2, len(weights) // 3)]
+    ]
     found["cublas bf16"] = [
         lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in dense
     ]
@@ -155,37 +167,34 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
     return found
 
 
-def vllm_kernels(shape: tuple[int, int], count: int) -> dict[str, list[Product]]:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
-    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
-    from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+def vllm_kernels(
+    shape: tuple[int, int], count: int, names: Sequence[str] = ("marlin", "humming")
+) -> dict[str, list[Product]]:
+    """vLLM's own layers with these values of --linear-backend; nibble's plugin is not loaded."""
+    from nvfp4_layers import vllm_config
 
     found: dict[str, list[Product]] = {}
-    for name, kind in (("marlin", MarlinNvFp4LinearKernel), ("humming", HummingNvFp4LinearKernel)):
-        calls: list[Product] = []
-        with set_current_vllm_config(VllmConfig()):
-            for _ in range(count):
-                layer, kernel = vllm_layer(shape), kind(NvFp4LinearLayerConfig())
-                kernel.process_weights_after_loading(layer)
-                calls.append(lambda x, layer=layer, kernel=kernel: kernel.apply_weights(layer, x))
-        found[name] = calls
+    for name in names:
+        with vllm_config(name, {}):
+            layers = [vllm_layer(shape) for _ in range(count)]
+        found[name] = [lambda x, layer=layer: layer.quant_method.apply(layer, x) for layer in layers]
     return found
 
 
-def vllm_layer(shape: tuple[int, int]) -> torch.nn.Module:
-    """The attributes that vLLM's methods leave on a W4A16 layer for its kernel."""
+def vllm_layer(shape: tuple[int, int]) -> Any:
+    """A linear layer as a ModelOpt checkpoint of weights alone has it, with random weights."""
+    from nvfp4_layers import CONFIGS
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
     codes, scales = random_weight(shape)
-    layer = torch.nn.Module()
-    layer.params_dtype = torch.bfloat16  # type: ignore[assignment]
-    layer.output_size_per_partition, layer.input_size_per_partition = shape  # type: ignore[assignment]
-    layer.logical_widths = [shape[0]]  # type: ignore[assignment]
-    for name, value in (
-        ("weight", codes),
-        ("weight_scale", scales),
-        ("weight_global_scale", torch.tensor(GLOBAL_SCALE, device="cuda")),
-    ):
-        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    with torch.device(codes.device):
+        layer = ReplicatedLinear(
+            shape[1], shape[0], bias=False, quant_config=CONFIGS["modelopt"]("bf16"), prefix="linear"
+        )
+    layer.weight.data.copy_(codes)
+    layer.weight_scale.data.copy_(scales)
+    layer.weight_scale_2.data.fill_(GLOBAL_SCALE)
+    layer.quant_method.process_weights_after_loading(layer)
     return layer
 
 

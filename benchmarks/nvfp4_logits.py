@@ -41,7 +41,8 @@ BOUNDS_NATS = {
 
 
 class Way(NamedTuple):
-    """A way to multiply. activations: NIBBLE_NVFP4_ACTIVATIONS; backend: of linear layers and experts."""
+    """A way to multiply. activations: NIBBLE_NVFP4_ACTIVATIONS; backend: of linear layers and experts, "nibble" of ours, with
+    Marlin's experts."""
 
     device: str
     activations: str
@@ -54,6 +55,7 @@ PATHS = {
     "nibble on the CPU, W4A16": Way("cpu", "bf16"),
     "nibble on the CPU, W4A4, two ranks": Way("cpu", "checkpoint", ranks=2),
     "nibble on the CPU, W4A16, two ranks": Way("cpu", "bf16", ranks=2),
+    "nibble on the GPU, W4A16": Way("cuda", "bf16", "nibble"),
     "Marlin, W4A16": Way("cuda", "bf16", "marlin"),
     "Humming, W4A16": Way("cuda", "bf16", "humming"),
     "Marlin given W4A4": Way("cuda", "checkpoint", "marlin"),
@@ -169,13 +171,18 @@ def in_vllm(
     model: str, device: str, options: dict[str, str], backend: str = "auto", ranks: int = 1
 ) -> Tensor | str:
     """The same of a vLLM in a process of its own, with these options of the plugin."""
-    memory = {"kv_cache_memory_bytes": 64 << 20} if device == "cpu" else {"gpu_memory_utilization": 0.1}
-    arguments = memory | {
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
+    if device == "cuda":
+        memory |= {"gpu_memory_utilization": 0.1}
+    if backend == "nibble":
+        options, backend = options | {"linear_kernel": "nibble"}, "marlin"
+        memory |= {"linear_backend": "auto"}
+    arguments = {
         "linear_backend": backend,
         "moe_backend": backend,
         "tensor_parallel_size": ranks,
         "additional_config": {"nibble": options},
-    }
+    } | memory
     file = Path(tempfile.mkdtemp()) / "logprobs.pt"
     words = [sys.executable, __file__, "--score", model, json.dumps(arguments), str(file)]
     environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

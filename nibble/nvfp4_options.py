@@ -1,6 +1,7 @@
-"""--nvfp4-activations, --quantize-lm-head, --act-scale-mode: what nibble's vLLM plugin is told, which models rule it out. Pure.
+"""--nvfp4-activations, --quantize-lm-head, --linear-kernel, --act-scale-mode: what nibble's vLLM plugin is told. Pure.
 
-The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`.
+The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`. Here is which models and targets
+rule them out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.errors import ExitCode, NibbleError
+from nibble.targets import Target
 
 FLAG = "--additional-config"
-OPTIONS = ("nvfp4_activations", "quantize_lm_head", "act_scale_mode")
+OPTIONS = ("nvfp4_activations", "quantize_lm_head", "linear_kernel", "act_scale_mode")
 REASON = "for nibble's vLLM plugin"
 
 
@@ -25,9 +27,11 @@ def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
     return ours if isinstance(ours, Mapping) else {}
 
 
-def check_nvfp4_options(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> None:
-    """Raise CONFIG for an option that this model rules out."""
+def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
+    """Raise CONFIG for an option that this model or target rules out."""
     wanted = asked(args)
+    if wanted.get("linear_kernel") == "nibble":
+        _check_linear_kernel(checkpoint, target, args)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
@@ -43,6 +47,27 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, args: Mapping[str, Any]) 
         what = f"the output head of {checkpoint.id} cannot be quantized: {problem}"
         action = "unset NIBBLE_QUANTIZE_LM_HEAD or drop --quantize-lm-head"
         raise NibbleError(ExitCode.CONFIG, what, "an unquantized output head of its own", action)
+
+
+def _check_linear_kernel(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
+    off = "unset NIBBLE_LINEAR_KERNEL or drop --linear-kernel"
+    if target.device != "cuda":
+        what = "NIBBLE_LINEAR_KERNEL=nibble is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
+        raise NibbleError(ExitCode.CONFIG, what, "a GPU target", off)
+    if (backend := args.get("--linear-backend", "auto")) != "auto":
+        what = f"NIBBLE_LINEAR_KERNEL=nibble and --linear-backend {backend} ask for two kernels"
+        raise NibbleError(ExitCode.CONFIG, what, "one of them", off)
+    if checkpoint is None:
+        return
+    scheme = checkpoint.scheme
+    if not (scheme.is_nvfp4 or scheme.vllm_quantization == "quartet2"):
+        what = f"NIBBLE_LINEAR_KERNEL=nibble is for NVFP4 checkpoints, and {checkpoint.id} is {scheme.name}"
+        raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", off)
+    is_weight_only = asked(args).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
+    if target.features.has_fp4_mma and not is_weight_only:
+        what = f"NIBBLE_LINEAR_KERNEL=nibble leaves activations in BF16, and {checkpoint.id} has them in FP4 on {target.name}"
+        action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {off}"
+        raise NibbleError(ExitCode.CONFIG, what, "activations in BF16", action)
 
 
 def with_served_activations(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> Checkpoint | None:

@@ -172,7 +172,7 @@ def make_plan(parts: Ingredients) -> Plan:
     args |= cloverlm_flags(parts.checkpoint, args)
     values = {name: choice.value for name, choice in args.items()}
     check_model(parts.checkpoint, parts.target, values)
-    check_nvfp4_options(parts.checkpoint, values)
+    check_nvfp4_options(parts.checkpoint, parts.target, values)
     parts = replace(parts, checkpoint=with_served_activations(parts.checkpoint, values))
     check_gemma4(settings, parts.target, parts.checkpoint, values, parts.can_compile)
     tensor, pipeline = (

@@ -23,17 +23,17 @@ from torch import Tensor
 
 EMULATOR = Path(__file__).parent / "emulator"
 GLOBAL_SCALE = 1.23e-4
-# Rows of x, N, K, thread blocks, phases: every form, half a chunk at a row's end, fewer tiles than warps, groups of four rows,
-# several rounds of groups, phases of unequal length.
+# Rows of x, N, K, clusters, thread blocks of each, phases: every form, half a chunk at a row's end, fewer tiles than warps,
+# groups of four rows, several rounds of groups, phases and ranks of unequal length.
 CASES = [
-    (1, 24, 176, 1, 1),
-    (8, 600, 640, 1, 1),
-    (5, 48, 1280, 2, 1),
-    (3, 112, 3072, 2, 3),
-    (13, 32, 1056, 2, 2),
-    (9, 552, 256, 1, 2),
-    (29, 48, 640, 2, 2),
-    (20, 280, 144, 2, 1),
+    (1, 24, 176, 1, 1, 1),
+    (8, 1128, 640, 1, 1, 1),
+    (5, 48, 1280, 2, 2, 1),
+    (3, 112, 3072, 2, 1, 3),
+    (13, 32, 1056, 1, 2, 2),
+    (9, 552, 256, 1, 1, 2),
+    (29, 48, 640, 2, 1, 2),
+    (20, 280, 144, 1, 2, 1),
 ]
 Multiply = Callable[..., Tensor]
 
@@ -74,7 +74,7 @@ def multiply(
         column_scale: Tensor | None = None,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        division: tuple[int, int] = (1, 1),
+        division: tuple[int, int, int] = (1, 1, 1),
         silu_mul: bool = False,
     ) -> Tensor:
         weight = prepare_weight(codes, scales, native=not bfloat_operands)
@@ -110,7 +110,7 @@ def test_activations_keep_their_range_in_every_phase(multiply: Multiply) -> None
     x = torch.randn(3, 1024) * torch.tensor([[1e30], [1.0], [1e-30]])
     x[:, 512:] *= 1e-6
     x[1, :512] = 0
-    y = multiply(x.bfloat16(), codes, scales, division=(1, 2))
+    y = multiply(x.bfloat16(), codes, scales, division=(1, 1, 2))
     factor = torch.tensor(GLOBAL_SCALE).double()
     assert_rounded_once(y, x.bfloat16(), values_of(codes, scales), factor)
 

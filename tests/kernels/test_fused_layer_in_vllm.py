@@ -24,13 +24,20 @@ PATHS = {
 Errors = dict[str, dict[str, float]]  # of q, k and v to the "original" weights and to the "stored" ones
 
 
-def errors(installed: Path, scales: str, paths: list[tuple[str, str]]) -> dict[tuple[str, str, str], Errors]:
+def run_program(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"PYTHONPATH": str(installed)}
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *words], env=environ, capture_output=True, text=True, check=False
+    )
+
+
+def errors(
+    installed: Path, scales: str, paths: list[tuple[str, str]], device: str = "cpu"
+) -> dict[tuple[str, str, str], Errors]:
     """For each form and path, in one process: the plugin is in all of it or in nothing of it."""
     cases = [(form, *path) for form in FORMS for path in paths]
-    words = [sys.executable, str(PROGRAM), "--cases", *(",".join([*case, scales]) for case in cases)]
-    done = subprocess.run(
-        words, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True, text=True, check=False
-    )
+    words = ("--device", device, "--cases", *(",".join([*case, scales]) for case in cases))
+    done = run_program(installed, *words)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(cases), done.stderr[-2000:]
     return {case: json.loads(line)["errors"] for case, line in zip(cases, lines, strict=True)}
@@ -59,3 +66,17 @@ def test_the_plugin_leaves_each_part_its_own_scale(
     for part in ("q", "k", "v"):
         assert found[part]["stored"] < BF16_ROUNDING, found
         assert found[part]["original"] == pytest.approx(PATHS[path], rel=0.06), found
+
+
+def test_nibbles_gpu_kernel_is_refused_where_it_cannot_run(installed: Path) -> None:
+    done = run_program(installed, "--cases", "modelopt,fp4,nibble,merged")
+    assert done.returncode
+    assert "ValueError: nibble's NVFP4 kernel cannot run: it needs an NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["fp4", "bf16", "fp4-as-bf16"])
+def test_nibbles_gpu_kernel_leaves_each_part_its_own_scale(installed: Path, activations: str) -> None:
+    """Activations stay in BF16 on a GPU that cannot multiply FP4."""
+    for found in errors(installed, "merged", [(activations, "nibble")], "cuda").values():
+        assert all(found[part]["stored"] < BF16_ROUNDING for part in ("q", "k", "v")), found

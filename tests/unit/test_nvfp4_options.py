@@ -73,6 +73,25 @@ def test_bf16_activations_for_a_model_that_is_not_nvfp4_are_refused(tmp_path: Pa
     assert "is for NVFP4 checkpoints" in error.what and "is bf16" in error.what
 
 
+def test_nibbles_linear_kernel_is_asked_for_by_name(model: Path) -> None:
+    found = plan(model, NIBBLE_LINEAR_KERNEL="nibble", target="hopper")
+    assert found.args[FLAG].value == {"nibble": {"linear_kernel": "nibble"}}
+    assert FLAG not in plan(model, "--linear-kernel", "vllm", target="hopper").args
+
+
+def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(model: Path, tmp_path: Path) -> None:
+    wanted = ("--linear-kernel", "nibble")
+    assert "on the CPU nibble's kernel runs without it" in refused(model, *wanted, "--target", "cpu").what
+    two = refused(model, *wanted, "--target", "hopper", "--linear-backend", "marlin")
+    assert "--linear-backend marlin ask for two kernels" in two.what
+    # On a GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
+    fp4 = refused(model, *wanted, "--target", "gb10")
+    assert "has them in FP4 on gb10" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
+    assert plan(model, *wanted, "--nvfp4-activations", "bf16", target="gb10").args[FLAG]
+    plain = refused(write_checkpoint(tmp_path / "b", tensors("bf16")), *wanted, "--target", "hopper")
+    assert "is for NVFP4 checkpoints" in plain.what
+
+
 def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) -> None:
     declared = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
     folder = write_checkpoint(tmp_path / "m", tensors("w4a16"), {"quantization_config": declared})

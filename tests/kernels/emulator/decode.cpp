@@ -10,57 +10,60 @@ using namespace nibble::decode;
 
 namespace {
 
-// Calls f(shared memory) in each thread of one block.
+// Calls f(shared memory) in each thread of the blocks of a cluster.
 template <class Form, class F>
-void run_block(uint32_t block, uint32_t blocks, const Problem& problem, F&& f) {
-  EmulatedBlock shared(Form::kThreads);
+void run_cluster(uint32_t cluster, uint32_t clusters, const Problem& problem, F&& f) {
+  const size_t bytes = Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, true);
   // NaN, so that what was not written would show.
-  std::vector<uint4> memory(
-      Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, false) / sizeof(uint4) + 1,
-      make_uint4(~0u, ~0u, ~0u, ~0u));
+  const std::vector<uint4> unwritten(bytes / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));
+  EmulatedCluster shared{EmulatedBlock::Barrier(problem.ranks * Form::kThreads),
+                         std::vector(problem.ranks, unwritten)};
+  std::vector<std::unique_ptr<EmulatedBlock>> blocks;
   std::vector<std::jthread> threads;
-  for (uint32_t thread = 0; thread < Form::kThreads; ++thread) {
-    threads.emplace_back([&, thread] {
-      threadIdx = {thread};
-      blockIdx = {block};
-      blockDim = {Form::kThreads};
-      gridDim = {blocks};
-      emulated_block = &shared;
-      f(memory.data());
-    });
+  for (uint32_t rank = 0; rank < problem.ranks; ++rank) {
+    blocks.push_back(std::make_unique<EmulatedBlock>(Form::kThreads, rank));
+    for (uint32_t thread = 0; thread < Form::kThreads; ++thread) {
+      threads.emplace_back([&, rank, thread, block = blocks.back().get()] {
+        threadIdx = {thread};
+        blockIdx = {cluster * problem.ranks + rank};
+        blockDim = {Form::kThreads};
+        gridDim = {clusters * problem.ranks};
+        emulated_block = block;
+        emulated_cluster = &shared;
+        f(shared.memory[rank].data());
+      });
+    }
   }
 }
 
 template <class T, class Operand, class Form>
-void run(const Problem& problem, uint32_t blocks) {
-  for (uint32_t block = 0; block < blocks; ++block) {
-    run_block<Form>(block, blocks, problem, [&](uint4* memory) {
-      Multiplier<T, Operand, Form>(problem, share_of(problem.groups, block, blocks, problem.groups / blocks),
-                                   memory)
-          .run();
-    });
+void run(const Problem& problem, uint32_t clusters) {
+  for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
+    const Share share = share_of(problem.groups, cluster, clusters, problem.groups / clusters);
+    run_cluster<Form>(cluster, clusters, problem,
+                      [&](uint4* memory) { Multiplier<T, Operand, Form>(problem, share, memory).run(); });
   }
 }
 
 template <class T, class Operand>
-void run_form(const Problem& problem, uint32_t blocks) {
-  if (problem.tokens <= 8) return run<T, Operand, Few>(problem, blocks);
-  if (problem.tokens <= 16) return run<T, Operand, Some>(problem, blocks);
-  run<T, Operand, Many>(problem, blocks);
+void run_form(const Problem& problem, uint32_t clusters) {
+  if (problem.tokens <= 8) return run<T, Operand, Few>(problem, clusters);
+  if (problem.tokens <= 16) return run<T, Operand, Some>(problem, clusters);
+  run<T, Operand, Many>(problem, clusters);
 }
 
 template <class Form>
 void run_experts_form(const Problem& problem, const Experts& experts, uint32_t blocks) {
   for (uint32_t block = 0; block < blocks; ++block) {
     Table table;
-    run_block<Form>(block, blocks, problem, [&](uint4* memory) {
+    run_cluster<Form>(block, blocks, problem, [&](uint4* memory) {
       run_experts<__nv_bfloat16, nibble::BfloatOperand, Form>(problem, experts, table, memory);
     });
   }
 }
 
 Problem problem_of(const void* x, const void* codes, const void* scales, void* out, uint32_t outputs,
-                   uint32_t columns, uint32_t phases, bool silu_mul) {
+                   uint32_t columns, uint32_t ranks, uint32_t phases, bool silu_mul) {
   Problem problem{};
   problem.x = static_cast<const uint4*>(x);
   problem.codes = static_cast<const uint4*>(codes);
@@ -70,7 +73,9 @@ Problem problem_of(const void* x, const void* codes, const void* scales, void* o
   problem.columns = columns;
   problem.chunks = (columns + kChunk - 1) / kChunk;
   problem.groups = (outputs / 2 + kGroup - 1) / kGroup;
-  problem.chunks_per_phase = (problem.chunks + phases - 1) / phases;
+  problem.ranks = ranks;
+  const uint32_t chunks = (problem.chunks + ranks - 1) / ranks;  // of a rank
+  problem.chunks_per_phase = (chunks + phases - 1) / phases;
   problem.silu_mul = silu_mul;
   return problem;
 }
@@ -82,7 +87,7 @@ extern "C" void multiply_experts_on_the_host(const void* x, const void* codes, c
                                              void* out, uint32_t tokens, uint32_t pairs,
                                              uint32_t pairs_per_input, uint32_t count, uint32_t outputs,
                                              uint32_t columns, uint32_t blocks, bool silu_mul) {
-  const Problem problem = problem_of(x, codes, scales, out, outputs, columns, 1, silu_mul);
+  const Problem problem = problem_of(x, codes, scales, out, outputs, columns, 1, 1, silu_mul);
   const Experts experts{static_cast<const int32_t*>(ids),
                         static_cast<const float*>(weights),
                         static_cast<const float*>(global_scales),
@@ -96,15 +101,15 @@ extern "C" void multiply_experts_on_the_host(const void* x, const void* codes, c
 extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const void* x, const void* codes,
                                      const void* scales, const void* column_scale, const void* bias,
                                      const void* residual, void* out, float global_scale, uint32_t tokens,
-                                     uint32_t outputs, uint32_t columns, uint32_t blocks, uint32_t phases,
-                                     bool silu_mul) {
-  Problem problem = problem_of(x, codes, scales, out, outputs, columns, phases, silu_mul);
+                                     uint32_t outputs, uint32_t columns, uint32_t clusters, uint32_t ranks,
+                                     uint32_t phases, bool silu_mul) {
+  Problem problem = problem_of(x, codes, scales, out, outputs, columns, ranks, phases, silu_mul);
   problem.column_scale = static_cast<const float*>(column_scale);
   problem.bias = bias;
   problem.residual = residual;
   problem.upper_global_scale = problem.lower_global_scale = global_scale;
   problem.tokens = tokens;
-  if (!bfloat) return run_form<__half, nibble::HalfOperand>(problem, blocks);
-  if (bfloat_operands) return run_form<__nv_bfloat16, nibble::BfloatOperand>(problem, blocks);
-  run_form<__nv_bfloat16, nibble::HalfOperand>(problem, blocks);
+  if (!bfloat) return run_form<__half, nibble::HalfOperand>(problem, clusters);
+  if (bfloat_operands) return run_form<__nv_bfloat16, nibble::BfloatOperand>(problem, clusters);
+  run_form<__nv_bfloat16, nibble::HalfOperand>(problem, clusters);
 }

@@ -1,4 +1,7 @@
 // nibble::nvfp4_decode_linear: how the work of decode.cuh is divided, and its launch.
+#include <map>
+#include <mutex>
+
 #include "nibble/decode_launch.h"
 
 namespace nibble::decode {
@@ -8,33 +11,98 @@ template <class T, class Operand, class Form>
 __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     multiply(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 shared[];
-  const Share share = share_of(problem.groups, blockIdx.x, gridDim.x, problem.groups_per_block);
+  const uint32_t clusters = gridDim.x / problem.ranks;
+  const Share share =
+      share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
   Multiplier<T, Operand, Form>(problem, share, shared).run();
 }
 
 struct Run {
   Problem problem;
   const Device& device;
-  const std::vector<int64_t>& division;  // thread blocks and phases, or empty
+  const std::vector<int64_t>& division;  // ranks of a cluster and phases, or empty
   cudaStream_t stream;
 };
 
-// `capacity`: tokens that x is given room for. Phases decide the order of additions and must not depend on
-// the batch.
+struct Division {
+  uint32_t ranks, clusters, chunks_per_phase;
+};
+
+// Clusters of `ranks` thread blocks, of which a multiprocessor has one, that the device runs at a time. Some
+// of its multiprocessors may have no neighbours left for one.
 template <class T, class Operand, class Form>
-void launch(Run& run, uint32_t capacity) {
-  Problem& p = run.problem;
-  p.chunks_per_phase = chunks_per_phase<Form>(p, capacity, run.device);
-  uint32_t blocks = std::min(run.device.multiprocessors, p.groups);
-  if (!run.division.empty()) {
-    blocks = std::min(static_cast<uint32_t>(run.division[0]), p.groups);
-    p.chunks_per_phase =
-        std::min(p.chunks_per_phase, quotient_up(p.chunks, static_cast<uint32_t>(run.division[1])));
+uint32_t clusters_at_a_time(uint32_t ranks, const Device& device) {
+  if (ranks == 1) return device.multiprocessors;
+  static std::mutex mutex;
+  static std::map<std::pair<int, uint32_t>, uint32_t> known;
+  const std::lock_guard lock(mutex);
+  const auto [place, is_new] = known.try_emplace({device.index, ranks});
+  if (is_new) {
+    const auto kernel = multiply<T, Operand, Form>;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(device.shared_bytes)));
+    const Launch launch(device.multiprocessors / ranks * ranks, ranks, Form::kThreads, device.shared_bytes,
+                        nullptr);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config) != cudaSuccess) {
+      cudaGetLastError();  // a device without clusters
+      clusters = 0;
+    }
+    place->second = std::min(static_cast<uint32_t>(clusters), device.multiprocessors / ranks);
   }
-  p.groups_per_block = p.groups / blocks;
-  launch_overlapped(multiply<T, Operand, Form>, blocks, Form::kThreads,
-                    Form::shared_bytes(p.chunks_per_phase, p.tokens, p.chunks_per_phase == p.chunks),
-                    run.stream, p);
+  return place->second;
+}
+
+// Nanoseconds until the last multiprocessor is through: what it reads of the weight and of x, and what rounds
+// cost. Measured on an H200 (docs/kernels/nvfp4_linear.md); only the proportions matter.
+template <class Form>
+float cost(const Problem& p, const Division& division, uint32_t tokens) {
+  constexpr float kWeightBytes = 28, kXBytes = 33;                        // a nanosecond
+  constexpr float kClusterRound = 900, kBlockRound = 300, kPhase = 1500;  // nanoseconds
+  const uint32_t groups = quotient_up(p.groups, division.clusters),
+                 chunks = quotient_up(p.chunks, division.ranks);
+  const uint32_t batches = quotient_up(groups, Form::kGroupsPerRound),
+                 phases = quotient_up(chunks, division.chunks_per_phase);
+  const float x = static_cast<float>(chunks * kChunk * 2 * tokens) / kXBytes;
+  return static_cast<float>(groups * chunks * kTileBytes) / kWeightBytes + x * (phases > 1 ? batches : 1) +
+         batches * (division.ranks > 1 ? kClusterRound : kBlockRound) + (phases - 1) * batches * kPhase;
+}
+
+// `tokens`: as many as x is given room for. The division decides the order of additions and must not depend
+// on the batch.
+template <class T, class Operand, class Form>
+Division division_of(const Run& run, uint32_t tokens) {
+  const Problem& p = run.problem;
+  std::optional<Division> best;
+  for (uint32_t ranks = 1; ranks <= 4; ranks *= 2) {
+    if (!run.division.empty() && ranks != run.division[0]) continue;
+    const uint32_t clusters = clusters_at_a_time<T, Operand, Form>(ranks, run.device);
+    if (clusters == 0 || ranks > p.chunks) continue;
+    const uint32_t chunks = quotient_up(p.chunks, ranks);
+    Division division{ranks, std::min(clusters, p.groups),
+                      chunks_per_phase<Form>(chunks, tokens, run.device)};
+    if (!run.division.empty())
+      division.chunks_per_phase =
+          std::min(division.chunks_per_phase, quotient_up(chunks, static_cast<uint32_t>(run.division[1])));
+    if (!best || cost<Form>(p, division, tokens) < cost<Form>(p, *best, tokens)) best = division;
+  }
+  require(best.has_value(), "no such division of ", p.chunks, " chunks here");
+  return *best;
+}
+
+template <class T, class Operand, class Form>
+void multiply_some(Run& run, uint32_t tokens) {
+  Problem& p = run.problem;
+  const Division division = division_of<T, Operand, Form>(run, tokens);
+  p.ranks = division.ranks;
+  p.chunks_per_phase = division.chunks_per_phase;
+  p.groups_per_cluster = p.groups / division.clusters;
+  const bool totals = p.ranks > 1 || p.chunks_per_phase < p.chunks;
+  uint32_t bytes = Form::shared_bytes(p.chunks_per_phase, p.tokens, totals);
+  // Two blocks of a cluster on one multiprocessor would leave another idle.
+  if (p.ranks > 1) bytes = std::max(bytes, run.device.shared_bytes / 2 + 1024);
+  Launch launch(division.clusters * p.ranks, p.ranks, Form::kThreads, bytes, run.stream);
+  launch(multiply<T, Operand, Form>, p);
 }
 
 template <class T, class Operand>
@@ -47,7 +115,7 @@ void multiply_all(Run& run, bool batch_invariant) {
     const uint32_t left = all - done;
     const auto launch_for = [&](auto form, uint32_t capacity) {
       p.tokens = std::min(left, capacity);
-      launch<T, Operand, typename decltype(form)::type>(run, capacity);
+      multiply_some<T, Operand, typename decltype(form)::type>(run, capacity);
     };
     if (batch_invariant || (left > 8 && left <= 16)) {
       launch_for(TypeOf<Some>(), 16);

@@ -32,7 +32,9 @@ struct Problem {
   const void* residual;
   void* out;
   float upper_global_scale, lower_global_scale;  // of rows below N / 2 and of the others
-  uint32_t tokens, outputs, columns, chunks, groups, chunks_per_phase, groups_per_block;
+  uint32_t tokens, outputs, columns, chunks, groups;
+  uint32_t ranks;                                 // thread blocks of a cluster
+  uint32_t chunks_per_phase, groups_per_cluster;  // of the smaller share
   bool silu_mul;
 };
 
@@ -52,16 +54,22 @@ struct Form {
   static constexpr uint32_t kEndBytes = GroupsPerRound * 2 * sizeof(uint32_t);
   static constexpr uint32_t kRangeBytes = kTokens * sizeof(uint32_t);
 
-  static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool one_phase) {
+  // With `totals` where a block's sums of a round are not yet the result.
+  static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool totals) {
     return kRingBytes + kSlotBytes + kEndBytes + kRangeBytes + chunks * tokens * kChunk * 2 +
-           (one_phase ? 0 : kTotalBytes);
+           (totals ? kTotalBytes : 0);
   }
 };
 
 // How many tokens a launch takes, and the warps for them.
-using Few = Form<1, 16, 3, 16>;
-using Some = Form<2, 16, 3, 16>;
-using Many = Form<4, 16, 3, 8>;
+using Few = Form<1, 16, 3, 32>;
+using Some = Form<2, 16, 2, 16>;
+using Many = Form<4, 8, 3, 8>;
+
+constexpr uint32_t kLeastSharedBytes = 99 * 1024;  // of a thread block, of SM120
+static_assert(Few::shared_bytes(1, Few::kTokens, true) <= kLeastSharedBytes);
+static_assert(Some::shared_bytes(1, Some::kTokens, true) <= kLeastSharedBytes);
+static_assert(Many::shared_bytes(1, Many::kTokens, true) <= kLeastSharedBytes);
 
 // Groups of a thread block.
 struct Share {
@@ -90,22 +98,28 @@ struct Round {
 template <class Form>
 struct Rounds {
   const Share share;
-  const uint32_t all_chunks, chunks_per_phase;
+  const uint32_t begin, end, chunks_per_phase;  // chunks of this block
   const uint32_t batches = (share.groups + Form::kGroupsPerRound - 1) / Form::kGroupsPerRound;
   const uint32_t batch_base = batches == 1 ? share.groups : quotient(share.groups, batches);
 
-  __device__ __forceinline__ bool one_phase() const { return chunks_per_phase == all_chunks; }
+  __device__ __forceinline__ Rounds(const Problem& p, const Share& share, uint32_t rank)
+      : share(share),
+        begin(rank * p.chunks / p.ranks),
+        end((rank + 1) * p.chunks / p.ranks),
+        chunks_per_phase(p.chunks_per_phase) {}
+
+  __device__ __forceinline__ bool one_phase() const { return chunks_per_phase >= end - begin; }
 
   __device__ __forceinline__ Round of(uint32_t batch, uint32_t first_chunk) const {
     const Share groups = share_of(share.groups, batch, batches, batch_base);
     return {share.first_group + groups.first_group, groups.groups, first_chunk,
-            min(chunks_per_phase, all_chunks - first_chunk)};
+            min(chunks_per_phase, end - first_chunk)};
   }
   // Goes on to the next round; false after the last.
   __device__ __forceinline__ bool advance(uint32_t& batch, uint32_t& first_chunk) const {
     first_chunk += chunks_per_phase;
-    if (first_chunk < all_chunks) return true;
-    first_chunk = 0;
+    if (first_chunk < end) return true;
+    first_chunk = begin;
     return ++batch < batches;
   }
 };
@@ -131,6 +145,7 @@ class Ring {
     const uint32_t lane = threadIdx.x % kLanes;
     begin_ =
         instruction::shared_place(shared + threadIdx.x / kLanes * (Form::kDepth * kTileBytes) + lane * 16);
+    first_chunk_ = rounds.begin;
     start_run();
 #pragma unroll
     for (uint32_t i = 0; i < Form::kDepth; ++i) {
@@ -182,7 +197,7 @@ class Ring {
         continue;
       }
       const uint32_t group = quotient(first, round.chunks), chunk = first - group * round.chunks;
-      left_in_run_ = rounds_.one_phase() ? left : min(left, round.chunks - chunk);
+      left_in_run_ = round.chunks == p_.chunks ? left : min(left, round.chunks - chunk);
       done_ += left_in_run_;
       const size_t tile = size_t{round.first_group + group} * p_.chunks + round.first_chunk + chunk;
       codes_ = p_.codes + tile * (2 * kLanes) + lane;
@@ -245,7 +260,7 @@ struct Multiplier {
   Ends* const ends;             // [groups]
   uint32_t* const token_range;  // [tokens]: largest bits
   uint4* const x;               // [chunks of the phase, pieces, tokens, quarters]
-  float2* const totals;         // [items] of a thread's own, over phases
+  float2* const totals;         // [items] of a thread's own, over phases, then for the cluster
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t x_piece = p.tokens * kQuarters, x_chunk = kPieces * x_piece;
   const uint32_t half = p.outputs / 2;
@@ -254,7 +269,7 @@ struct Multiplier {
                                         Rows rows = {})
       : p(problem),
         rows(rows),
-        rounds{share, problem.chunks, problem.chunks_per_phase},
+        rounds(problem, share, problem.ranks > 1 ? instruction::cluster_rank() : 0),
         ring(reinterpret_cast<uint8_t*>(shared)),
         slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
         ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
@@ -263,40 +278,43 @@ struct Multiplier {
         totals(
             reinterpret_cast<float2*>(x + problem.chunks_per_phase * kPieces * kQuarters * problem.tokens)) {}
 
-  // Calls f(place in shared memory, token, eight elements or zeros past the end of the row) for the columns
-  // of a round. Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
+  // Calls f(place in shared memory, eight elements or zeros past the end of the row) for the columns of a
+  // round. Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
   template <class F>
   __device__ __forceinline__ void for_x(const Round& round, F&& f) const {
-    constexpr uint32_t kAtOnce = kTokenGroups == 1 ? 4 : 8;
+    constexpr uint32_t kAtOnce = Form::kBlocks == 2 ? 6 : 8, kNowhere = ~0u;
     const uint32_t piece = lane / 8, odd = lane / 4 % 2, quarter = lane % kQuarters;
     const uint32_t units = (p.tokens + 1) / 2 * round.chunks;
     for (uint32_t first = warp; first < units; first += kAtOnce * Form::kWarps) {
       uint4 elements[kAtOnce];
-      uint32_t chunk[kAtOnce], token[kAtOnce];
+      uint32_t places[kAtOnce];
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t unit = first + i * Form::kWarps;
-        const uint32_t pair = quotient(unit, round.chunks);
-        chunk[i] = unit - pair * round.chunks;
-        token[i] = unit < units ? pair * 2 + odd : p.tokens;
-        const uint32_t column = (round.first_chunk + chunk[i]) * kChunk + quarter * 32 + piece * 8;
+        const uint32_t unit = first + i * Form::kWarps, pair = quotient(unit, round.chunks);
+        const uint32_t chunk = unit - pair * round.chunks, token = pair * 2 + odd;
+        const uint32_t column = (round.first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
+        const bool is_there = unit < units && token < p.tokens;
         elements[i] = make_uint4(0, 0, 0, 0);
-        if (token[i] < p.tokens && column < p.columns)
-          elements[i] = __ldcg(p.x + (size_t{rows.input(token[i])} * p.columns + column) / 8);
+        if (is_there && column < p.columns)
+          elements[i] = __ldcg(p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
+        places[i] = is_there ? chunk * x_chunk + piece * x_piece + token * kQuarters + quarter : kNowhere;
       }
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        if (token[i] < p.tokens)
-          f(chunk[i] * x_chunk + piece * x_piece + token[i] * kQuarters + quarter, token[i], elements[i]);
+        if (places[i] != kNowhere) f(places[i], elements[i]);
       }
     }
+  }
+
+  __device__ __forceinline__ uint32_t token_of(uint32_t place) const {
+    return (place - quotient(place, x_piece) * x_piece) / kQuarters;
   }
 
   // A round's columns of x, in the order in which lanes need them.
   __device__ __forceinline__ void stage_x(const Round& round) const {
     if constexpr (kConverts) find_ranges(round);
-    for_x(round, [&](uint32_t place, uint32_t token, uint4 elements) {
-      if constexpr (kConverts) elements = in_range(elements, token_range[token]);
+    for_x(round, [&](uint32_t place, uint4 elements) {
+      if constexpr (kConverts) elements = in_range(elements, token_range[token_of(place)]);
       x[place] = elements;
     });
     __syncthreads();
@@ -305,7 +323,8 @@ struct Multiplier {
   __device__ __forceinline__ void find_ranges(const Round& round) const {
     for (uint32_t token = threadIdx.x; token < Form::kTokens; token += Form::kThreads) token_range[token] = 0;
     __syncthreads();
-    for_x(round, [&](uint32_t, uint32_t token, const uint4& elements) {
+    for_x(round, [&](uint32_t place, const uint4& elements) {
+      const uint32_t token = token_of(place);
       uint32_t largest = 0;
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
@@ -412,16 +431,38 @@ struct Multiplier {
         sum.x *= undo;
         sum.y *= undo;
       }
-      if (!rounds.one_phase()) {
-        float2* const total = totals + item;
-        if (round.first_chunk != 0) {
-          sum.x += total->x;
-          sum.y += total->y;
-        }
-        *total = sum;
+      if (round.first_chunk != rounds.begin) {
+        sum.x += totals[item].x;
+        sum.y += totals[item].y;
       }
-      if (round.first_chunk + round.chunks == p.chunks) write(round.first_group + group, row, token, sum);
+      if (p.ranks == 1 && is_last_phase(round)) {
+        write(round.first_group + group, row, token, sum);
+      } else {
+        totals[item] = sum;
+      }
     }
+  }
+
+  __device__ __forceinline__ bool is_last_phase(const Round& round) const {
+    return round.first_chunk + round.chunks == rounds.end;
+  }
+
+  // Adds up the blocks of a cluster, each for its share of the items.
+  __device__ __forceinline__ void add_up_cluster(const Round& round) const {
+    instruction::cluster_barrier();
+    const uint32_t items = round.groups * kGroup * p.tokens;
+    for (uint32_t item = instruction::cluster_rank() * Form::kThreads + threadIdx.x; item < items;
+         item += p.ranks * Form::kThreads) {
+      float2 sum = make_float2(0.0f, 0.0f);
+      for (uint32_t rank = 0; rank < p.ranks; ++rank) {
+        const float2 part = instruction::load_of_rank(totals + item, rank);
+        sum.x += part.x;
+        sum.y += part.y;
+      }
+      const uint32_t group = quotient(item / kGroup, p.tokens);
+      write(round.first_group + group, item % kGroup, item / kGroup - group * p.tokens, sum);
+    }
+    instruction::cluster_barrier();  // the others have read, too
   }
 
   __device__ __forceinline__ void write(uint32_t group, uint32_t row, uint32_t token, float2 sum) const {
@@ -455,13 +496,14 @@ struct Multiplier {
   __device__ __forceinline__ void run() const {
     Ring<Form> tiles(p, rounds, ring);
     Rows::before_x();
-    uint32_t batch = 0, first_chunk = 0;
+    uint32_t batch = 0, first_chunk = rounds.begin;
     Round round = rounds.of(batch, first_chunk);
     stage_x(round);
     while (true) {
       multiply(round, tiles);
       __syncthreads();
       add_up(round);
+      if (p.ranks > 1 && is_last_phase(round)) add_up_cluster(round);
       if (!rounds.advance(batch, first_chunk)) break;
       round = rounds.of(batch, first_chunk);
       __syncthreads();  // x, sums and ends are over

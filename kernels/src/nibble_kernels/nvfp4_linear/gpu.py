@@ -13,8 +13,8 @@ from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 
 __all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize_weight", "nvfp4_weight_linear"]
 
-# Up to as many rows decode.cu is faster than dequantizing and torch's matmul; see docs/kernels/nvfp4_linear.md.
-MAX_DECODE_ROWS = 128
+# More are multiplied by torch, from a dequantized copy. Reasoned, not measured: docs/kernels/nvfp4_linear.md.
+MAX_DECODE_ROWS = 64
 
 
 def _decode_reference(
@@ -33,7 +33,10 @@ def _decode_reference(
 ) -> Tensor:
     """The specification: float32 throughout, rounded once at the end."""
     rows = x.reshape(-1, x.shape[-1]).float()
-    y = matmul(rows, *stored_weight(PreparedWeight(codes, scales, outputs, native), x.shape[-1])) * global_scale
+    y = (
+        matmul(rows, *stored_weight(PreparedWeight(codes, scales, outputs, native), x.shape[-1]))
+        * global_scale
+    )
     if column_scale is not None:
         y = y * column_scale
     if bias is not None:
@@ -73,7 +76,18 @@ def _weight_linear(
     rows = x.reshape(-1, columns)
     if batch_invariant or len(rows) <= MAX_DECODE_ROWS:
         return _decode(
-            x, codes, scales, outputs, native, global_scale, column_scale, bias, None, False, batch_invariant, []
+            x,
+            codes,
+            scales,
+            outputs,
+            native,
+            global_scale,
+            column_scale,
+            bias,
+            None,
+            False,
+            batch_invariant,
+            [],
         )
     weight = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
@@ -92,8 +106,8 @@ def _weight_linear(
 
 
 _decode = operator(
-    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, Tensor? column_scale, "
-    "Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division) -> Tensor",
+    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
+    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division) -> Tensor",
     _decode_reference,
     _decode_fake,
 )
@@ -147,7 +161,7 @@ def nvfp4_decode_linear(
     the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
     a multiple of 16, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-4, 5-8,
     9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread
-    blocks, phases of K) is for tests and measurements.
+    blocks of a cluster, phases of K) is for tests and measurements.
     """
     return _decode(
         x,

@@ -78,7 +78,9 @@ def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]
     scale_by_row = scale_by_row.flatten(3).flatten(1, 2)
     return (
         by_row[:, : rows // 2, : columns // 2].reshape(rows, columns // 2),
-        scale_by_row[:, : rows // 2, : columns // BLOCK].reshape(rows, columns // BLOCK).view(torch.float8_e4m3fn),
+        scale_by_row[:, : rows // 2, : columns // BLOCK]
+        .reshape(rows, columns // BLOCK)
+        .view(torch.float8_e4m3fn),
     )
 
 
@@ -121,6 +123,8 @@ def _made_positive(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     negative, zero = stored > magnitudes, magnitudes == 0
     if negative.any() or zero.any():
         by_block = codes.unflatten(-1, (-1, BLOCK // 2))
-        by_block = by_block ^ (negative * 0x88).to(torch.uint8)[..., None]  # the signs of both codes of a byte
+        by_block = (
+            by_block ^ (negative * 0x88).to(torch.uint8)[..., None]
+        )  # the signs of both codes of a byte
         codes = by_block.masked_fill(zero[..., None], 0).flatten(-2)
     return codes, torch.where(zero, ONE, magnitudes).to(torch.uint8)

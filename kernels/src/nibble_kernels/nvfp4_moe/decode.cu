@@ -6,7 +6,7 @@ namespace nibble::decode {
 namespace {
 
 template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+__global__ void __launch_bounds__(Form::kThreads, 1)
     multiply_experts(const __grid_constant__ Problem problem, const __grid_constant__ Experts experts) {
   extern __shared__ uint4 shared[];
   __shared__ Table table;
@@ -16,11 +16,12 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
 template <class T, class Operand, class Form>
 void launch(Problem problem, const Experts& experts, Device device, cudaStream_t stream) {
   device.shared_bytes -= sizeof(Table);
-  problem.chunks_per_phase = chunks_per_phase<Form>(problem, Form::kTokens, device);
-  launch_overlapped(
-      multiply_experts<T, Operand, Form>, device.multiprocessors, Form::kThreads,
-      Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, problem.chunks_per_phase == problem.chunks),
-      stream, problem, experts);
+  problem.ranks = 1;
+  problem.chunks_per_phase = chunks_per_phase<Form>(problem.chunks, Form::kTokens, device);
+  const bool totals = problem.chunks_per_phase < problem.chunks;
+  Launch(device.multiprocessors, 1, Form::kThreads,
+         Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, totals),
+         stream)(multiply_experts<T, Operand, Form>, problem, experts);
 }
 
 Tensor nvfp4_moe_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales,

@@ -26,9 +26,7 @@ class PreparedExperts(NamedTuple):
     native: bool
 
 
-def prepare_experts(
-    codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool
-) -> PreparedExperts:
+def prepare_experts(codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool) -> PreparedExperts:
     """As prepare_weight for each expert; global_scales float32 [E, 2] (gate and up) or [E]."""
     experts = [prepare_weight(*expert, native) for expert in zip(codes, scales, strict=True)]
     both = global_scales.float().reshape(len(codes), -1).expand(-1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU, vLLM's choice elsewhere."""
+"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU and where it is asked for, vLLM's choice elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from vllm.platforms import PlatformEnum, current_platform
 
 from nibble_kernels.vllm_plugin.cpu import CpuNvFp4LinearKernel
+from nibble_kernels.vllm_plugin.cuda import NibbleNvFp4LinearKernel
+from nibble_kernels.vllm_plugin.options import current_options
 
 
 def register_cpu_kernel() -> None:
@@ -23,7 +25,24 @@ def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
     """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines 1132 and 1179 there)."""
     if use_a16 and current_platform.is_cpu():
         return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
+    if current_options().linear_kernel == "nibble":
+        return _ours(use_a16)
     return linear.init_nvfp4_linear_kernel(use_a16)
+
+
+def _ours(use_a16: bool) -> NvFp4LinearKernel:
+    """Our GPU kernel. Raises ValueError where it cannot run or would change a layer's arithmetic, and beside --linear-backend."""
+    supported, reason = NibbleNvFp4LinearKernel.is_supported()
+    if not supported:
+        raise ValueError(f"nibble's NVFP4 kernel cannot run: {reason}")
+    if not use_a16 and current_platform.has_device_capability(100):
+        raise ValueError(
+            "nibble's NVFP4 kernel leaves activations in BF16, and this GPU multiplies them in FP4; set nvfp4_activations to bf16"
+        )
+    backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
+    if backend != "auto":
+        raise ValueError(f"--linear-backend {backend} and nibble's NVFP4 kernel were both asked for")
+    return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
 
 def is_marlin(kernel: NvFp4LinearKernel) -> bool:

@@ -14,12 +14,14 @@ from nibble_kernels.quartet2 import Mode
 class Options:
     """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16 head to NVFP4 at load.
 
-    act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2).
+    act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2). linear_kernel: vLLM's
+    choice, or ours for NVFP4 weights with unquantized activations on a GPU.
     """
 
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
     quantize_lm_head: Literal["off", "nvfp4"] = "off"
     act_scale_mode: Mode = "token"
+    linear_kernel: Literal["vllm", "nibble"] = "vllm"
 
     @property
     def weights_only(self) -> bool:

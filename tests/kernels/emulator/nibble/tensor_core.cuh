@@ -87,12 +87,20 @@ struct EmulatedBlock {
   Barrier all;
   std::vector<Lane> lanes;
   std::mutex atomics;
+  uint32_t rank;
 
-  explicit EmulatedBlock(uint32_t threads) : all(threads), lanes(threads) {
+  EmulatedBlock(uint32_t threads, uint32_t rank) : all(threads), lanes(threads), rank(rank) {
     for (uint32_t i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Barrier>(32));
   }
 };
 inline thread_local EmulatedBlock* emulated_block;
+
+// The blocks of a cluster, each with its shared memory.
+struct EmulatedCluster {
+  EmulatedBlock::Barrier all;
+  std::vector<std::vector<uint4>> memory;
+};
+inline thread_local EmulatedCluster* emulated_cluster;
 
 inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
   return emulated_block->lanes[threadIdx.x / 32 * 32 + lane];
@@ -207,6 +215,15 @@ inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uin
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
 inline void copy_once(SharedPlace to, const uint4* from) { *reinterpret_cast<uint4*>(to) = *from; }
 inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<uint32_t*>(to) = *from; }
+inline uint32_t cluster_rank() { return emulated_block->rank; }
+inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
+inline float2 load_of_rank(const float2* own, uint32_t rank) {
+  const auto& memory = emulated_cluster->memory;
+  const char* const begin = reinterpret_cast<const char*>(memory[emulated_block->rank].data());
+  const char* const theirs = reinterpret_cast<const char*>(memory[rank].data());
+  return *reinterpret_cast<const float2*>(theirs + (reinterpret_cast<const char*>(own) - begin));
+}
+
 inline void end_copies() {}
 template <uint32_t Pending>
 void wait_for_copies() {}

@@ -9,6 +9,7 @@
 namespace nibble::decode {
 
 struct Device {
+  int index;
   uint32_t multiprocessors, shared_bytes;
 };
 
@@ -16,7 +17,7 @@ inline Device device_of(int index) {
   int multiprocessors = 0, shared_bytes = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-  return {static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(shared_bytes)};
+  return {index, static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(shared_bytes)};
 }
 
 inline uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
@@ -41,35 +42,44 @@ inline Problem problem_of(const Tensor& x, const Tensor& codes, int64_t outputs,
   return problem;
 }
 
-// So that each phase's columns of `tokens` rows of x fit, in phases of equal size.
+// The chunks of `all` that fit with `tokens` rows of x, in phases of equal size.
 template <class Form>
-uint32_t chunks_per_phase(const Problem& p, uint32_t tokens, const Device& device) {
-  if (Form::shared_bytes(p.chunks, tokens, true) <= device.shared_bytes) return p.chunks;
-  const uint32_t fixed = Form::shared_bytes(0, tokens, false),
-                 each = Form::shared_bytes(1, tokens, false) - fixed;
+uint32_t chunks_per_phase(uint32_t all, uint32_t tokens, const Device& device) {
+  if (Form::shared_bytes(all, tokens, true) <= device.shared_bytes) return all;
+  const uint32_t fixed = Form::shared_bytes(0, tokens, true),
+                 each = Form::shared_bytes(1, tokens, true) - fixed;
   require(fixed + each <= device.shared_bytes, "this GPU's ", device.shared_bytes,
           " bytes of shared memory are too few");
-  return quotient_up(p.chunks, quotient_up(p.chunks, (device.shared_bytes - fixed) / each));
+  return quotient_up(all, quotient_up(all, (device.shared_bytes - fixed) / each));
 }
 
 // A launch that may begin while the kernel before it ends.
-template <class... Parameters, class... Arguments>
-void launch_overlapped(void (*kernel)(Parameters...), uint32_t blocks, uint32_t threads,
-                       uint32_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes)));
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(blocks);
-  launch.blockDim = dim3(threads);
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = stream;
-  launch.attrs = &overlap;
-  launch.numAttrs = 1;
-  check(cudaLaunchKernelEx(&launch, kernel, arguments...));
-}
+struct Launch {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  Launch(uint32_t blocks, uint32_t ranks, uint32_t threads, uint32_t shared_bytes, cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = ranks;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = ranks > 1 ? 2 : 1;
+  }
+  Launch(const Launch&) = delete;
+
+  template <class... Parameters, class... Arguments>
+  void operator()(void (*kernel)(Parameters...), const Arguments&... arguments) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(config.dynamicSmemBytes)));
+    check(cudaLaunchKernelEx(&config, kernel, arguments...));
+  }
+};
 
 // Calls f(type of x, operands): those of `native` codes are float16, those of shifted ones bfloat16, as x is.
 template <class F>

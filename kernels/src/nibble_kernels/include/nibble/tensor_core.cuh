@@ -99,6 +99,32 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// Of the thread blocks of a cluster, whose shared memory all of them may read between two barriers.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n\t"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+__device__ __forceinline__ float2 load_of_rank(const float2* own, uint32_t rank) {
+  float2 value;
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place;\n\t"
+      "mapa.shared::cluster.u32 place, %2, %3;\n\t"
+      "ld.shared::cluster.v2.f32 {%0, %1}, [place];\n\t"
+      "}"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(shared_place(own)), "r"(rank)
+      : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

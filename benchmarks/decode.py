@@ -1,0 +1,177 @@
+"""Tokens a second of a Qwen3-8B shape with dummy NVFP4 weights: vLLM's own choice of kernel and nibble's, in turns.
+
+    python benchmarks/decode.py --out FILE [--ways stock nibble ...] [--batches 1 4 8 16 32] [--profile]
+
+The shape is that of kernels.md 10: 36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936, weights alone in NVFP4. Every
+way is a vLLM in a process of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64
+tokens in, 128 out, greedy, the best of four. --profile counts the time of each kernel over the steps of one more run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "eos_token_id": 2, "attention_bias": False,
+    "quantization_config": {
+        "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": {"name": "modelopt", "version": "0.45"},
+        "config_groups": {}, "ignore": ["lm_head"], "group_size": 16, "exclude_modules": ["lm_head"],
+    },
+}  # fmt: skip
+# Options of vLLM and of nibble's plugin.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "stock": ({}, {}),
+    "marlin": ({"linear_backend": "marlin"}, {}),
+    "nibble": ({}, {"linear_kernel": "nibble"}),
+    "stock, NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
+    "nibble, NVFP4 head": ({}, {"linear_kernel": "nibble", "quantize_lm_head": "nvfp4"}),
+}
+TOKENS_IN, TOKENS_OUT, RUNS = 64, 128, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "nibble", "nibble, NVFP4 head"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        answer(options.serve, options.batches)
+        return
+    words = [sys.executable, __file__, "--batches", *map(str, options.batches), "--serve"]
+    workers = {
+        way: subprocess.Popen([*words, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for way in options.ways
+    }
+    results: dict[str, Any] = {way: {"ready_s": wait_for(worker)} for way, worker in workers.items()}
+    for batch in options.batches:
+        for way, worker in workers.items():
+            results[way][str(batch)] = ask(worker, {"batch": batch})
+            print(way, batch, results[way][str(batch)], flush=True)
+    for way, worker in workers.items():
+        if options.profile:
+            results[way]["profile"] = ask(worker, {"batch": 1, "profile": True})
+        if worker.stdin:
+            worker.stdin.close()
+        worker.wait()
+    summary(results, options.batches)
+    if options.out:
+        import vllm
+        from nvfp4_linear import machine
+
+        about = machine() | {"vllm": vllm.__version__}
+        options.out.write_text(
+            json.dumps({"machine": about, "command": sys.argv, "results": results}, indent=1) + "\n"
+        )
+
+
+def summary(results: dict[str, Any], batches: list[int]) -> None:
+    """Milliseconds a step and the ratio to the first way."""
+    first = next(iter(results))
+    for way, found in results.items():
+        cells = [
+            f"{found[str(batch)]['ms_a_step']:.3f} ms "
+            f"({results[first][str(batch)]['ms_a_step'] / found[str(batch)]['ms_a_step']:.2f}x)"
+            for batch in batches
+        ]
+        print(f"{way:22}", *cells)
+
+
+def wait_for(worker: subprocess.Popen[str]) -> Any:
+    """The worker's next answer; vLLM writes to the same stream."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.startswith("ANSWER "):
+            return json.loads(line.removeprefix("ANSWER "))
+    raise SystemExit(f"a vLLM ended with {worker.wait()}")
+
+
+def ask(worker: subprocess.Popen[str], question: dict[str, Any]) -> Any:
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(question) + "\n")
+    worker.stdin.flush()
+    return wait_for(worker)
+
+
+def answer(way: str, batches: list[int]) -> None:
+    """One vLLM, which answers questions from stdin until there are no more."""
+    from vllm import LLM
+
+    model = Path(tempfile.mkdtemp())
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    arguments, plugin = WAYS[way]
+    begin = time.time()
+    llm = LLM(
+        str(model), skip_tokenizer_init=True, load_format="dummy", max_model_len=1024, max_num_seqs=max(batches),
+        gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30, quantization="modelopt_fp4",
+        enable_flashinfer_autotune=False, compilation_config={"cudagraph_capture_sizes": batches},
+        additional_config={"nibble": plugin}, **arguments,
+    )  # fmt: skip
+    say(round(time.time() - begin, 1))
+    for line in sys.stdin:
+        question = json.loads(line)
+        say(profiled(llm, question["batch"]) if question.get("profile") else measured(llm, question["batch"]))
+
+
+def say(found: Any) -> None:
+    print("ANSWER", json.dumps(found), flush=True)
+
+
+def generate(llm: Any, batch: int) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=TOKENS_OUT, ignore_eos=True, temperature=0.0, detokenize=False)
+    prompts = [
+        {"prompt_token_ids": [(i * 7 + j) % 1000 + 10 for j in range(TOKENS_IN)]} for i in range(batch)
+    ]
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def measured(llm: Any, batch: int) -> dict[str, float]:
+    """The best of RUNS after one to warm up."""
+    generate(llm, batch)
+    times = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        generate(llm, batch)
+        times.append(time.perf_counter() - begin)
+    best = min(times)
+    return {
+        "tokens_per_s": round(TOKENS_OUT * batch / best, 1),
+        "ms_a_step": round(best / TOKENS_OUT * 1e3, 4),
+    }
+
+
+def profiled(llm: Any, batch: int) -> dict[str, float]:
+    """Microseconds a step of each kernel, the twelve longest, and their sum. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        generate(llm, batch)
+    times: Counter[str] = Counter()
+    for event in found.key_averages():
+        times[event.key[:100]] += event.device_time_total / TOKENS_OUT
+    longest = {name: round(time, 2) for name, time in times.most_common(12)}
+    return longest | {"all kernels": round(sum(times.values()), 2)}
+
+
+if __name__ == "__main__":
+    main()
