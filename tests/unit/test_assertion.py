@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from worker_reports import RAN, plan
 
 from nibble.assertion import Expectation, deviations, expectations
 from nibble.errors import ExitCode
-from nibble.precedence import Choice
-from nibble.targets import load_target
-
-RAN: dict[str, Any] = {
-    "linear": {"nvfp4: HummingNvFp4LinearKernel": 144},
-    "moe": {"nvfp4: HUMMING HummingExperts": 36},
-    "attention": {"FLASH_ATTN": 36},
-    "kv_cache_dtype": ["bfloat16"],
-    "model_dtype": "bfloat16",
-    "cudagraph_mode": "FULL_AND_PIECEWISE",
-    "cudagraphs_captured": 67,
-    "compilation_mode": "VLLM_COMPILE",
-    "sampler": "flashinfer",
-    "operators": {"cpu": "compiled", "cuda": "compiled"},
-    "device": "cuda",
-}
-
-
-def plan(
-    target: str = "hopper", expected: dict[str, str] | None = None, kv: str | None = None, **args: Any
-) -> Any:
-    choices = {f"--{name.replace('_', '-')}": Choice(value, "command line") for name, value in args.items()}
-    return SimpleNamespace(
-        args=choices,
-        env={},
-        target=load_target(target),
-        recipe=SimpleNamespace(id="org/model", expected=expected) if expected else None,
-        checkpoint=SimpleNamespace(scheme=SimpleNamespace(kv_cache=kv)),
-        settings=SimpleNamespace(debug=False),
-    )
 
 
 def found(ran: dict[str, Any], **wishes: Any) -> list[str]:

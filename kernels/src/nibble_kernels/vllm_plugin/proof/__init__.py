@@ -54,8 +54,13 @@ def make_report(worker: Any) -> dict[str, Any]:
     from nibble_kernels.vllm_plugin.proof.ran import what_ran
 
     began = time.monotonic()
-    report = {"ran": what_ran(worker), "checks": run_checks(worker)}
-    return {"rank": worker.rank, **report, "seconds": round(time.monotonic() - began, 3)}
+    report = {"rank": worker.rank, "ran": None, "checks": [], "problem": ""}
+    try:
+        report |= {"ran": what_ran(worker)}
+        report |= {"checks": run_checks(worker)}
+    except Exception as error:  # a model that this code does not know must not end a start
+        report |= {"problem": f"{type(error).__name__}: {error}"}
+    return report | {"seconds": round(time.monotonic() - began, 3)}
 
 
 def write_report(worker: Any, folder: Path) -> None:

@@ -27,7 +27,7 @@ def what_ran(worker: Any) -> dict[str, Any]:
         "linear": _counted(_linear(module) for model in models for module in model.modules()),
         "moe": _counted(_moe(module) for model in models for module in model.modules()),
         "attention": _counted(layer.get_attn_backend().get_name() for layer in attention),
-        "kv_cache_dtype": sorted({_kv_dtype(layer) for layer in attention if hasattr(layer, "kv_cache")}),
+        "kv_cache_dtype": sorted({_kv_dtype(layer) for layer in attention if _has_cache(layer)}),
         "model_dtype": _short(config.model_config.dtype),
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
@@ -81,10 +81,15 @@ def _moe(module: Any) -> str | None:
     return f"{scheme}: {' '.join(names)}"
 
 
+def _has_cache(layer: Any) -> bool:
+    """Whether it keeps keys and values; state-space and linear attention keep states of other kinds."""
+    return hasattr(layer, "kv_cache_dtype") and isinstance(layer.kv_cache, torch.Tensor)
+
+
 def _kv_dtype(layer: Any) -> str:
     """What the cache holds: the name vLLM was given for a format of its own, else the tensor's type."""
-    named = getattr(layer, "kv_cache_dtype", "auto")
-    return named if named not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache_torch_dtype)
+    named = layer.kv_cache_dtype
+    return named if named not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache.dtype)
 
 
 def _sampler(runner: Any) -> str:

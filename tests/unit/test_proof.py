@@ -1,0 +1,71 @@
+"""What the supervisor makes of the workers' reports, before anything is asked of the server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from worker_reports import RAN, plan
+
+from nibble import proof
+from nibble.errors import ExitCode, NibbleError
+from nibble.readiness import Api
+
+
+def make(folder: Path, *reports: dict[str, Any], strict: str = "strict") -> tuple[proof.Proof, list[str]]:
+    planned = plan()
+    planned.settings = SimpleNamespace(debug=False, kernel_assertion=strict, canary="off")
+    found = proof.Proof(planned, folder / "proof", Api("127.0.0.1", 9, ""))
+    for number, report in enumerate(reports):
+        blank = {"rank": number, "ran": None, "checks": [], "problem": ""}
+        (folder / "proof" / f"worker-{number}.json").write_text(json.dumps(blank | report))
+    return found, []
+
+
+def run(made: tuple[proof.Proof, list[str]]) -> tuple[dict[str, Any], list[str]]:
+    made[0].run(("m",), True, made[1].append)
+    return made[0].to_json()["assertion"], made[1]
+
+
+def test_reports_as_planned_pass(tmp_path: Path) -> None:
+    assertion, said = run(make(tmp_path, {"ran": RAN}, {"ran": RAN}))
+    assert (assertion["verdict"], said) == ("passed", [])
+
+
+def test_an_unexpected_kernel_ends_the_start_or_is_a_warning(tmp_path: Path) -> None:
+    wrong = {"ran": RAN | {"sampler": "native"}}
+    made = make(tmp_path, {"ran": RAN}, wrong)
+    with pytest.raises(NibbleError) as raised:
+        run(made)
+    assert raised.value.code == ExitCode.CANARY
+    assert made[0].to_json()["assertion"]["verdict"] == "failed"
+    (tmp_path / "warn").mkdir()
+    assertion, said = run(make(tmp_path / "warn", wrong, strict="warn"))
+    assert assertion["deviations"] == ["sampler: native ran, expected flashinfer (target hopper)"]
+    assert said[0].startswith("warning: the kernels are not those planned: sampler: native")
+
+
+def test_silence_of_an_installed_plugin_ends_the_start_and_that_of_none_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for installed in (True, False):
+        folder = tmp_path / str(installed)
+        folder.mkdir()
+        monkeypatch.setattr(
+            proof.metadata, "entry_points", lambda installed=installed, **_: [1] if installed else []
+        )
+        made = make(folder)
+        if installed:
+            with pytest.raises(NibbleError, match="no worker told which kernels run"):
+                run(made)
+        else:
+            assert "no worker told which kernels run" in run(made)[1][0]
+
+
+def test_a_model_the_plugin_does_not_know_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    assertion, said = run(make(tmp_path, {"problem": "AttributeError: no such thing"}))
+    assert assertion["verdict"] == "unknown"
+    assert said == ["warning: a worker could not tell all of what runs: AttributeError: no such thing"]
