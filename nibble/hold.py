@@ -11,6 +11,8 @@ from typing import Any
 from nibble.control import ControlServer
 from nibble.processes import stop_signals
 
+POLL_S = 1.0
+
 
 def hold(control_port: int, seconds: float, why: str) -> bool:
     """Wait; True when the time is over, False when a signal came. Call from the main thread."""
@@ -26,6 +28,10 @@ def hold(control_port: int, seconds: float, why: str) -> bool:
     control.start()
     try:
         with stop_signals(lambda signum: told.set()):
-            return not told.wait(max(0.0, until - time.monotonic()))
+            # In short waits: a signal that comes just before one is seen when it is over.
+            while (left_s := until - time.monotonic()) > 0:
+                if told.wait(min(left_s, POLL_S)):
+                    return False
+            return True
     finally:
         control.close()

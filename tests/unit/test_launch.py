@@ -358,3 +358,15 @@ def test_a_lost_process_of_vllms_that_leaves_the_rest_hanging_ends_it_with_10(
     assert re.search(r"still there 1 s later\); VLLM::Worker \(pid \d+\) ended first", told)
     code, told = run(behave=behave.format(in_flight=0), signals=((6.0, signal.SIGTERM),))
     assert code == 0  # vLLM says that it is healthy without it
+
+
+def test_a_signal_that_comes_just_before_a_wait_is_seen_within_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    events: list[engine.Event | None] = [None, None, engine.Stop(signal.SIGTERM)]
+    supervisor = object.__new__(launch.Supervisor)
+    monkeypatch.setattr(supervisor, "_next", lambda timeout_s: waits.append(timeout_s) or events.pop(0))
+    monkeypatch.setattr(supervisor, "_drain", lambda event: ExitCode.OK)
+    assert supervisor._until_told() is ExitCode.OK
+    assert len(waits) == 3 and max(waits) <= 1.0
