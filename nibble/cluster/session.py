@@ -112,11 +112,11 @@ class Cluster:
         if topology.nodes is not None:
             ranks = {node["rank"] for node in alive}
             absent = [str(rank) for rank in range(topology.nodes) if rank not in ranks]
-            return (
-                f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
-                if absent
-                else None
-            )
+            if absent:
+                return f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
+            # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
+            busy = [node["name"] for node in alive if node["busy"]]
+            return f"node {busy[0]} still ends its part of the last run" if busy else None
         if not alive:
             return f"no Ray head answers at {self._caller.head}"
         if not any(node["address"] == self.place.address for node in alive):

@@ -68,6 +68,8 @@ def test_missing_ranks_are_named(cluster: Cluster) -> None:
     assert cluster.missing() == "no sign of the nodes with rank 0, 1"
     roster_of(cluster).beat(message(0, HERE))
     assert cluster.missing() == "no sign of the node with rank 1"
+    roster_of(cluster).beat(message(1, busy=1))
+    assert cluster.missing() == "node 10.0.0.2 (rank 1) still ends its part of the last run"
     roster_of(cluster).beat(message(1))
     assert cluster.missing() is None
 
