@@ -53,6 +53,8 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     import vllm
     from mtp_model import VOCAB, next_token
 
+    # FlashInfer's kernel would be compiled first, with every core there is, for minutes.
+    prefill = {"gdn_prefill_backend": "triton"} if torch.cuda.is_available() else {}
     llm = vllm.LLM(
         str(model),
         speculative_config={"method": "mtp", "num_speculative_tokens": args.drafts},
@@ -63,6 +65,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=args.eager,
         disable_log_stats=False,
         enable_prefix_caching=False,
+        **prefill,
     )
     prompts: list[list[int]] = []
     for start in range(PROMPTS):
