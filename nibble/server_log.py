@@ -7,9 +7,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 MAX_BYTES = 16 << 20
 KEPT = 4  # older files beside the current one
@@ -73,7 +74,7 @@ class LogFile:
                 end = file.tell()
         return [line.decode(errors="replace").rstrip("\n") for line in last], end
 
-    def follow(self, begin: int, is_over: Callable[[], bool]) -> Iterator[str]:
+    def follow(self, begin: int, is_over: Callable[[], bool]) -> Generator[str, None, None]:
         """What is written from byte `begin` of the current file on, through rotations, until `is_over` and all is read."""
         file = self.path.open("rb")
         try:
@@ -82,9 +83,10 @@ class LogFile:
                 ending = is_over()
                 if data := file.read():
                     yield data.decode(errors="replace")
-                elif self._is_rotated(file.fileno()):
+                elif newer := self._newer(file):
+                    yield file.read().decode(errors="replace")  # written since, and before it was moved
                     file.close()
-                    file = self.path.open("rb")
+                    file = newer
                 elif ending:
                     return
                 else:
@@ -92,11 +94,24 @@ class LogFile:
         finally:
             file.close()
 
-    def _is_rotated(self, descriptor: int) -> bool:
-        try:
-            return os.fstat(descriptor).st_ino != self.path.stat().st_ino
-        except FileNotFoundError:  # between the two steps
-            return False
+    def _newer(self, file: BinaryIO) -> BinaryIO | None:
+        """The file that followed this one, opened; the oldest that is kept where this one is not any more.
+
+        Opened from the newest on: where files move meanwhile, one is met twice and none is missed.
+        """
+        opened: dict[int, BinaryIO] = {}
+        for path in [self.path, *(self._numbered(number) for number in range(1, KEPT + 1))]:
+            with contextlib.suppress(FileNotFoundError):
+                found = path.open("rb")
+                if opened.setdefault(os.fstat(found.fileno()).st_ino, found) is not found:
+                    found.close()
+        oldest_first = list(reversed(opened))
+        ours = os.fstat(file.fileno()).st_ino
+        place = oldest_first.index(ours) + 1 if ours in opened else 0
+        newer = opened.pop(oldest_first[place]) if place < len(oldest_first) else None
+        for other in opened.values():
+            other.close()
+        return newer
 
     def _numbered(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}")

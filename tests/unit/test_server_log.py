@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -53,6 +54,23 @@ def test_following_goes_on_over_rotations_until_the_server_ends(tmp_path: Path) 
     text = "".join(log.follow(end, lambda: server.poll() is not None))
     assert last == ["old"]
     assert text == "".join(f"line {number:04d} of the engine\n" for number in range(300))
+
+
+def test_a_reader_that_is_late_misses_nothing_that_is_kept(tmp_path: Path) -> None:
+    """Three files were filled since its last look."""
+    log = LogFile(tmp_path / "8000.log", max_bytes=100)
+    log.open()
+    expected = ""
+    with contextlib.closing(log.follow(0, lambda: True)) as followed:
+        for number in range(4):
+            text = f"{number}" * 120 + "\n"
+            log.path.write_text(text)
+            expected += text
+            if number == 0:
+                assert next(followed) == text
+            assert log.rotate()
+        log.open()
+        assert "".join(followed) == expected.removeprefix("0" * 120 + "\n")
 
 
 def test_a_start_begins_a_new_file_where_the_old_one_is_large(tmp_path: Path) -> None:
