@@ -15,7 +15,7 @@ from nibble.canary.asking import Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
 from nibble.canary.drafts import check_drafts
-from nibble.canary.finding import Finding, NotCompared
+from nibble.canary.finding import Broken, Finding, NotCompared
 from nibble.canary.layers import check_layers
 from nibble.canary.references import References, check_references
 
@@ -55,6 +55,8 @@ def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:
     began = time.monotonic()
     try:
         found = check()
+    except Broken as what:
+        found = Finding(mechanism, "failed", str(what))
     except NotCompared as why:
         found = Finding(mechanism, "not compared", str(why))
     except (KeyError, IndexError, TypeError, ValueError) as error:

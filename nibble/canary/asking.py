@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nibble.canary.finding import NotCompared
+from nibble.canary.finding import Broken, NotCompared
 from nibble.readiness import Api
 
 Messages = Sequence[Mapping[str, str]]
@@ -39,7 +39,7 @@ class Asker:
 
     def warm_up(self) -> None:
         """Everything once: vLLM compiles what log-probs need when they are first asked for. A refusal is for later."""
-        with contextlib.suppress(NotCompared, KeyError, IndexError, TypeError, ValueError):
+        with contextlib.suppress(Broken, NotCompared, KeyError, IndexError, TypeError, ValueError):
             self.score(self.answer("Hello", 2, ignore_eos=True).ids)
 
     def answer(self, prompt: str | Messages | Sequence[int], tokens: int, **more: Any) -> Answer:
@@ -90,9 +90,8 @@ class Asker:
     def _choice(self, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         status, text = self._call(path, {"model": self.model, **body})
         if status != 200:
-            raise NotCompared(
-                f"{path} was answered {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
-            )
+            what = f"{path} was answered {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
+            raise Broken(what) if status >= 500 else NotCompared(what)
         answer = json.loads(text)
         choice = answer["choices"][0]
         if "prompt_logprobs" not in choice:

@@ -12,6 +12,10 @@ class NotCompared(Exception):
     """Why a mechanism says nothing: no time left, or the server lacks what it needs."""
 
 
+class Broken(Exception):
+    """The server failed at a plain request."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One mechanism's verdict and, in one line, what it looked at or what is wrong. `warning`: passed, and worth telling."""

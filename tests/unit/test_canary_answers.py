@@ -285,6 +285,14 @@ class Refusing(Asker):
         self.api = SimpleNamespace(call=lambda path, body=None, timeout_s=5.0: answer)  # type: ignore[assignment]
 
 
+def test_a_server_that_fails_at_a_plain_request_fails_the_canary() -> None:
+    Refusing((500, b"")).warm_up()  # a refusal is for later
+    findings = run_canary(Refusing((500, b'{"error": "EngineCore encountered an issue"}')), [], drafts=True)
+    asked = {found.mechanism: found for found in findings if found.mechanism != "layers"}
+    assert asked["consistency"].verdict == "failed"
+    assert "was answered 500" in asked["consistency"].detail and "EngineCore" in asked["consistency"].detail
+
+
 @pytest.mark.parametrize(
     "answer", [(400, b'{"error": "no tokenizer"}'), (200, b'{"choices": [{}]}'), (200, b"{}"), (200, b"[")]
 )
