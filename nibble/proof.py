@@ -132,6 +132,8 @@ class Proof:
             references_of(plan, activations_of(reports)),
             tools=tools,
             drafts=drafts,
+            # vLLM 0.32's engine ends on the CPU when top_k meets drafts (v1/sample/ops/topk_topp_sampler.py:533, without Triton).
+            samples=not (drafts and plan.target.device == "cpu"),
             floor=floor,
         )
 

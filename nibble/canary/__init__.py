@@ -31,6 +31,7 @@ def run_canary(
     *,
     tools: bool = False,
     drafts: bool = False,
+    samples: bool = True,
     floor: float | None = None,
 ) -> list[Finding]:
     """Every mechanism that applies. `reports` are the workers'; `floor` is the share of drafts that has to be accepted.
@@ -43,7 +44,7 @@ def run_canary(
     checks: dict[str, Callable[[], Finding]] = {}
     if drafts:  # reads counters that other requests move
         checks["drafts"] = lambda: check_drafts(asker, floor)
-    checks["consistency"] = lambda: check_consistency(asker)
+    checks["consistency"] = lambda: check_consistency(asker, samples)
     if references is not None:
         checks["references"] = lambda: check_references(asker, references)
     else:

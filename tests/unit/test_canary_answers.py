@@ -285,6 +285,15 @@ class Refusing(Asker):
         self.api = SimpleNamespace(call=lambda path, body=None, timeout_s=5.0: answer)  # type: ignore[assignment]
 
 
+def test_nothing_is_sampled_where_it_would_end_the_engine() -> None:
+    class Greedy(Scripted):
+        def answer(self, prompt: Any, tokens: int, **more: Any) -> Answer:
+            assert "top_k" not in more
+            return ANSWER
+
+    assert check_consistency(Greedy(), samples=False).verdict == "passed"
+
+
 def test_a_server_that_fails_at_a_plain_request_fails_the_canary() -> None:
     Refusing((500, b"")).warm_up()  # a refusal is for later
     findings = run_canary(Refusing((500, b'{"error": "EngineCore encountered an issue"}')), [], drafts=True)

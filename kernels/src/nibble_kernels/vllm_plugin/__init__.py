@@ -25,15 +25,12 @@ def register() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
         compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
     )
-    from vllm.platforms import current_platform
 
-    from nibble_kernels.vllm_plugin import cloverlm, cpu, dense, kernels, lm_head, moe, mtp, quartet2
+    from nibble_kernels.vllm_plugin import cloverlm, dense, kernels, lm_head, moe, mtp, quartet2
 
     cloverlm.register_cloverlm()
     quartet2.register_quartet2()
     kernels.register_cpu_kernel()
-    if current_platform.is_cpu():
-        cpu.guard_top_k()
     # setattr: names these modules import for themselves.
     for module in (modelopt, compressed_tensors_linear):
         setattr(module, "init_nvfp4_linear_kernel", kernels.nvfp4_linear_kernel)  # noqa: B010

@@ -22,22 +22,6 @@ from nibble_kernels.vllm_plugin.layers import check_loaded, mark_unloaded
 from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
 
 
-def guard_top_k() -> None:
-    """Let the CPU platform sample with top_k beside drafts.
-
-    A step without drafted tokens has no logits to constrain, and vllm 0.32 v1/sample/ops/topk_topp_sampler.py:533 asks for the
-    largest of no numbers, which ends the engine. With Triton another function is used.
-    """
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    top_k_only = topk_topp_sampler.apply_top_k_only
-
-    def apply_top_k_only(logits: Tensor, k: Tensor) -> Tensor:
-        return top_k_only(logits, k) if len(logits) else logits
-
-    topk_topp_sampler.apply_top_k_only = apply_top_k_only
-
-
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
     """nibble::nvfp4_linear on a layer's tensors as the checkpoint has them.
 
