@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from cluster_nodes import DEMO, TOKEN, Node, Stream, greedy, node
 
-pytestmark = pytest.mark.docker
+# Slow: minutes of containers that have not yet run from end to end on a machine of their own.
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
 NAMED_S = 30.0  # the issue: which node, within 30 s
@@ -71,7 +72,6 @@ def test_a_second_head_is_turned_away(nodes: tuple[Node, Node], cpu_image: str, 
         assert "no address of this machine" in second.logs()
 
 
-@pytest.mark.slow  # the service coming back costs a second start; test_ray_cluster.py has one in every run
 def test_a_paused_node_is_named_and_the_service_comes_back_with_it(nodes: tuple[Node, Node]) -> None:
     head, rank1 = nodes
     stream = Stream(head, 900)

@@ -11,7 +11,8 @@ import pytest
 from cluster_nodes import DEMO, START_S, TOKEN, Node, Stream, greedy, node
 from containers import client
 
-pytestmark = pytest.mark.docker
+# Slow: minutes of containers that have not yet run from end to end on a machine of their own.
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 HEAD = "10.89.7.21"
 NAMED_S = 30.0
