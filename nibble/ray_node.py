@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nibble.cluster.agent import Agent
+from nibble.cluster.copies import Copies
 from nibble.cluster.head import head_handlers, leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here
@@ -62,7 +63,9 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
         f"token: {where}",
         f"workers: HEAD_IP={address} ./entrypoint.sh ray-worker",
     ]
-    agent = Agent(address, token, head_handlers(roster) | node_handlers(place), environ=environ)
+    copies = Copies(token, environ, settings.cache_dir)
+    handlers = head_handlers(roster) | node_handlers(place) | copies.handlers()
+    agent = Agent(address, token, handlers, copies.senders(), environ)
     member = Member(address, token, address, "ray-head", None, _gpus(settings, environ), environ, place.facts)
     with running(agent), leaving(member):
         command = ray_command(head_flags(address, settings.num_gpus))
@@ -87,7 +90,8 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     )
     member.greet()
     refuse(member)
-    agent = Agent(address, token, node_handlers(place), environ=environ)
+    copies = Copies(token, environ, settings.cache_dir)
+    agent = Agent(address, token, node_handlers(place) | copies.handlers(), copies.senders(), environ)
     with running(agent), leaving(member):
         command = ray_command(worker_flags(head, address, settings.num_gpus))
         up = [f"Ray worker {address} ({place.interface}) has joined {head}"]

@@ -172,7 +172,7 @@ class Settings(BaseSettings):
         "NIBBLE_CLUSTER_WAIT_SECONDS", flag="--cluster-wait-seconds",
         expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
     cluster_model: Literal["own", "head"] = _option("own", "Cluster",
-        "Where a headless rank has the model from: its `own` cache or the Hub, or the `head`'s files, verified.",
+        "Where other nodes have the model from: each its `own` cache or the Hub, or the `head`'s files, verified.",
         "NIBBLE_CLUSTER_MODEL", flag="--cluster-model", expected="own or head")
     cluster_interface: str | None = _option(None, "Cluster",
         "Network interface of the cluster's traffic; by default the one that has this node's address.",

@@ -36,7 +36,7 @@ def cluster_check(asked: Asked) -> Report:
     nodes = sorted(alive, key=lambda node: node["address"] != caller.head)
     has_ray = any(node["role"].startswith("ray") for node in nodes)
     least = asked.settings.cluster_min_gb_per_s
-    return preflight(caller, nodes, has_ray=has_ray, model=None, least_gb_per_s=least)
+    return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=least)
 
 
 def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -99,9 +99,9 @@ def nccl_library(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def model_state(folder: str | None) -> str:
+def model_state(folder: str) -> str:
     """ "here", "absent" or "incomplete: …" for a model folder on this node."""
-    if folder is None or not os.path.isdir(folder):
+    if not os.path.isdir(folder):
         return "absent"
     missing = missing_weights(Path(folder))
     return f"incomplete: {missing[0]} is missing" if missing else "here"

@@ -43,7 +43,7 @@ def node_handlers(place: Place) -> dict[str, Handler]:
     """The paths that every node has."""
 
     def facts(body: Mapping[str, Any]) -> dict[str, Any]:
-        return place.facts() | {"model": model_state(body.get("model"))}
+        return place.facts() | {"models": {one: model_state(one) for one in body.get("models") or ()}}
 
     def reach(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"unreachable": unreachable([(str(host), int(port)) for host, port in body["targets"]])}

@@ -63,15 +63,15 @@ def preflight(
     nodes: Sequence[Mapping[str, Any]],
     *,
     has_ray: bool,
-    model: str | None,
+    models: Sequence[str] = (),
     least_gb_per_s: float | None,
     least_memory_bytes: int = 0,
 ) -> Report:
     """Check `nodes`, the head's own first. Stops at the first group of checks that finds something.
 
-    `model` is a folder that every node must have, or None where each downloads it. `least_gb_per_s` None takes the default.
+    `models` are folders that every node must have; none where each downloads. `least_gb_per_s` None takes the default.
     """
-    problems, fresh = _ask_facts(caller, nodes, model)
+    problems, fresh = _ask_facts(caller, nodes, models)
     if not problems:
         problems = compare(fresh, least_memory_bytes)
     if not problems:
@@ -83,20 +83,22 @@ def preflight(
 
 
 def _ask_facts(
-    caller: Caller, nodes: Sequence[Mapping[str, Any]], model: str | None
+    caller: Caller, nodes: Sequence[Mapping[str, Any]], models: Sequence[str]
 ) -> tuple[list[Problem], list[Mapping[str, Any]]]:
     """The nodes with their facts of this moment; that they answer is the way from here to them."""
     problems: list[Problem] = []
     fresh: list[Mapping[str, Any]] = []
-    for node, answer in _all(nodes, lambda node: caller.ask(node["address"], "/facts", {"model": model})):
+    for node, answer in _all(nodes, lambda node: caller.ask(node["address"], "/facts", {"models": models})):
         if isinstance(answer, AgentError):
             action = f"let the cluster's nodes reach each other's port {AGENT_PORT}"
             problems.append(Problem(node["name"], f"port {AGENT_PORT} cannot be reached ({answer})", action))
             continue
         fresh.append({**node, "facts": answer})
-        if model is not None and answer["model"] != "here":
-            action = "copy the model to the same path there, or mount it"
-            problems.append(Problem(node["name"], f"the model {model} is {answer['model']}", action))
+        for folder in [one for one in models if answer["models"][one] != "here"]:
+            action = "set NIBBLE_CLUSTER_MODEL=head, or copy the model to the same path there"
+            problems.append(
+                Problem(node["name"], f"the model {folder} is {answer['models'][folder]}", action)
+            )
     return problems, fresh
 
 

@@ -9,11 +9,12 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent, AgentError
+from nibble.cluster.copies import distribute
 from nibble.cluster.files import Offers
 from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
@@ -168,7 +169,7 @@ class Cluster:
             with stop_signals(lambda signum: stop.set()):
                 deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
                 while self._wait(stop, lost, deadline):
-                    if self._check(lost, deadline):
+                    if self._check(lost, deadline, stop):
                         return not stop.is_set()
                     stop.wait(BEAT_S)
                 return False
@@ -195,7 +196,7 @@ class Cluster:
             stop.wait(BEAT_S)
         return False
 
-    def _check(self, lost: NodeLost | None, deadline: float) -> bool:
+    def _check(self, lost: NodeLost | None, deadline: float, stop: threading.Event) -> bool:
         """The preflight; False where it fails with a node that has just come back, which is not always whole yet."""
         topology = self.plan.topology
         alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
@@ -203,17 +204,7 @@ class Cluster:
         if topology.nodes is None:
             nodes = [node for node in nodes if node["gpus"]]
         self._state["detail"] = f"preflight of {len(nodes)} nodes"
-        # With Ray every node loads from the folder that the driver names.
-        model = self.plan.model if topology.mode == "ray" else None
-        settings = self.plan.settings
-        self.report = preflight(
-            self._caller,
-            nodes,
-            has_ray=topology.mode == "ray",
-            model=model,
-            least_gb_per_s=settings.cluster_min_gb_per_s,
-            least_memory_bytes=least_memory_bytes(self.plan),
-        )
+        self.report = self._preflight(nodes, stop)
         try:
             self.report.demand()
         except NibbleError as error:
@@ -234,6 +225,27 @@ class Cluster:
             )
         self._members = {node["address"]: node for node in nodes if topology.nodes is not None}
         return True
+
+    def _preflight(self, nodes: Sequence[Mapping[str, Any]], stop: threading.Event) -> Report:
+        """The checks; with Ray, where every node loads from the folders that the driver names, those folders too."""
+        settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
+        folders = model_folders(self.plan) if has_ray else []
+        if settings.cluster_model == "head":
+            problems = distribute(self._caller, nodes, self.place.address, folders, stop, self._tell)
+            if problems or stop.is_set():
+                return Report(nodes, problems, None)
+        return preflight(
+            self._caller,
+            nodes,
+            has_ray=has_ray,
+            models=folders,
+            least_gb_per_s=settings.cluster_min_gb_per_s,
+            least_memory_bytes=least_memory_bytes(self.plan),
+        )
+
+    def _tell(self, text: str) -> None:
+        self._state["detail"] = text
+        self.say(text)
 
     # --- while vLLM runs ---
 
@@ -274,6 +286,13 @@ class Cluster:
         if self._roster:
             self._roster.run += starting
             self._roster.state = "starting" if starting else "waiting"
+
+
+def model_folders(plan: Plan) -> list[str]:
+    """The folders that every node of a Ray cluster loads from: the model's and its draft's."""
+    draft = plan.args.get("--speculative-config")
+    named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None
+    return list(dict.fromkeys([plan.model, *([named] if named and Path(named).is_dir() else [])]))
 
 
 def least_memory_bytes(plan: Plan) -> int:
