@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nibble import __version__
-from nibble.cli_groups import Json, cache_app, patches_app, print_json
+from nibble.cli_groups import FREE_WORDS, GROUPS, Json, Words, print_json, wanted
 from nibble.errors import ExitCode, NibbleError
-
-# Words after these verbs are read by nibble.command_line, which knows nibble's options and vLLM's flags alike.
-FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,12 +22,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich alone would take half of its time
     help="Serve NVFP4 models on vLLM.",
 )
-recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
-app.add_typer(recipes_app, name="recipes")
-app.add_typer(patches_app, name="patches")
-app.add_typer(cache_app, name="cache")
-cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
-app.add_typer(cluster_app, name="cluster")
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 @app.command(context_settings=FREE_WORDS)
@@ -39,7 +31,7 @@ def serve(words: Words = None) -> None:
     """Serve a model with an OpenAI-compatible API; --detach: in the background."""
     from nibble.serve import serve as run
 
-    raise typer.Exit(run(_wanted(words, "serve"), dict(os.environ)))
+    raise typer.Exit(run(wanted(words, "serve"), dict(os.environ)))
 
 
 Port = Annotated[
@@ -76,7 +68,7 @@ def plan(words: Words = None) -> None:
     """Show every setting `serve` would use, where it comes from and why."""
     from nibble.prepare import plan_for, read_wishes
 
-    asked = read_wishes(_wanted(words, "plan"), dict(os.environ), ("--json",))
+    asked = read_wishes(wanted(words, "plan"), dict(os.environ), ("--json",))
     found = plan_for(asked)
     if "--json" in asked.command.rest:
         print_json(found.to_json())
@@ -92,7 +84,7 @@ def inspect(words: Words = None) -> None:
     from nibble.inspection import inspect_model
     from nibble.prepare import read_wishes
 
-    asked = read_wishes(_wanted(words, "inspect"), dict(os.environ), ("--json", "--deep"))
+    asked = read_wishes(wanted(words, "inspect"), dict(os.environ), ("--json", "--deep"))
     found = inspect_model(asked, "--deep" in asked.command.rest)
     if "--json" in asked.command.rest:
         print_json(found.to_json())
@@ -153,45 +145,11 @@ def pull(words: Words = None) -> None:
     """Download a model completely and verify it; --dry-run: only say what would come, from where and whether it fits."""
     from nibble.serve import pull_model as run
 
-    result, as_json = run(_wanted(words, "pull"), dict(os.environ))
+    result, as_json = run(wanted(words, "pull"), dict(os.environ))
     if as_json:
         print_json(result)
     elif "path" in result:
         print(result["path"])
-
-
-@recipes_app.command("list")
-def recipes_list(as_json: Json = False) -> None:
-    """All recipes, with the status for each target."""
-    from nibble.show import recipe_rows, show_recipes
-
-    rows = recipe_rows()
-    print_json(rows) if as_json else show_recipes(rows)
-
-
-@recipes_app.command("show")
-def recipes_show(model: str, as_json: Json = False) -> None:
-    """One recipe: what it sets for each target, and on what evidence."""
-    from nibble.show import recipe_data, show_recipe
-
-    data = recipe_data(model)
-    print_json(data) if as_json else show_recipe(data)
-
-
-@recipes_app.command("lint")
-def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as_json: Json = False) -> None:
-    """Check every flag, choice, nested key and variable against the installed vLLM."""
-    from nibble.lint import lint
-    from nibble.paths import root
-
-    problems = lint(root(), paths or ())
-    if as_json:
-        print_json([vars(problem) for problem in problems])
-    else:
-        for problem in problems:
-            print(problem.line())
-        print(f"{len(problems)} problem(s)", file=sys.stderr)
-    raise typer.Exit(ExitCode.VERIFY if problems else ExitCode.OK)
 
 
 @app.command()
@@ -259,7 +217,7 @@ def ray_head(words: Words = None) -> None:
     from nibble.prepare import read_wishes
     from nibble.ray_node import ray_head as run
 
-    asked = read_wishes(_wanted(words, "ray-head"), dict(os.environ))
+    asked = read_wishes(wanted(words, "ray-head"), dict(os.environ))
     raise typer.Exit(run(asked.settings, asked.accepted.environ))
 
 
@@ -269,58 +227,8 @@ def ray_worker(words: Words = None) -> None:
     from nibble.prepare import read_wishes
     from nibble.ray_node import ray_worker as run
 
-    asked = read_wishes(_wanted(words, "ray-worker"), dict(os.environ))
+    asked = read_wishes(wanted(words, "ray-worker"), dict(os.environ))
     raise typer.Exit(run(asked.settings, asked.accepted.environ))
-
-
-@cluster_app.command("status", context_settings=FREE_WORDS)
-def cluster_status(words: Words = None) -> None:
-    """The nodes that the head knows, who holds what, and who is lost."""
-    from nibble.cluster.commands import cluster_nodes, node_rows
-    from nibble.prepare import read_wishes
-
-    asked = read_wishes(_wanted(words, "cluster status"), dict(os.environ), ("--json",))
-    found = cluster_nodes(asked)
-    if "--json" in asked.command.rest:
-        print_json(found)
-        return
-    for row in node_rows(found):
-        print("  ".join(row))
-    print(f"run {found['run']} is {found['state']}" if found["run"] else "no run without Ray")
-
-
-@cluster_app.command("check", context_settings=FREE_WORDS)
-def cluster_check(words: Words = None) -> None:
-    """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?"""
-    from nibble.cluster.commands import cluster_check as check
-    from nibble.prepare import read_wishes
-
-    asked = read_wishes(_wanted(words, "cluster check"), dict(os.environ), ("--json",))
-    report = check(asked)
-    if "--json" in asked.command.rest:
-        print_json(report.to_json())
-    else:
-        for problem in report.problems:
-            print(f"node {problem.node}: {problem.what}; {problem.action}")
-        if report.reduce:
-            found = report.reduce
-            print(f"all-reduce over {found['nodes']} nodes: {found['gb_per_s']} GB/s ({found['backend']})")
-    raise typer.Exit(ExitCode.CLUSTER if report.problems else ExitCode.OK)
-
-
-@cluster_app.command("manifest", context_settings=FREE_WORDS)
-def cluster_manifest(
-    kind: Annotated[str, typer.Argument(help="kuberay or lws.")],
-    words: Words = None,
-    image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
-) -> None:
-    """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL and FLAGS."""
-    from nibble.cluster.manifests import manifest, read_kind
-    from nibble.prepare import plan_for, read_wishes
-
-    given = _wanted(words, "cluster manifest")
-    found = plan_for(read_wishes(given, dict(os.environ)))
-    print_json(manifest(read_kind(kind), found, given, image))
 
 
 @app.command(hidden=True)
@@ -332,17 +240,6 @@ def docs(check: bool = False) -> None:
     for path in stale:
         print(f"{'stale' if check else 'written'}: {path}")
     raise typer.Exit(ExitCode.VERIFY if check and stale else ExitCode.OK)
-
-
-def _wanted(words: Sequence[str] | None, verb: str) -> list[str]:
-    """The words of a verb; prints our own help where it is asked for, since typer's does not know vLLM's flags."""
-    given = list(words or ())
-    if "--help" in given or "-h" in given:
-        from nibble.show import show_verb_help
-
-        show_verb_help(verb)
-        raise typer.Exit(ExitCode.OK)
-    return given
 
 
 def main() -> None:

@@ -1,14 +1,21 @@
-"""`nibble patches …` and `nibble cache …`: verbs only, as in cli.py."""
+"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share: verbs only, as in cli.py."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from nibble.errors import ExitCode
+
+# Words after these verbs are read by nibble.command_line, which knows nibble's options and vLLM's flags alike.
+FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Root = Annotated[
     str | None,
@@ -17,15 +24,63 @@ Root = Annotated[
     ),
 ]
 
+recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
 patches_app = typer.Typer(
     no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
 )
 cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
+cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
+GROUPS = {"recipes": recipes_app, "patches": patches_app, "cache": cache_app, "cluster": cluster_app}
 
 
 def print_json(data: Any) -> None:
     """Plain data on stdout."""
     print(json.dumps(data, indent=2, default=str))
+
+
+def wanted(words: Sequence[str] | None, verb: str) -> list[str]:
+    """The words of a verb; prints our own help where it is asked for, since typer's does not know vLLM's flags."""
+    given = list(words or ())
+    if "--help" in given or "-h" in given:
+        from nibble.show import show_verb_help
+
+        show_verb_help(verb)
+        raise typer.Exit(ExitCode.OK)
+    return given
+
+
+@recipes_app.command("list")
+def recipes_list(as_json: Json = False) -> None:
+    """All recipes, with the status for each target."""
+    from nibble.show import recipe_rows, show_recipes
+
+    rows = recipe_rows()
+    print_json(rows) if as_json else show_recipes(rows)
+
+
+@recipes_app.command("show")
+def recipes_show(model: str, as_json: Json = False) -> None:
+    """One recipe: what it sets for each target, and on what evidence."""
+    from nibble.show import recipe_data, show_recipe
+
+    data = recipe_data(model)
+    print_json(data) if as_json else show_recipe(data)
+
+
+@recipes_app.command("lint")
+def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """Check every flag, choice, nested key and variable against the installed vLLM."""
+    from nibble.lint import lint
+    from nibble.paths import root
+
+    problems = lint(root(), paths or ())
+    if as_json:
+        print_json([vars(problem) for problem in problems])
+    else:
+        for problem in problems:
+            print(problem.line())
+        print(f"{len(problems)} problem(s)", file=sys.stderr)
+    raise typer.Exit(ExitCode.VERIFY if problems else ExitCode.OK)
 
 
 @patches_app.command("status")
@@ -122,6 +177,56 @@ def cache_prune(
         for entry in gone:
             print(f"{'would remove' if dry_run else 'removed'} {entry.folder}")
         print(f"{len(gone)} entries, {freed} bytes")
+
+
+@cluster_app.command("status", context_settings=FREE_WORDS)
+def cluster_status(words: Words = None) -> None:
+    """The nodes that the head knows, who holds what, and who is lost."""
+    from nibble.cluster.commands import cluster_nodes, node_rows
+    from nibble.prepare import read_wishes
+
+    asked = read_wishes(wanted(words, "cluster status"), dict(os.environ), ("--json",))
+    found = cluster_nodes(asked)
+    if "--json" in asked.command.rest:
+        print_json(found)
+        return
+    for row in node_rows(found):
+        print("  ".join(row))
+    print(f"run {found['run']} is {found['state']}" if found["run"] else "no run without Ray")
+
+
+@cluster_app.command("check", context_settings=FREE_WORDS)
+def cluster_check(words: Words = None) -> None:
+    """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?"""
+    from nibble.cluster.commands import cluster_check as check
+    from nibble.prepare import read_wishes
+
+    asked = read_wishes(wanted(words, "cluster check"), dict(os.environ), ("--json",))
+    report = check(asked)
+    if "--json" in asked.command.rest:
+        print_json(report.to_json())
+    else:
+        for problem in report.problems:
+            print(f"node {problem.node}: {problem.what}; {problem.action}")
+        if report.reduce:
+            found = report.reduce
+            print(f"all-reduce over {found['nodes']} nodes: {found['gb_per_s']} GB/s ({found['backend']})")
+    raise typer.Exit(ExitCode.CLUSTER if report.problems else ExitCode.OK)
+
+
+@cluster_app.command("manifest", context_settings=FREE_WORDS)
+def cluster_manifest(
+    kind: Annotated[str, typer.Argument(help="kuberay or lws.")],
+    words: Words = None,
+    image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
+) -> None:
+    """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL and FLAGS."""
+    from nibble.cluster.manifests import manifest, read_kind
+    from nibble.prepare import plan_for, read_wishes
+
+    given = wanted(words, "cluster manifest")
+    found = plan_for(read_wishes(given, dict(os.environ)))
+    print_json(manifest(read_kind(kind), found, given, image))
 
 
 def _tree(root: str | None) -> Any:
