@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nibble.api_key import KeyDecision, resolve_api_key
 from nibble.background import VARIABLE, Place, detach, registered
@@ -37,6 +37,9 @@ from nibble.pull_progress import shown
 from nibble.recipes import load_recipe
 from nibble.settings import Settings, default_of
 from nibble.start_times import StartTimes
+
+if TYPE_CHECKING:
+    from nibble.cluster.session import Watch
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
@@ -87,7 +90,9 @@ def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json
 
 def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     accepted = dict(asked.accepted.environ)
-    plan = _checked(_on_disk(plan_for(asked), asked), accepted)
+    plan = _on_disk(plan_for(asked), asked)
+    _check(plan, accepted)
+    _check_checkpoint(plan, accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = settings.cache_dir or cache_dir(accepted)
@@ -105,21 +110,25 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     if verdict.wait_s > 0:
         if not _hold(plan, verdict):
             return ExitCode.OK
-        plan = _checked(_on_disk(plan_for(asked), asked), accepted)  # what is free has changed meanwhile
+        plan = _on_disk(plan_for(asked), asked)  # what is free has changed meanwhile
+        _check(plan, accepted)
     times = StartTimes(cache / "start-times" / f"{plan_key(plan)}.json")
-    return _run(plan, accepted, key, breaker, times, on_ready)
+    return _Run(plan, accepted, key, breaker, times, on_ready).run()
 
 
-def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
-    """The plan, once everything that would stop it later was looked at."""
+def _check(plan: Plan, environ: dict[str, str]) -> None:
+    """Looks at everything of this machine that would stop the plan later."""
     for notice in plan.notices:
         say(notice)
     for warning in run_checks(plan, environ):
         say(f"warning: {warning}")
+
+
+def _check_checkpoint(plan: Plan, environ: dict[str, str]) -> None:
+    """The same for the checkpoint, of which it reads every scale."""
     check_fp8_on_cpu(plan)
     for line in check_nvfp4(plan, plan.vllm_environ(environ)):
         say(line)
-    return plan
 
 
 def _hold(plan: Plan, verdict: Verdict) -> bool:
@@ -134,63 +143,67 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
     return waited
 
 
-def _run(
-    plan: Plan,
-    environ: dict[str, str],
-    key: KeyDecision,
-    breaker: Breaker,
-    times: StartTimes,
-    on_ready: Callable[[], None],
-) -> int:
-    """vLLM, watched; how it ends goes on record."""
-    survive_memory_pressure()
-    ended_with: NibbleError | None = None
-    compiled = Use(plan.caches, say)
-    compiled.open()
+@dataclass(frozen=True)
+class _Run:
+    """One run of a plan that was checked; `on_ready` is called once it is ready."""
 
-    def ready() -> None:
-        on_ready()
-        compiled.record()
+    plan: Plan
+    environ: dict[str, str]
+    key: KeyDecision
+    breaker: Breaker
+    times: StartTimes
+    on_ready: Callable[[], None]
 
-    breaker.begin()
-    try:
-        with prebuilding(plan, plan.vllm_environ(environ)) as compiles:
-            if compiles:
-                say("compiling FlashInfer's sampling kernels beside the load, for this and every later start")
-            if plan.topology.spans_machines:
-                return _run_across(plan, environ, key, breaker, times, ready)
-            return launch(plan, environ, key, plan.memory_limits, breaker.clear, ready, times)
-    except NibbleError as error:
-        ended_with = error
-        raise
-    finally:
-        breaker.end(ended_with)
-        compiled.close()
+    def run(self) -> int:
+        """vLLM, watched; how it ends goes on record."""
+        survive_memory_pressure()
+        ended_with: NibbleError | None = None
+        compiled = Use(self.plan.caches, say)
+        compiled.open()
 
-
-def _run_across(
-    plan: Plan,
-    environ: dict[str, str],
-    key: KeyDecision,
-    breaker: Breaker,
-    times: StartTimes,
-    on_ready: Callable[[], None],
-) -> int:
-    """Several machines: the one with the API runs vLLM as ever, inside of what looks after the others."""
-    from nibble.cluster.headless import serve_headless
-    from nibble.cluster.session import Watch, serve_across
-
-    if plan.topology.is_headless:
-        return serve_headless(plan, environ, say)
-
-    def run(own: Mapping[str, str], watch: Watch, ranks_are_ready: Callable[[], None]) -> int:
         def ready() -> None:
-            ranks_are_ready()
-            on_ready()
+            self.on_ready()
+            compiled.record()
 
-        return launch(plan, own, key, plan.memory_limits, breaker.clear, ready, times, watch)
+        self.breaker.begin()
+        try:
+            with prebuilding(self.plan, self.plan.vllm_environ(self.environ)) as compiles:
+                if compiles:
+                    say(
+                        "compiling FlashInfer's sampling kernels beside the load, for this and every later start"
+                    )
+                if self.plan.topology.spans_machines:
+                    return self._across(ready)
+                return self._launch(self.environ, ready)
+        except NibbleError as error:
+            ended_with = error
+            raise
+        finally:
+            self.breaker.end(ended_with)
+            compiled.close()
 
-    return serve_across(plan, environ, say, run)
+    def _across(self, on_ready: Callable[[], None]) -> int:
+        """Several machines: the one with the API runs vLLM as ever, inside of what looks after the others."""
+        from nibble.cluster.headless import serve_headless
+        from nibble.cluster.session import serve_across
+
+        if self.plan.topology.is_headless:
+            return serve_headless(self.plan, self.environ, say)
+
+        def run(own: Mapping[str, str], watch: Watch, ranks_are_ready: Callable[[], None]) -> int:
+            def ready() -> None:
+                ranks_are_ready()
+                on_ready()
+
+            return self._launch(own, ready, watch)
+
+        return serve_across(self.plan, self.environ, say, run)
+
+    def _launch(
+        self, environ: Mapping[str, str], ready: Callable[[], None], watch: Watch | None = None
+    ) -> int:
+        limits, success = self.plan.memory_limits, self.breaker.clear
+        return launch(self.plan, environ, self.key, limits, success, ready, self.times, watch)
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
