@@ -5,13 +5,11 @@ For health checks and people on the same machine. It never leaves 127.0.0.1 and 
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
+from nibble.json_http import JsonHandler, Server
 
 ADDRESS = "127.0.0.1"
 # A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header gives it
@@ -44,57 +42,30 @@ class ControlServer:
 
     def start(self) -> None:
         """Answer in a thread of its own."""
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, kwargs={"poll_interval": 0.1}, name="control", daemon=True).start()
+        self._server.start("control")
 
     def close(self) -> None:
         """Stop answering and free the port. Only after `start`."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(Server):
     status: Callable[[], dict[str, Any]]
     is_ready: Callable[[], bool]
 
-    daemon_threads = True
-    request_queue_size = 64
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: _Server
 
-    protocol_version = "HTTP/1.1"
-    server_version = "nibble"
-    sys_version = ""
     timeout = _READ_TIMEOUT_S
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
+        self.reply(*self._answer())
 
     def do_HEAD(self) -> None:
-        self._answer(with_body=False)
+        self.reply(*self._answer(), with_body=False)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Health checks every few seconds would fill the log."""
-
-    def _answer(self, with_body: bool) -> None:
-        code, data = self._reply()
-        body = json.dumps(data, default=str).encode() + b"\n"
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-        self.close_connection = True
-
-    def _reply(self) -> tuple[int, dict[str, Any]]:
+    def _answer(self) -> tuple[int, dict[str, Any]]:
         if not self._host_is_local():
             return 403, {"error": "the Host header must be localhost or 127.0.0.1"}
         path = self.path.partition("?")[0]

@@ -9,13 +9,13 @@ import hmac
 import http.client
 import json
 import ssl
-import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from nibble.cluster.ports import AGENT_PORT
 from nibble.errors import ExitCode, NibbleError
+from nibble.json_http import JsonHandler, Server
 
 Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 Sender = Callable[[BaseHTTPRequestHandler, str], None]
@@ -63,14 +63,12 @@ class Agent:
 
     def start(self) -> Agent:
         """Answer in a thread of its own."""
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, kwargs={"poll_interval": 0.1}, name="agent", daemon=True).start()
+        self._server.start("agent")
         return self
 
     def close(self) -> None:
         """Stop answering and free the port. Only after `start`."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
 
 def call(
@@ -130,24 +128,15 @@ def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | No
     return context
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(Server):
     token: str
     handlers: Mapping[str, Handler]
     files: Mapping[str, Sender]
 
-    daemon_threads = True
-    request_queue_size = 64
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: _Server
 
-    protocol_version = "HTTP/1.1"
-    server_version = "nibble"
-    sys_version = ""
     timeout = _READ_TIMEOUT_S
 
     def do_POST(self) -> None:
@@ -167,9 +156,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             send(self, rest)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Beats every second would fill the log."""
-
     def _may(self) -> bool:
         given = self.headers.get("Authorization", "").encode()
         return hmac.compare_digest(given, f"Bearer {self.server.token}".encode())
@@ -183,14 +169,3 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length) or b"{}")
         handler = self.server.handlers.get(self.path)
         return (200, handler(body)) if handler else (404, {"error": "unknown path"})
-
-    def reply(self, status: int, data: Mapping[str, Any]) -> None:
-        """A JSON answer; the connection ends with it."""
-        body = json.dumps(data, default=str).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-        self.close_connection = True
