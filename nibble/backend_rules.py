@@ -29,6 +29,7 @@ NESTED: Mapping[str, tuple[str, str]] = {
     "--moe-backend": ("--kernel-config", "moe_backend"),
     "--linear-backend": ("--kernel-config", "linear_backend"),
     "--attention-backend": ("--attention-config", "backend"),
+    "--gdn-prefill-backend": ("--additional-config", "gdn_prefill_backend"),
 }
 
 
@@ -58,7 +59,7 @@ class Rule:
     """One entry of rules/backends.toml; flags are written as vLLM writes them, without dashes."""
 
     id: str
-    effect: Literal["wrong output", "crash", "no start", "unmeasured"]
+    effect: Literal["wrong output", "crash", "no start", "slow start", "unmeasured"]
     reason: str
     reference: str
     when: Condition

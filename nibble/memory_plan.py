@@ -103,7 +103,7 @@ def _kv_cache(parts: Ingredients, given: Choice | None, budget: Budget, ranks: i
     """KV cache in bytes, where the memory is the host's and nobody asked for a size."""
     if given is not None or not is_shared(parts.target):
         return {}
-    if parts.target.device == "cpu":
+    if parts.target.memory.kind == "host":
         return {KV: _cpu_kv_cache(budget, ranks)}
     return _unified_kv_cache(budget)
 
@@ -151,7 +151,7 @@ def _utilization(
     bytes, than it will use. On a CPU it wants none once the bytes are given.
     """
     share = budget.free_share()
-    if parts.target.device == "cpu" or share is None or share <= 0:
+    if parts.target.memory.kind == "host" or share is None or share <= 0:
         return {}
     cap = DEFAULT_UTILIZATION if budget.cap is None else budget.cap
     given = args.get(UTILIZATION)

@@ -351,6 +351,33 @@ def test_lint_finds_a_recipe_against_a_rule(with_recipe, value: str, message: st
     assert lint(place, live=False) == []
 
 
+# --- FlashInfer's gated delta rule on Hopper
+
+GDN = {"model_type": "qwen3_next"}
+GDN_FLAG = "--gdn-prefill-backend"
+
+
+def test_qwen3_next_on_hopper_waits_for_no_compiler_in_every_start(model) -> None:
+    choice = plan(model(MODELOPT_NVFP4, **GDN), "--target", "hopper").args[GDN_FLAG]
+    assert (choice.value, choice.source) == ("triton", "rule hopper-gdn-prefill")
+    assert GDN_FLAG not in plan(model(MODELOPT_NVFP4, **GDN), "--target", "b200").args
+    assert GDN_FLAG not in plan(model(MODELOPT_NVFP4), "--target", "hopper").args
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[GDN_FLAG, "flashinfer"], ["--additional-config", '{"gdn_prefill_backend": "flashinfer"}']],
+    ids=["flag", "key of --additional-config"],
+)
+def test_flashinfers_kernel_is_kept_where_somebody_wants_it(model, words: list[str]) -> None:
+    found = plan(model(MODELOPT_NVFP4, **GDN), "--target", "hopper", *words)
+    assert found.args.get(GDN_FLAG, found.args[words[0]]).value in (
+        "flashinfer",
+        {"gdn_prefill_backend": "flashinfer"},
+    )
+    assert "in place of triton, which rule hopper-gdn-prefill asks for" in notices(found)
+
+
 # --- the file itself
 
 SOUND = 'id = "x"\neffect = "crash"\nreason = "r"\nreference = "s"\nwhen = { targets = ["gb10"] }\n'

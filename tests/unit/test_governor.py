@@ -73,7 +73,7 @@ class TestThread:
     @pytest.fixture
     def watched(self, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(governor, "INTERVAL_S", 0.01)
-        monkeypatch.setattr(governor, "RESUME_AFTER_S", 0.3)
+        monkeypatch.setattr(governor, "RESUME_AFTER_S", 1.0)  # ten times what the test sleeps
         root = machine(tmp_path, available_mib=8000)
         found = Governor(MemorySource(root), limits(4000 << 20), lambda action, why: told.append(action))
         thread = threading.Thread(target=found.run, daemon=True)
