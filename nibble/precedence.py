@@ -21,7 +21,8 @@ from nibble.nvfp4_options import OPTIONS as NVFP4_OPTIONS
 from nibble.nvfp4_options import REASON as NVFP4_REASON
 from nibble.recipes import ResolvedRecipe
 from nibble.rules import TURBOQUANT_COST
-from nibble.settings import Loaded, default_of, options
+from nibble.settings import default_of, options
+from nibble.settings_layers import Loaded
 from nibble.targets import Target
 from nibble.vllm_args import merge
 

@@ -21,7 +21,8 @@ from nibble.paths import demo_models, root
 from nibble.plan import Plan, make_plan
 from nibble.precedence import Choice, Ingredients, file_flags
 from nibble.recipes import ResolvedRecipe, load_recipe, resolve
-from nibble.settings import Loaded, Settings, check_option, load_settings, options
+from nibble.settings import Settings, options
+from nibble.settings_layers import Loaded, check_option, load_settings
 from nibble.targets import TARGET_NAMES, Target, load_target, target_for_capability
 from nibble.vllm_args import check_flags, read_flags, split_words
 from nibble.vllm_schema import load_schema

@@ -15,7 +15,7 @@ from nibble.cluster import files as files_module
 from nibble.cluster.agent import Agent, AgentError, call
 from nibble.cluster.files import PARTIAL, Offers, fetch_from_head, fetch_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import load_settings
+from nibble.settings_layers import load_settings
 
 TOKEN = "0123456789abcdef"
 WEIGHTS = bytes(range(256)) * 5000

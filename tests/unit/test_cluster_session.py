@@ -27,7 +27,7 @@ from nibble.cluster.session import (
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
-from nibble.settings import load_settings
+from nibble.settings_layers import load_settings
 
 HERE = "127.0.0.1"
 MP = {"NIBBLE_NNODES": "2", "HEAD_IP": HERE, "TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_WAIT_SECONDS": "1"}

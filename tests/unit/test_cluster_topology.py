@@ -6,7 +6,8 @@ import pytest
 
 from nibble.cluster.topology import find_topology, topology_flags
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings, load_settings
+from nibble.settings import Settings
+from nibble.settings_layers import load_settings
 
 TWO = {"--tensor-parallel-size": 2}
 

@@ -14,7 +14,8 @@ from nibble.cluster.node import Place
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings, load_settings
+from nibble.settings import Settings
+from nibble.settings_layers import load_settings
 
 HEAD = "192.0.2.2:6379"
 # `ray start --address=… --block` with another token, shortened.
