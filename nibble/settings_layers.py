@@ -6,6 +6,7 @@ nibble's default > vLLM's default. This module resolves nibble's own options and
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
