@@ -127,6 +127,8 @@ def _give(
 ) -> Problem | None:
     """All of `lacking` fetch at the same time; their progress goes to `tell`."""
     waiting, said = dict(lacking), dict.fromkeys(lacking, "")
+    for node in lacking.values():
+        tell(f"{node['name']} fetches {body['folder']} from {body['address']}")
     while waiting and not over.is_set():
         for address, node in list(waiting.items()):
             try:
@@ -141,7 +143,7 @@ def _give(
                 del waiting[address]
             elif answer["detail"] not in ("", said[address]):
                 said[address] = answer["detail"]
-                tell(f"{node['name']} is {answer['detail']}")
+                tell(f"{node['name']}: {answer['detail']}")
         if waiting:
             over.wait(BEAT_S)
     return None

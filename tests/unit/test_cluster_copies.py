@@ -115,7 +115,8 @@ def given(*answers: dict[str, Any] | AgentError) -> tuple[list[str], list[str]]:
 
 def test_nodes_that_lack_the_model_fetch_it_and_say_how_far_they_are() -> None:
     going = {"state": "fetching", "detail": "fetching a"}
-    assert given(going, going, {"state": "here", "detail": ""}) == ([], [f"{TAKER} is fetching a"])
+    told = [f"{TAKER} fetches {FOLDER} from {SOURCE}", f"{TAKER}: fetching a"]
+    assert given(going, going, {"state": "here", "detail": ""}) == ([], told)
 
 
 @pytest.mark.parametrize(
