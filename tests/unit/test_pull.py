@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
+from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
 
 from nibble import pull as pull_module
 from nibble.errors import ExitCode, NibbleError
@@ -377,14 +377,19 @@ def test_a_pull_that_gave_up_or_was_killed_goes_on_where_it_was(
     assert not list(result.path.parents[1].glob("blobs/*incomplete"))
 
 
-def test_a_part_that_was_damaged_is_found_by_the_sha256_and_fetched_again(
-    hub: Hub, model: Path, environ
-) -> None:
-    repo = hub.add("acme/demo", model)
+def leave_a_wrong_part(repo: Repo, environ: dict[str, str]) -> None:
+    """1000 bytes that are not the weights', where an earlier pull would have left what it had of them."""
     blobs = Path(environ["HF_HOME"]) / "hub/models--acme--demo/blobs"
     blobs.mkdir(parents=True)
     part = blobs / f"{repo.entries['model.safetensors'].sha256}.nibble.incomplete"
     part.write_bytes(b"x" * 1000)
+
+
+def test_a_part_that_was_damaged_is_found_by_the_sha256_and_fetched_again(
+    hub: Hub, model: Path, environ
+) -> None:
+    repo = hub.add("acme/demo", model)
+    leave_a_wrong_part(repo, environ)
     assert "model.safetensors (sha256" in refusal("acme/demo", environ).line()
     assert pull("acme/demo", None, environ).bytes == 300_000
 
@@ -393,10 +398,7 @@ def test_a_part_longer_than_the_file_and_a_hub_without_ranges_start_again(
     hub: Hub, model: Path, environ
 ) -> None:
     repo = hub.add("acme/demo", model)
-    blobs = Path(environ["HF_HOME"]) / "hub/models--acme--demo/blobs"
-    blobs.mkdir(parents=True)
-    part = blobs / f"{repo.entries['model.safetensors'].sha256}.nibble.incomplete"
-    part.write_bytes(b"x" * 1000)
+    leave_a_wrong_part(repo, environ)
     repo.faults["model.safetensors"] = "no-ranges"
     path = pull("acme/demo", None, environ).path
     assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
