@@ -1,4 +1,4 @@
-"""Kubernetes manifests from a plan; --network holds them to the CRD schemas of the two projects."""
+"""Kubernetes manifests from a plan, held to the CRDs of the two projects (with --network to the published ones)."""
 
 from __future__ import annotations
 
@@ -6,27 +6,12 @@ import json
 import urllib.request
 from typing import Any
 
+import jsonschema
 import pytest
+from crd_schemas import CRDS, KEPT, PLACES, made, part, published, strict
 
-from nibble.cluster.manifests import manifest, read_kind
+from nibble.cluster.manifests import read_kind
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import plan_for, read_wishes
-
-WORDS = ["nibble-demo-nvfp4", "--tensor-parallel-size", "4", "--target", "b200"]
-PLACES = {
-    "kuberay": {"NIBBLE_CLUSTER": "ray", "NUM_GPUS": "2"},
-    "lws": {"NIBBLE_NNODES": "2", "NUM_GPUS": "2"},
-}
-# The newest commits read when this was written (2026-08-19 and 2026-08-21).
-CRDS = {
-    "kuberay": "ray-project/kuberay/feeaf72fa/ray-operator/config/crd/bases/ray.io_rayclusters.yaml",
-    "lws": "kubernetes-sigs/lws/060ab4d/config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",
-}
-
-
-def made(kind: str, **environ: str) -> dict[str, Any]:
-    plan = plan_for(read_wishes(WORDS, {"HEAD_IP": "head", **(environ or PLACES[kind])}))
-    return json.loads(json.dumps(manifest(read_kind(kind), plan, WORDS, "nibble:b200")))
 
 
 def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,34 +79,23 @@ def test_another_kind_is_a_usage_error() -> None:
     assert caught.value.code == ExitCode.USAGE
 
 
-def strict(node: Any) -> Any:
-    """A CRD's schema as JSON Schema that refuses unknown fields, as the API server's strict validation does."""
-    if isinstance(node, list):
-        return [strict(one) for one in node]
-    if not isinstance(node, dict):
-        return node
-    if node.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
-    found = {name: strict(value) for name, value in node.items()}
-    if (
-        "properties" in found
-        and found.get("type") == "object"
-        and not found.get("x-kubernetes-preserve-unknown-fields")
-    ):
-        found.setdefault("additionalProperties", False)
-    return found
+@pytest.mark.parametrize("kind", PLACES)
+def test_manifests_are_valid_for_the_crds(kind: str) -> None:
+    jsonschema.validate(made(kind), strict(json.loads(KEPT.read_text())[kind]))
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_field_that_the_crd_does_not_have_is_noticed(kind: str) -> None:
+    found = made(kind)
+    pods(found)[0]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="'readinesProbe' was unexpected"):
+        jsonschema.validate(found, strict(json.loads(KEPT.read_text())[kind]))
 
 
 @pytest.mark.network
 @pytest.mark.parametrize("kind", PLACES)
-def test_manifests_are_valid_for_the_crds(kind: str) -> None:
-    import jsonschema
-    import yaml
-
-    found = made(kind)
+def test_the_kept_rules_are_those_of_the_published_crds(kind: str) -> None:
     with urllib.request.urlopen(f"https://raw.githubusercontent.com/{CRDS[kind]}", timeout=60) as answer:
-        versions = yaml.safe_load(answer.read())["spec"]["versions"]
-    version = found["apiVersion"].rpartition("/")[2]
-    schema = next(one for one in versions if one["name"] == version)["schema"]["openAPIV3Schema"]
-    schema["properties"]["metadata"] = {"type": "object"}
-    jsonschema.validate(found, strict(schema), jsonschema.Draft202012Validator)
+        schema = published(answer.read().decode(), made(kind))
+    assert part(schema, [made(kind)]) == json.loads(KEPT.read_text())[kind]
+    jsonschema.validate(made(kind), strict(schema))
