@@ -1,13 +1,13 @@
-"""How fast vLLM's own iterators bring weights from a disk into memory on a CPU, by strategy, with a cold and a warm page cache.
+"""How fast vLLM's own iterators bring weights from a disk into memory, by strategy, with a cold and a warm page cache.
 
-    .venv/bin/python benchmarks/weight_loading.py [--gib 1.5] [--shards 3] [--scratch DIR] [--rounds 3] [--out FILE]
+    .venv/bin/python benchmarks/weight_loading.py [--device cuda] [--gib 1.5] [--shards 3] [--scratch DIR] [--rounds 3]
+        [--out FILE]
 
 Writes BF16 shards of random numbers into DIR, then reads them through `safetensors_weights_iterator` (lazy, eager, prefetch) and
-`multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into memory of its own, as a CPU model
-does. Cold: the files were dropped from the page cache (posix_fadvise). Rounds are interleaved; each figure is a median, beside
-`read()` of the same bytes, which is what the disk and the page cache can do. Nothing here says what a GPU does: copies over
-PCIe, GPUDirect (fastsafetensors, InstantTensor) and Run:ai's streamer need one. Writes
-benchmarks/results/weight_loading_cpu.json.
+`multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into memory of its own, the host's or,
+with --device cuda, the GPU's, where fastsafetensors is measured too if it is installed. Cold: the files were dropped from the
+page cache (posix_fadvise). Rounds are interleaved; each figure is a median, beside `read()` of the same bytes into host memory,
+which is what the disk and the page cache can do. Writes benchmarks/results/weight_loading_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-RESULT = ROOT / "benchmarks" / "results" / "weight_loading_cpu.json"
 STRATEGIES = ("read()", "lazy", "eager", "prefetch", "multi-thread")
+ON_GPU = ("fastsafetensors",)  # a module of that name, and a strategy
 HIDDEN = 4096
 
 
@@ -38,24 +39,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--gib", type=float, default=1.5)
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scratch", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--one", nargs=2, metavar=("STRATEGY", "FOLDER"), help="measure one and print seconds"
     )
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(seconds_of(options.one[0], sorted(Path(options.one[1]).glob("*.safetensors")))))
+        name, folder = options.one
+        print(json.dumps(seconds_of(name, sorted(Path(folder).glob("*.safetensors")), options.device)))
         return
     from start_overhead import machine, versions
 
     where = machine()
+    names = STRATEGIES + tuple(one for one in ON_GPU if options.device == "cuda" and find_spec(one))
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         total_bytes = write_shards(Path(folder), options.gib, options.shards)
-        rows = measure(Path(folder), options.rounds, total_bytes)
+        rows = measure(Path(folder), names, options.device, options.rounds, total_bytes)
     result = {
         "what": "seconds and GB/s (10^9) from files to memory, medians",
         "command": " ".join([".venv/bin/python", "benchmarks/weight_loading.py", *sys.argv[1:]]),
@@ -65,10 +69,19 @@ def main() -> None:
         "bytes": total_bytes,
         "shards": options.shards,
         "rounds": options.rounds,
-        "not_measured": "anything with a GPU: copies to it, fastsafetensors, InstantTensor, Run:ai streamer; network disks",
+        "device": device_name(options.device),
+        "not_measured": ", ".join(
+            [
+                "network disks",
+                "InstantTensor",
+                "Run:ai streamer",
+                *(one for one in ON_GPU if one not in names),
+            ]
+        ),
         "strategies": rows,
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    out = options.out or ROOT / "benchmarks" / "results" / f"weight_loading_{options.device}.json"
+    out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(rows, indent=2))
 
 
@@ -90,14 +103,21 @@ def write_shards(folder: Path, gib: float, shards: int) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def measure(folder: Path, rounds: int, total_bytes: int) -> dict[str, Any]:
+def device_name(device: str) -> str:
+    """What the weights are brought to."""
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "host memory"
+
+
+def measure(folder: Path, names: Sequence[str], device: str, rounds: int, total_bytes: int) -> dict[str, Any]:
     """Interleaved rounds; strategy -> cold and warm seconds and rates."""
-    times: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in STRATEGIES}
+    times: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in names}
     for number in range(rounds):
-        for name in STRATEGIES if number % 2 == 0 else reversed(STRATEGIES):
+        for name in names if number % 2 == 0 else reversed(names):
             drop_from_page_cache(folder)
             for kind in ("cold", "warm"):
-                times[name][kind].append(in_a_process(name, folder))
+                times[name][kind].append(in_a_process(name, folder, device))
             print(f"round {number + 1}, {name}: cold and warm " + str(times[name]), file=sys.stderr)
     return {
         name: {
@@ -118,30 +138,43 @@ def drop_from_page_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-def in_a_process(name: str, folder: Path) -> float:
+def in_a_process(name: str, folder: Path, device: str) -> float:
     """Seconds of one strategy without the imports; each in a process of its own, so that no memory is kept."""
-    command = [sys.executable, __file__, "--one", name, str(folder)]
+    command = [sys.executable, __file__, "--device", device, "--one", name, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
-def seconds_of(name: str, files: list[Path]) -> float:
+def seconds_of(name: str, files: list[Path], device: str) -> float:
     """Read all files with one strategy."""
-    load = loader(name)
+    load = loader(name, device)
     began = time.monotonic()
     load([str(path) for path in files])
     return time.monotonic() - began
 
 
-def loader(name: str) -> Callable[[list[str]], None]:
-    """What reads the files; imports are done before the clock runs."""
+def loader(name: str, device: str) -> Callable[[list[str]], None]:
+    """What reads the files; imports and the GPU's context are done before the clock runs."""
     if name == "read()":
         return read_all
+    import torch
     from vllm.model_executor.model_loader import weight_utils
 
-    if name == "multi-thread":
-        return lambda files: copy_all(weight_utils.multi_thread_safetensors_weights_iterator(files, False))
-    return lambda files: copy_all(weight_utils.safetensors_weights_iterator(files, False, name))
+    torch.zeros(1, device=device)
+
+    def iterate(files: list[str]) -> Iterable[tuple[str, Any]]:
+        if name == "multi-thread":
+            return weight_utils.multi_thread_safetensors_weights_iterator(files, False)
+        if name == "fastsafetensors":
+            return weight_utils.fastsafetensors_weights_iterator(files, False)
+        return weight_utils.safetensors_weights_iterator(files, False, name)
+
+    def load(files: list[str]) -> None:
+        kept = [tensor.to(device, copy=True) for _, tensor in iterate(files)]
+        if kept[0].is_cuda:
+            torch.cuda.synchronize()
+
+    return load
 
 
 def read_all(files: list[str]) -> None:
@@ -151,13 +184,6 @@ def read_all(files: list[str]) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-
-
-def copy_all(weights: Iterable[tuple[str, Any]]) -> None:
-    """Every tensor into memory of its own."""
-    kept = []
-    for _, tensor in weights:
-        kept.append(tensor.clone())
 
 
 if __name__ == "__main__":
