@@ -1,43 +1,74 @@
 """Two GPUs of one host as one machine and as two: tokens/s of one GPU, TP 2 in the machine, and two "nodes" of one GPU each
 in network namespaces of their own, without Ray and with it.
 
-    sudo .venv/bin/python benchmarks/cluster_two_gpus.py [--model MODEL] [--out benchmarks/results/cluster_two_gpus.json]
+    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2 --out benchmarks/results/cluster_two_gpus.json
+    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only mp ray --out benchmarks/results/cluster_two_gpus.json
 
-Needs root, `ip` and `unshare`. Nodes have their own host names, so that NCCL takes them for two machines and their traffic goes
-through the virtual network between them: the figures show what works and what a slow network costs, not what RoCE gives.
+Needs root and `ip` (iproute2); what cannot run is named in the results with the reason. Each arrangement takes two to three
+minutes; --out keeps what it has and is written after each. Nodes have their own host names, so that NCCL takes them for two
+machines and their traffic goes through the virtual network between them: the figures show what works and what a slow network
+costs, not what RoCE gives. NVLink multicast is off everywhere. `--cpu` runs the same with two processes on a CPU, for whoever
+changes this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBNET = "10.91.3"
-START_S = 600.0
+START_S = 300.0
 # A bridge's traffic goes through iptables where Docker has loaded br_netfilter; a plain pair of interfaces does not.
 PAIR = f"""
 set -e
+mkdir -p /tmp/ray
 ip netns add nib1; ip netns add nib2
 ip link add eth0 netns nib1 type veth peer name eth0 netns nib2
 for n in 1 2; do ip -n nib$n addr add {SUBNET}.$n/24 dev eth0; ip -n nib$n link set eth0 up; ip -n nib$n link set lo up; done
 """
-# /dev/shm and /tmp of their own too: two machines share neither.
-ENTER = 'hostname nib$0; mount -t tmpfs tmpfs /tmp; mount -t tmpfs -o size=8g tmpfs /dev/shm; exec "$@"'
+# Two machines share neither /dev/shm nor Ray's folder.
+ENTER = """
+echo nib$0 > /proc/sys/kernel/hostname
+mount -t tmpfs tmpfs /tmp/ray
+mount -t tmpfs -o size=8g tmpfs /dev/shm
+exec "$@"
+"""
+# Multicast in NCCL, PyTorch and NVSHMEM, and those all-reduces of vLLM and FlashInfer that would use it (vllm 0.32 envs.py:1966,
+# flashinfer_all_reduce.py:211; the fused one is FUSED below).
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+FUSED = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
+# What vLLM's CPU platform lacks for this, as in tests/cluster; a "GPU" is then a name for Ray to count.
+ON_CPU = {
+    "PYTHONPATH": str(ROOT / "tests" / "fixtures" / "cluster_platform"),
+    "NIBBLE_KV_CACHE_BYTES": str(64 << 20),
+    "NIBBLE_MEMORY_RESERVE_GIB": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 ASK = """
 import concurrent.futures, json, sys, time, urllib.request
+tokens = int(sys.argv[1])
 def ask(_):
-    body = {"model": "default", "prompt": "What is NVFP4?", "max_tokens": 256, "ignore_eos": True, "temperature": 0}
+    body = {"model": "default", "prompt": "What is NVFP4?", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     url, kind = "http://127.0.0.1:8000/v1/completions", {"content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), kind)
     answer = json.load(urllib.request.urlopen(request, timeout=300))
@@ -60,7 +91,11 @@ class Host:
     def __init__(self, number: int, folder: Path, environ: dict[str, str]) -> None:
         self.number, self.folder = number, folder
         own = {"NIBBLE_CACHE_DIR": f"{folder}/cache{number}", "VLLM_CONFIG_ROOT": f"{folder}/config{number}"}
-        self.environ = {**os.environ, **own, "NIBBLE_ALLOW_ANONYMOUS": "1", "HOST": "127.0.0.1", **environ}
+        places = (os.path.dirname(sys.executable), os.environ["PATH"], str(_command(folder)))
+        own |= {"PATH": ":".join(places), "NIBBLE_ALLOW_ANONYMOUS": "1", "HOST": "127.0.0.1", **NO_MULTICAST}
+        self.environ = {**os.environ, **own, **environ}
+        importable = [self.environ.get("PYTHONPATH", ""), str(ROOT)]
+        self.environ["PYTHONPATH"] = ":".join(filter(None, importable))
 
     def command(self, words: Sequence[str], inside: int | None = None) -> list[str]:
         """`words` in the namespace, beside process `inside` where it is given, else in mounts of its own."""
@@ -68,26 +103,14 @@ class Host:
             return list(words)
         if inside is not None:
             return ["nsenter", "-t", str(inside), "-m", "-n", "-u", *words]
-        return [
-            "ip",
-            "netns",
-            "exec",
-            f"nib{self.number}",
-            "unshare",
-            "-m",
-            "-u",
-            "bash",
-            "-c",
-            ENTER,
-            str(self.number),
-            *words,
-        ]
+        enter = ["ip", "netns", "exec", f"nib{self.number}", "unshare", "-m", "-u", "bash", "-e", "-c", ENTER]
+        return [*enter, str(self.number), *words]
 
     def start(
         self, log: str, *words: str, inside: int | None = None, **environ: str
     ) -> subprocess.Popen[bytes]:
         """The entry point with `words`; its output in `log`."""
-        with (self.folder / log).open("ab") as out:
+        with (self.folder / log).open("wb") as out:
             return subprocess.Popen(
                 self.command([str(ROOT / "entrypoint.sh"), *words], inside),
                 env={**self.environ, **environ},
@@ -96,9 +119,27 @@ class Host:
                 stderr=out,
             )
 
-    def python(self, code: str, inside: int | None) -> subprocess.CompletedProcess[str]:
-        command = self.command([sys.executable, "-c", code], inside)
+    def python(self, inside: int | None, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = self.command([sys.executable, "-c", code, *words], inside)
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+
+    def wait_said(self, log: str, words: str, process: subprocess.Popen[bytes]) -> None:
+        """Until `log` has `words`. Raises RuntimeError with its end where the process ended first or START_S is over."""
+        began = time.monotonic()
+        while words not in (said := (self.folder / log).read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() - began > START_S:
+                raise RuntimeError(f"{log}: {said[-500:]}")
+            time.sleep(0.5)
+
+
+def _command(folder: Path) -> Path:
+    """A folder with a `nibble` for environments that have the package and not its command."""
+    file = folder / "bin" / "nibble"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'#!/bin/sh\nexec {sys.executable} -m nibble "$@"\n')
+        file.chmod(0o755)
+    return file.parent
 
 
 @contextlib.contextmanager
@@ -115,17 +156,17 @@ def ended(*running: subprocess.Popen[bytes]) -> Iterator[None]:
             one.wait()
 
 
-def measure(host: Host, server: subprocess.Popen[bytes], log: str) -> dict[str, Any]:
+def measure(host: Host, server: subprocess.Popen[bytes], log: str, tokens: int) -> dict[str, Any]:
     """Seconds until ready, tokens/s, the beginning of an answer; or why there is none."""
     began = time.monotonic()
     inside = server.pid if host.number else None
-    while host.python(IS_READY, inside).returncode:
+    while host.python(inside, IS_READY).returncode:
         if server.poll() is not None or time.monotonic() - began > START_S:
             said = (host.folder / log).read_text(errors="replace").splitlines()
             return {"error": [line for line in said if "nibble" in line][-3:], "exit_code": server.poll()}
         time.sleep(1)
     seconds = round(time.monotonic() - began, 1)
-    done = host.python(ASK, inside)
+    done = host.python(inside, ASK, str(tokens))
     if done.returncode:
         return {"error": done.stderr[-500:]}
     said = (host.folder / log).read_text(errors="replace").splitlines()
@@ -133,38 +174,82 @@ def measure(host: Host, server: subprocess.Popen[bytes], log: str) -> dict[str, 
     return {"ready_s": seconds, **json.loads(done.stdout), **({"preflight": checks[-1]} if checks else {})}
 
 
-def run(model: str, folder: Path) -> dict[str, Any]:
-    """Every arrangement in turn."""
-    found: dict[str, Any] = {}
-    here = Host(0, folder, {})
-    words = ("serve", model, "--max-model-len", "1024")
-    for name, gpus, size in (("one GPU", "0", "1"), ("TP 2 in one machine", "0,1", "2")):
-        log = f"{size}.log"
-        server = here.start(log, *words, CUDA_VISIBLE_DEVICES=gpus, TENSOR_PARALLEL_SIZE=size)
+class Bench:
+    """The arrangements, each a method that returns its result."""
+
+    def __init__(self, model: str, folder: Path, cpu: bool) -> None:
+        self.words = ("serve", model, "--max-model-len", "1024", *(() if cpu else FUSED))
+        self.folder, self.cpu, self.tokens = folder, cpu, 16 if cpu else 256
+        self.common = ON_CPU if cpu else {}
+
+    def one(self) -> dict[str, Any]:
+        return self._machine("one", "0", "1")
+
+    def tp2(self) -> dict[str, Any]:
+        return self._machine("tp2", "0,1", "2")
+
+    def mp(self) -> dict[str, Any]:
+        first, second = self._nodes()
+        with pair():
+            server = first.start("mp0.log", *self.words, NIBBLE_NNODES="2", NIBBLE_NODE_RANK="0")
+            rank1 = second.start("mp1.log", *self.words, NIBBLE_NNODES="2", NIBBLE_NODE_RANK="1")
+            with ended(server, rank1):
+                return measure(first, server, "mp0.log", self.tokens)
+
+    def ray(self) -> dict[str, Any]:
+        if importlib.util.find_spec("ray") is None:
+            raise RuntimeError("ray is not installed")
+        first, second = self._nodes()
+        offered = "1" if self.cpu else ""
+        with pair():
+            head = first.start("head.log", "ray-head", NUM_GPUS=offered)
+            with ended(head):
+                first.wait_said("head.log", "Ray head is up", head)
+                worker = second.start("worker.log", "ray-worker", NUM_GPUS=offered)
+                server = first.start("ray.log", *self.words, inside=head.pid, NIBBLE_CLUSTER="ray")
+                with ended(server, worker):
+                    return measure(first, server, "ray.log", self.tokens)
+
+    def _machine(self, name: str, gpus: str, size: str) -> dict[str, Any]:
+        here = Host(0, self.folder, {**self.common, "CUDA_VISIBLE_DEVICES": gpus})
+        server = here.start(f"{name}.log", *self.words, TENSOR_PARALLEL_SIZE=size)
         with ended(server):
-            found[name] = measure(here, server, log)
-        print(name, json.dumps(found[name]), flush=True)
-    common = {
-        "HEAD_IP": f"{SUBNET}.1",
-        "NIBBLE_CLUSTER_TOKEN": secrets.token_hex(32),
-        "TENSOR_PARALLEL_SIZE": "2",
-    }
-    common["NIBBLE_CLUSTER_MIN_GB_PER_S"] = "0.05"  # a virtual network
-    one = Host(1, folder, {**common, "CUDA_VISIBLE_DEVICES": "0"})
-    two = Host(2, folder, {**common, "CUDA_VISIBLE_DEVICES": "1"})
-    server = one.start("mp0.log", *words, NIBBLE_NNODES="2", NIBBLE_NODE_RANK="0")
-    rank1 = two.start("mp1.log", *words, NIBBLE_NNODES="2", NIBBLE_NODE_RANK="1")
-    with ended(server, rank1):
-        found["two nodes without Ray"] = measure(one, server, "mp0.log")
-    print("mp", json.dumps(found["two nodes without Ray"]), flush=True)
-    head = one.start("head.log", "ray-head")
-    time.sleep(15)
-    worker = two.start("worker.log", "ray-worker")
-    server = one.start("ray.log", *words, inside=head.pid, NIBBLE_CLUSTER="ray")
-    with ended(server, worker, head):
-        found["two nodes with Ray"] = measure(one, server, "ray.log")
-    print("ray", json.dumps(found["two nodes with Ray"]), flush=True)
-    return found
+            return measure(here, server, f"{name}.log", self.tokens)
+
+    def _nodes(self) -> tuple[Host, Host]:
+        environ = {
+            **self.common,
+            "HEAD_IP": f"{SUBNET}.1",
+            "NIBBLE_CLUSTER_TOKEN": secrets.token_hex(32),
+            "TENSOR_PARALLEL_SIZE": "2",
+            "NIBBLE_CLUSTER_MIN_GB_PER_S": "0.01",  # a virtual network
+            "NCCL_IB_DISABLE": "1",
+        }
+        first, second = ({**environ, "CUDA_VISIBLE_DEVICES": gpu} for gpu in "01")
+        return Host(1, self.folder, first), Host(2, self.folder, second)
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[None]:
+    """Two namespaces with a network between them. Raises RuntimeError where this machine cannot."""
+    if shutil.which("ip") is None:
+        raise RuntimeError("`ip` is not installed (iproute2)")
+    remove = ["bash", "-c", "ip netns del nib1; ip netns del nib2"]
+    subprocess.run(remove, capture_output=True, check=False)
+    try:
+        made = subprocess.run(["bash", "-c", PAIR], capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise RuntimeError(f"no network namespaces: {made.stderr.strip()}")
+        yield
+    finally:
+        subprocess.run(remove, capture_output=True, check=False)
+
+
+def gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def main() -> None:
@@ -172,34 +257,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="nibble-demo-nvfp4")
+    parser.add_argument("--only", nargs="+", choices=("one", "tp2", "mp", "ray"))
+    parser.add_argument("--folder", type=Path, help="keeps caches and logs; default: removed at the end")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    subprocess.run(["bash", "-c", PAIR], check=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix="nibble-two-gpus-", dir="/var/tmp") as folder:
-            found = run(options.model, Path(folder))
-            for log in sorted(Path(folder).glob("*.log")):
-                print(
-                    f"--- {log.name}",
-                    *log.read_text(errors="replace").splitlines()[-15:],
-                    sep="\n",
-                    flush=True,
-                )
-    finally:
-        subprocess.run("ip netns del nib1; ip netns del nib2", shell=True, check=False)
-    if options.out:
-        gpus = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        about = {
-            "model": options.model,
-            "gpus": gpus.stdout.split("\n")[:-1],
-            "date": time.strftime("%Y-%m-%d"),
+    kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    about = {"model": options.model, "gpus": gpus(), "date": time.strftime("%Y-%m-%d")}
+    results = dict(kept.get("results", {}))
+    with contextlib.ExitStack() as stack:
+        if options.folder:
+            folder = options.folder.resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            made = tempfile.TemporaryDirectory(prefix="nibble-two-gpus-", dir="/var/tmp")
+            folder = Path(stack.enter_context(made))
+        bench = Bench(options.model, folder, options.cpu)
+        arrangements: dict[str, Callable[[], dict[str, Any]]] = {
+            "one": bench.one,
+            "tp2": bench.tp2,
+            "mp": bench.mp,
+            "ray": bench.ray,
         }
-        options.out.write_text(json.dumps(about | {"results": found}, indent=1) + "\n")
+        for name in options.only or arrangements:
+            try:
+                results[name] = arrangements[name]()
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                results[name] = {"error": str(error)}
+            print(name, json.dumps(results[name]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        for log in sorted(folder.glob("*.log")):
+            print(
+                f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", flush=True
+            )
 
 
 if __name__ == "__main__":

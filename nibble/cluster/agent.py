@@ -107,7 +107,7 @@ def connect(address: str, timeout_s: float, environ: Mapping[str, str] | None) -
 
 
 def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | None:
-    """TLS with Ray's own variables (ray 2.60 _private/tls_utils.py), both sides authenticated; None where it is off."""
+    """TLS with Ray's own variables (ray 2.60 _common/tls_utils.py), both sides authenticated; None where it is off."""
     if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
