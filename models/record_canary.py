@@ -1,11 +1,13 @@
 """Record what a server that is known to be right answers to fixed prompts, for later starts to be held against.
 
     python models/record_canary.py [NAME ...]                              # demo models, served here by nibble; all of them
-    python models/record_canary.py --url http://127.0.0.1:8000 --out FILE  # a running server without a key
-    python models/record_canary.py --url ... --out FILE --prompts FILE     # one prompt a line, in place of eight of its own
+    python models/record_canary.py --url http://127.0.0.1:8000 --recipe ORG/NAME    # a running server without a key
+    python models/record_canary.py --url ... --out FILE                    # elsewhere, as in a model's own folder
+    python models/record_canary.py --url ... --prompts FILE                # one prompt a line, in place of eight of its own
 
-FILE is `nibble-canary.json` in a model's folder, or `recipes/ORG/NAME.nibble-canary.json`. A W4A4 model has a second one,
-`nibble-canary.weight-only.json`, for GPUs without FP4 products: `--nvfp4-activations bf16` serves it so.
+--recipe writes `recipes/ORG/NAME.nibble-canary.json`, which every start of that model finds; in a model's own folder the file is
+`nibble-canary.json`. A W4A4 model has a second one, `nibble-canary.weight-only.json`, for GPUs without FP4 products
+(`--nvfp4-activations bf16` serves it so); which of the two --recipe writes follows from what the server ran.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from nibble.canary.asking import Asker
 from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, record, write_references
-from nibble.paths import demo_models
+from nibble.paths import demo_models, root
 from nibble.readiness import Api
+from nibble.recipes import recipe_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT, CONTROL_PORT = 18730, 18731
@@ -61,15 +65,21 @@ def main() -> int:
     parser.add_argument("demos", nargs="*", choices=[*demo_models(), []], metavar="NAME", help="a demo model")
     parser.add_argument("--url", help="a running server; without it the demo models are served and recorded")
     parser.add_argument("--model", default="default")
-    parser.add_argument("--out", type=Path)
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--recipe", metavar="ORG/NAME", help="write beside the recipe of this Hugging Face id")
+    place.add_argument("--out", type=Path)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--control", default="http://127.0.0.1:8001", help="the server's control port")
     asked = parser.parse_args()
     if asked.url:
-        if asked.out is None:
-            parser.error("--url needs --out")
+        if asked.out is None and asked.recipe is None:
+            parser.error("--url needs --recipe or --out")
+        if asked.recipe and recipe_path(asked.recipe, root()) is None:
+            parser.error(f"{asked.recipe} is no ORG/NAME")
         prompts = asked.prompts.read_text().splitlines() if asked.prompts else GENERAL_PROMPTS
-        record_from(asked.url, asked.control, asked.model, asked.out, tuple(filter(None, prompts)), asked.url)
+        status = read_status(asked.control)
+        out = asked.out or recipe_file(asked.recipe, status)
+        record_from(asked.url, status, asked.model, out, tuple(filter(None, prompts)), asked.url)
         return 0
     for name in asked.demos or demo_models():
         folder = demo_models()[name]
@@ -82,12 +92,33 @@ def main() -> int:
 def record_demo(folder: Path, file: str, *flags: str) -> None:
     words = [folder.name, "--enforce-eager", *flags]
     with served(words) as (url, control):
-        record_from(
-            url, control, "default", folder / file, DEMO_PROMPTS, f"nibble serve {' '.join(words)}, on a CPU"
-        )
+        source = f"nibble serve {' '.join(words)}, on a CPU"
+        record_from(url, read_status(control), "default", folder / file, DEMO_PROMPTS, source)
 
 
-def record_from(url: str, control: str, model: str, out: Path, prompts: tuple[str, ...], source: str) -> None:
+def read_status(control: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{control}/status", timeout=5) as response:
+        return json.load(response)
+
+
+def activations_in(status: dict[str, Any]) -> list[str]:
+    """In which formats the NVFP4 layers of all workers took their activations."""
+    return sorted({form for one in status["assertion"]["ran"] for form in one["activations"]})
+
+
+def recipe_file(model: str, status: dict[str, Any]) -> Path:
+    """The file of a recipe for what the server ran: its own where W4A4 layers were served weight-only."""
+    beside = recipe_path(model, root())
+    assert beside is not None
+    is_w4a4 = "NVFP4" in str(status["plan"]["checkpoint"].get("scheme")).split("+")
+    name = WEIGHT_ONLY_FILE if is_w4a4 and activations_in(status) == ["bf16"] else FILE
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    return beside.with_suffix(f".{name}")
+
+
+def record_from(
+    url: str, status: dict[str, Any], model: str, out: Path, prompts: tuple[str, ...], source: str
+) -> None:
     """Conversations of one question each, and a plain text."""
     address = urlsplit(url)
     api = Api(address.hostname or "127.0.0.1", address.port or 80, "", address.scheme == "https")
@@ -96,10 +127,7 @@ def record_from(url: str, control: str, model: str, out: Path, prompts: tuple[st
         [[{"role": "user", "content": prompt}] for prompt in prompts] if asker.has_chat() else list(prompts)
     )
     cases = [record(asker, prompt, TOKENS) for prompt in [*questions, PLAIN_TEXT]]
-    with urllib.request.urlopen(f"{control}/status", timeout=5) as response:
-        ran = json.load(response)["assertion"]["ran"]
-    activations = sorted({form for one in ran for form in one["activations"]})
-    write_references(out, cases, {"recorded": source, "activations": activations})
+    write_references(out, cases, {"recorded": source, "activations": activations_in(status)})
     print(f"{out}: {len(cases)} prompts, {sum(len(case.logprobs) for case in cases)} log-probs")
 
 

@@ -96,7 +96,7 @@ class Proof:
         say: Callable[[str], None],
     ) -> None:
         self._canary = ("running", ())
-        findings = self._findings(reports, names, generates)
+        findings = self._findings(reports, names, generates, say)
         failed = [finding for finding in findings if finding.verdict == "failed"]
         self._canary = ("failed" if failed else "passed", tuple(findings))
         for finding in failed:
@@ -116,11 +116,18 @@ class Proof:
         )
 
     def _findings(
-        self, reports: list[Mapping[str, Any]], names: tuple[str, ...], generates: bool
+        self,
+        reports: list[Mapping[str, Any]],
+        names: tuple[str, ...],
+        generates: bool,
+        say: Callable[[str], None],
     ) -> list[Finding]:
         plan = self._plan
         if not generates:
             return run_canary(None, reports)
+        references = references_of(plan, activations_of(reports))
+        if references is None:
+            say(how_to_record(plan, self._api.url))
         Asker(self._api, names[0], WARM_UP_S).warm_up()
         asker = Asker(self._api, names[0], BUDGET_S)
         tools = "--tool-call-parser" in plan.args
@@ -129,7 +136,7 @@ class Proof:
         return run_canary(
             asker,
             reports,
-            references_of(plan, activations_of(reports)),
+            references,
             tools=tools,
             drafts=drafts,
             # vLLM 0.32's engine ends on the CPU when top_k meets drafts (v1/sample/ops/topk_topp_sampler.py:533, without Triton).
@@ -156,12 +163,17 @@ def read_reports(folder: Path) -> list[Mapping[str, Any]]:
     return sorted(found, key=lambda report: report["rank"])
 
 
+def reference_files(model: str, folder: Path | None) -> list[Path]:
+    """Where recorded answers may lie, the first first: beside the recipe of a Hugging Face id, then in the model's folder."""
+    beside = recipe_path(model, root())
+    found = [beside.with_suffix(f".{name}") for name in (FILE, WEIGHT_ONLY_FILE)] if beside else []
+    return found + [folder / name for name in (FILE, WEIGHT_ONLY_FILE)] if folder else found
+
+
 def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None:
-    """Beside the model's recipe, else in its folder; those that were recorded with the same activations, if there are such."""
-    beside = recipe_path(str(plan.settings.model), root())
+    """Those that were recorded with the same activations, if there are such."""
     folder = plan.checkpoint.path if plan.checkpoint is not None else None
-    paths = [beside.with_suffix(f".{name}") for name in (FILE, WEIGHT_ONLY_FILE)] if beside else []
-    paths += [folder / name for name in (FILE, WEIGHT_ONLY_FILE)] if folder else []
+    paths = reference_files(str(plan.settings.model), folder)
     known = [found for path in paths if (found := read_references(path)) is not None]
     if not known:
         return None
@@ -171,6 +183,16 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     if same is not None and not differs:
         return same
     return replace(same or known[0], mean_limit=max(known[0].mean_limit, LOOSE_LIMIT))
+
+
+def how_to_record(plan: Plan, url: str) -> str:
+    """What a server says whose model has no recorded answers."""
+    model, local = str(plan.settings.model), plan.checkpoint is not None and plan.checkpoint.is_local
+    where = f"--out {Path(plan.model) / FILE}" if local else f"--recipe {model}"
+    return (
+        f"canary: no answers are recorded for {model}: a wrong chat template, tokenizer or checkpoint may pass; once this server "
+        f"is known to be right, `python models/record_canary.py --url {url} {where}` records them"
+    )
 
 
 def _unexpected(found: Deviation) -> NibbleError:

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from serving import ROOT, Server
 
 from nibble.canary.references import FILE, References, read_references
+from nibble.proof import references_of
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "512")
@@ -135,6 +138,25 @@ def test_nibble_status_shows_them(demo: tuple[Faulty, References]) -> None:
     )
     assert "linear: nvfp4: CpuNvFp4LinearKernel in 8 layer(s)" in done.stdout
     assert "references: passed: 6 prompts" in done.stdout
+
+
+def test_what_is_recorded_for_a_recipe_is_found_by_a_start_of_its_model(
+    demo: tuple[Faulty, References], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = demo[0]
+    faulty.inject()
+    monkeypatch.setenv("NIBBLE_ROOT", str(tmp_path))
+    addresses = ["--url", f"http://127.0.0.1:{faulty.server.port}"]
+    addresses += ["--control", f"http://127.0.0.1:{faulty.server.control_port}"]
+    program = [sys.executable, str(ROOT / "models" / "record_canary.py")]
+    subprocess.run([*program, *addresses, "--recipe", "acme/Bird-NVFP4"], check=True, timeout=120)
+    settings, checkpoint = SimpleNamespace(model="acme/Bird-NVFP4"), SimpleNamespace(path=None)
+    plan: Any = SimpleNamespace(settings=settings, checkpoint=checkpoint, args={})
+    references = references_of(plan, ("fp4",))
+    assert references is not None and len(references.cases) == 9 and references.activations == ("fp4",)
+    assert references.where == str(tmp_path / "recipes/acme/Bird-NVFP4.nibble-canary.json")
+    assert caught(faulty, references, "none") == set()
+    assert REFERENCES in caught(faulty, references, "wrong chat template")
 
 
 def end_of_start(

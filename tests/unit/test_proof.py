@@ -69,3 +69,33 @@ def test_a_model_the_plugin_does_not_know_is_told_and_ends_nothing(tmp_path: Pat
     assertion, said = run(make(tmp_path, {"problem": "AttributeError: no such thing"}))
     assert assertion["verdict"] == "unknown"
     assert said == ["warning: a worker could not tell all of what runs: AttributeError: no such thing"]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_local", "where"),
+    [
+        ("acme/Bird-7B-NVFP4", False, "--recipe acme/Bird-7B-NVFP4`"),
+        ("/models/bird", True, "--out /models/bird/nibble-canary.json`"),
+    ],
+)
+def test_a_model_without_recorded_answers_is_told_how_to_record_them(
+    model: str, is_local: bool, where: str
+) -> None:
+    planned = SimpleNamespace(
+        settings=SimpleNamespace(model=model), model=model, checkpoint=SimpleNamespace(is_local=is_local)
+    )
+    said = proof.how_to_record(planned, "http://127.0.0.1:8000")  # type: ignore[arg-type]
+    assert "no answers are recorded" in said and "--url http://127.0.0.1:8000" in said and where in said
+
+
+def test_answers_beside_a_recipe_come_before_those_in_the_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIBBLE_ROOT", str(tmp_path))
+    found = proof.reference_files("acme/Bird-3.5-NVFP4", Path("/m"))
+    assert [str(path) for path in found] == [
+        f"{tmp_path}/recipes/acme/Bird-3.5-NVFP4.nibble-canary.json",
+        f"{tmp_path}/recipes/acme/Bird-3.5-NVFP4.nibble-canary.weight-only.json",
+        "/m/nibble-canary.json",
+        "/m/nibble-canary.weight-only.json",
+    ]
