@@ -66,11 +66,14 @@ fmt: setup-dev ## format Python and shell, rewrite generated docs
 	shfmt -w -i 2 -ci $(SCRIPTS)
 	nibble docs
 
+# Most of a server's start is imports on one core; more than two servers at once disturb one another.
+PROCESSES = --numprocesses 2
+
 .PHONY: test test-all
 test: lint ## lint, types and every test that can run here in less than half an hour
-	pytest
+	pytest $(PROCESSES)
 test-all: lint ## the slow tests too
-	pytest --slow
+	pytest $(PROCESSES) --slow
 
 .PHONY: patches-newest demo lock clean
 patches-newest: setup ## run every probe on the newest release of vLLM and print the tables

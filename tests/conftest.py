@@ -1,4 +1,7 @@
-"""What runs where: tests that cannot run here are deselected and named in the summary with the reason."""
+"""What runs where: tests that cannot run here are deselected and named in the summary with the reason.
+
+`make test` runs them in two processes (pytest-xdist); what must not run at the same time is one group.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import os
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import containers
 import pytest
 
-# Cheap first: a mistake shows before anything is built.
-FOLDERS = ("unit", "patches", "kernels", "e2e", "image", "cluster")
+# Cheap first: a mistake shows before anything is built. Then what has few groups, so that no process is left alone with it.
+FOLDERS = ("unit", "patches", "image", "cluster", "kernels", "e2e")
+# Fixed ports and names of processes are one machine's: these folders and files share them.
+TOGETHER = {"unit": "unit", "image": "machine", "cluster": "machine", "e2e/test_ray_real.py": "machine"}
 TESTS = Path(__file__).parent
 
 left_out = pytest.StashKey[dict[str, list[str]]]()
@@ -31,6 +37,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _folder(path: Path) -> str:
     return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else path.name
+
+
+def group(nodeid: str) -> str:
+    """Of tests that one process runs one after another: a file's, or those of several files."""
+    file = nodeid.partition("::")[0].removeprefix("tests/")
+    return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups in the order they were collected in; a GPU is for one process at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    gpu = _has_gpu()
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "machine" if gpu else group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def _has_gpu() -> bool:
@@ -94,6 +121,23 @@ def pytest_runtest_protocol(item: pytest.Item):
         return (yield)
     finally:
         item.config.stash[seconds][_folder(item.path)] += time.monotonic() - began
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of several tells the first one what it left out and how long it took."""
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["left_out"], told["seconds"] = (
+            session.config.stash[left_out],
+            dict(session.config.stash[seconds]),
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    told = getattr(node, "workeroutput", {})
+    node.config.stash[left_out] |= told.get("left_out", {})  # each collects all tests
+    for folder, spent in told.get("seconds", {}).items():
+        node.config.stash[seconds][folder] += spent
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import os
@@ -15,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from once import once
 
 REPO = Path(__file__).resolve().parents[2]
 KERNELS = REPO / "kernels"
@@ -38,15 +38,14 @@ def installed() -> Path:
         if path.suffix in {".py", ".toml", ".h", ".cuh", ".cpp", ".cu"}:
             digest.update(path.read_bytes())
     folder = REPO / ".cache/kernels" / digest.hexdigest()[:16]
-    if not folder.exists():
+
+    def install(scratch: Path) -> None:
         for old in folder.parent.glob("*"):
             if time.time() - old.stat().st_mtime > 86400:
                 shutil.rmtree(old, ignore_errors=True)
-        unfinished = folder.with_suffix(f".{os.getpid()}")
-        pip_install(unfinished, os.environ | {"TORCH_CUDA_ARCH_LIST": cuda_targets()})
-        with contextlib.suppress(OSError):  # another session was faster
-            unfinished.rename(folder)
-    return folder
+        pip_install(scratch, os.environ | {"TORCH_CUDA_ARCH_LIST": cuda_targets()})
+
+    return once(folder, install)
 
 
 def pip_install(target: Path, environ: dict[str, str]) -> None:
