@@ -1,7 +1,4 @@
-"""The memory watchdog around a real server in a real cgroup, and the refusal before the load.
-
-On the CPU the engine's memory is the host's, as on unified memory: budget and watchdog are the same.
-"""
+"""GB10's memory profile forced on the CPU, in a real cgroup: budget, vLLM's own check at start, watchdog, refusal."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import pytest
 from memory_cgroup import MIB, Hog, MemoryCgroup
 from serving import ROOT, Server
 from slow_model import make_slow_model
+from unified_profile import force_unified_memory, what_was_checked
 
 from nibble.processes import OOM_SCORE_STEP
 
@@ -26,6 +24,8 @@ LIMIT_MIB = 3400
 # No new requests below 400 MiB, the engine is stopped below 200, resumed from 600.
 RESERVE = {"NIBBLE_MEMORY_RESERVE_GIB": str(800 / 1024)}
 STEP_MIB = 50
+OTHERS_MIB = 400  # taken before a start, so that less than vLLM's default of 0.92 is free
+KV, UTILIZATION = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
 
 
 @pytest.fixture
@@ -46,9 +46,12 @@ def hog(cgroup: MemoryCgroup) -> Iterator[Hog]:
 
 
 @pytest.fixture
-def server(cgroup: MemoryCgroup, tmp_path: Path) -> Iterator[Server]:
+def server(cgroup: MemoryCgroup, hog: Hog, tmp_path: Path) -> Iterator[Server]:
+    hog.take(OTHERS_MIB)
     model = make_slow_model(ROOT / ".cache" / "slow_model")
-    made = Server(tmp_path, ["serve", str(model), *FLAGS], before=cgroup.words, **RESERVE)
+    forced = force_unified_memory(tmp_path)
+    environ = {**RESERVE, **forced, "GPU_MEMORY_UTIL": "0.9"}
+    made = Server(tmp_path, ["serve", str(model), *FLAGS], before=cgroup.words, **environ)
     yield made
     made.end()
 
@@ -66,6 +69,18 @@ def take_until(hog: Hog, server: Server, done: Callable[[], Any]) -> None:
     raise AssertionError("memory was taken and nothing happened")
 
 
+def check_budget(plan: dict[str, Any], checked: dict[str, Any]) -> None:
+    """Both flags come from one budget, GPU_MEMORY_UTIL=0.9 is a cap, and vLLM's check passed where 0.92 would not have."""
+    budget, kv, utilization = plan["budget"], plan["args"][KV], plan["args"][UTILIZATION]
+    assert budget["memory_bytes"] == LIMIT_MIB * MIB and budget["limited_by"].startswith("cgroup ")
+    assert kv["source"] == utilization["source"] == "memory budget"
+    assert "GPU_MEMORY_UTIL) is a cap" in utilization["reason"]
+    assert budget["reserve_bytes"] == 800 * MIB
+    assert 0 < kv["value"] <= budget["room_bytes"] < budget["available_bytes"] - budget["reserve_bytes"]
+    assert (checked["kv"], checked["utilization"]) == (kv["value"], utilization["value"])
+    assert checked["requested"] <= checked["free"] < 0.92 * checked["total"]
+
+
 def state(server: Server) -> str:
     found = server.status()
     return found["state"] if found else ""
@@ -75,7 +90,10 @@ def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_super
     server: Server, hog: Hog
 ) -> None:
     server.wait_until_ready()
-    memory = server.status()["memory"]  # type: ignore[index]
+    status = server.status()
+    assert status is not None
+    check_budget(status["plan"], what_was_checked(server.out.parent))
+    memory = status["memory"]
     assert memory["limited_by"].startswith("cgroup ") and memory["action"] == "serve"
     assert memory["available_bytes"] > memory["resume_from_bytes"]
     ours, engine = (
@@ -144,7 +162,7 @@ def test_what_cannot_fit_the_cgroup_is_refused_before_the_load(
     cgroup: MemoryCgroup, hog: Hog, tmp_path: Path
 ) -> None:
     hog.take(LIMIT_MIB - 1500)
-    server = Server(tmp_path, ["serve", "nibble-demo"], before=cgroup.words)
+    server = Server(tmp_path, ["serve", "nibble-demo"], before=cgroup.words, **force_unified_memory(tmp_path))
     assert server.wait(30) == 7
     assert re.search(
         r"would not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB", server.log()
