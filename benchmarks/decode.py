@@ -33,10 +33,13 @@ CONFIG: dict[str, Any] = {
     },
 }  # fmt: skip
 # Options of vLLM and of nibble's plugin.
-WAYS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stock": ({}, {}),
     "marlin": ({"linear_backend": "marlin"}, {}),
     "nibble": ({}, {"linear_kernel": "nibble"}),
+    "nibble, 8 MiB ahead": ({}, {"linear_kernel": "nibble", "prefetch_mib": 8}),
+    "nibble, 16 MiB ahead": ({}, {"linear_kernel": "nibble", "prefetch_mib": 16}),
+    "nibble, 24 MiB ahead": ({}, {"linear_kernel": "nibble", "prefetch_mib": 24}),
     "stock, NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
     "nibble, NVFP4 head": ({}, {"linear_kernel": "nibble", "quantize_lm_head": "nvfp4"}),
 }

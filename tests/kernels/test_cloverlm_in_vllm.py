@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,12 +24,16 @@ SPLIT = CloverShape(heads=28, key_heads=7, head_dim=32)  # CloverLM's heads, whi
 REAL = CloverShape(heads=28, key_heads=7, head_dim=128)
 QUARTET2 = {"quantization": "quartet2"}
 FLOAT32 = {"dtype": "float32"}
+IN_PIECES = {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}  # of prompts with up to 33 tokens
 # vLLM would bind each process to a NUMA node of its own.
 TWO_PROCESSES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+CPU_STAGES = (
+    Path(__file__).parents[1] / "fixtures/cluster_platform"
+)  # pipeline parallelism for vLLM's CPU platform
 PROMPTS = [
     torch.randint(0, SHAPE.vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (12, 7, 20, 33)
@@ -87,6 +92,7 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "batch, float32": request(
             bf16, FLOAT32 | QUARTET2, *([prompt] for prompt in PROMPTS), act_scale_mode="batch"
         ),
+        "token, float32, in pieces": request(bf16, FLOAT32 | QUARTET2 | IN_PIECES),
         "float32 residual": request(bf16, {"hf_overrides": {"residual_dtype": "float32"}}),
     }
     return dict(zip(requests, in_vllm(installed, folder, list(requests.values())), strict=True))
@@ -212,18 +218,27 @@ def test_with_the_authors_scale_it_changes_the_answer(answers: dict[str, Any]) -
     assert largest(alone, batched[:1]) > 0.1
 
 
-@pytest.mark.parametrize("options", [{}, QUARTET2], ids=["bf16", "quartet2"])
+def test_prompts_that_are_read_in_pieces_give_the_same_answers(answers: dict[str, Any]) -> None:
+    assert most_agree(answers["token, float32, in pieces"][0], answers["token, float32"][0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2} | QUARTET2,
+        pytest.param({"pipeline_parallel_size": 2} | QUARTET2, marks=pytest.mark.slow),
+    ],
+    ids=["tensor bf16", "tensor quartet2", "pipeline quartet2"],
+)
 def test_two_ranks_answer_as_one(options: dict[str, Any], installed: Path, tmp_path: Path) -> None:
     folder = models.write_bf16(tmp_path / "model", SPLIT)
-    one, two = (
-        in_vllm(
-            installed,
-            tmp_path,
-            [request(folder, FLOAT32 | options | {"tensor_parallel_size": ranks})],
-            **({} if ranks == 1 else TWO_PROCESSES),
-        )[0][0]
-        for ranks in (1, 2)
+    alone = {name: value for name, value in options.items() if "parallel" not in name}
+    ((one,),) = in_vllm(installed, tmp_path, [request(folder, FLOAT32 | alone)])
+    path = (
+        {"PYTHONPATH": f"{installed}{os.pathsep}{CPU_STAGES}"} if "pipeline_parallel_size" in options else {}
     )
+    ((two,),) = in_vllm(installed, tmp_path, [request(folder, FLOAT32 | options)], **TWO_PROCESSES, **path)
     assert most_agree(one, two)
 
 

@@ -22,6 +22,7 @@ constexpr uint32_t kQuarters = 4;  // of a chunk: a lane has the columns of one
 constexpr uint32_t kItems =
     kGroup * kTokenGroup;  // pairs of outputs (r, r + N / 2) of a group and a token group
 constexpr uint32_t kTileBytes = 2 * kGroup * kChunk * 9 / 16;
+constexpr uint32_t kPiece = 16384;  // bytes of the next weight, of whose beginning the second cache is asked
 
 struct Problem {
   const uint4* x;          // [tokens, columns]
@@ -36,6 +37,8 @@ struct Problem {
   uint32_t ranks;                                 // thread blocks of a cluster
   uint32_t chunks_per_phase, groups_per_cluster;  // of the smaller share
   bool silu_mul;
+  const uint8_t* next;  // the weight of the next product, in pieces
+  uint32_t next_pieces, next_bytes;
 };
 
 // kDepth: tiles of a warp under way. kGroupsPerRound: groups whose sums meet at a time.
@@ -493,6 +496,15 @@ struct Multiplier {
     assign(static_cast<T*>(p.out)[place], y);
   }
 
+  // While sums meet, and while kernels run that read little, memory would be idle. A part of each piece, so
+  // that every block of the next product finds as much of its share in the cache.
+  __device__ __forceinline__ void prefetch_next() const {
+    if (lane != 0) return;
+    for (uint32_t piece = blockIdx.x * Form::kWarps + warp; piece < p.next_pieces;
+         piece += gridDim.x * Form::kWarps)
+      instruction::prefetch(p.next + size_t{piece} * kPiece, p.next_bytes);
+  }
+
   __device__ __forceinline__ void run() const {
     Ring<Form> tiles(p, rounds, ring);
     Rows::before_x();
@@ -501,10 +513,12 @@ struct Multiplier {
     stage_x(round);
     while (true) {
       multiply(round, tiles);
+      const bool goes_on = rounds.advance(batch, first_chunk);
+      if (!goes_on) prefetch_next();
       __syncthreads();
       add_up(round);
       if (p.ranks > 1 && is_last_phase(round)) add_up_cluster(round);
-      if (!rounds.advance(batch, first_chunk)) break;
+      if (!goes_on) break;
       round = rounds.of(batch, first_chunk);
       __syncthreads();  // x, sums and ends are over
       if (!rounds.one_phase()) stage_x(round);

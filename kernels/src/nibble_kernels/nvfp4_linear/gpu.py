@@ -30,6 +30,8 @@ def _decode_reference(
     silu_mul: bool,
     batch_invariant: bool,
     division: Sequence[int],
+    next_codes: Tensor | None,
+    next_bytes: int,
 ) -> Tensor:
     """The specification: float32 throughout, rounded once at the end."""
     rows = x.reshape(-1, x.shape[-1]).float()
@@ -51,8 +53,11 @@ def _decode_reference(
 
 
 def _decode_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
-    silu_mul = rest[5]
-    return x.new_empty((*x.shape[:-1], outputs // (2 if silu_mul else 1)))
+    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[5] else 1)))
+
+
+def _linear_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[4] else 1)))
 
 
 def _dequantize_reference(
@@ -70,7 +75,10 @@ def _weight_linear(
     global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
+    silu_mul: bool,
     batch_invariant: bool,
+    next_codes: Tensor | None,
+    next_bytes: int,
 ) -> Tensor:
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
@@ -85,9 +93,11 @@ def _weight_linear(
             column_scale,
             bias,
             None,
-            False,
+            silu_mul,
             batch_invariant,
             [],
+            next_codes,
+            next_bytes,
         )
     weight = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
@@ -102,12 +112,16 @@ def _weight_linear(
         sums = torch.mm(rows, weight, out_dtype=torch.float32) if x.is_cuda else rows.float() @ weight.float()
         y = sums * global_scale * column_scale
         y = (y if bias is None else y + bias.float()).to(x.dtype)
+    if silu_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate).mul_(up)
     return y.unflatten(0, x.shape[:-1])
 
 
 _decode = operator(
     "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division) -> Tensor",
+    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division, "
+    "Tensor? next_codes, int next_bytes) -> Tensor",
     _decode_reference,
     _decode_fake,
 )
@@ -119,9 +133,9 @@ _dequantize = operator(
 
 _linear = operator(
     "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, bool batch_invariant) -> Tensor",
+    "Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant, Tensor? next_codes, int next_bytes) -> Tensor",
     _weight_linear,
-    lambda x, codes, scales, outputs, *rest: x.new_empty((*x.shape[:-1], outputs)),
+    _linear_fake,
 )
 
 
@@ -132,15 +146,20 @@ def nvfp4_weight_linear(
     *,
     column_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    silu_mul: bool = False,
     batch_invariant: bool = False,
+    next_codes: Tensor | None = None,
+    next_bytes: int = 0,
 ) -> Tensor:
     """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses when it runs.
 
     Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of its own size
     in x's type, exactly, and torch multiplies; the global scale, column factors and bias come after the sum there, too.
-    With batch_invariant that happens for no number of rows.
+    With batch_invariant that happens for no number of rows. silu · mul then has gate and up in x's type.
     """
-    return _linear(x, *weight, global_scale, column_scale, bias, batch_invariant)
+    return _linear(
+        x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant, next_codes, next_bytes
+    )
 
 
 def nvfp4_decode_linear(
@@ -154,6 +173,8 @@ def nvfp4_decode_linear(
     silu_mul: bool = False,
     batch_invariant: bool = False,
     division: Sequence[int] = (),
+    next_codes: Tensor | None = None,
+    next_bytes: int = 0,
 ) -> Tensor:
     """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul. Made for up to 64 rows.
 
@@ -161,7 +182,8 @@ def nvfp4_decode_linear(
     the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
     a multiple of 16, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-4, 5-8,
     9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread
-    blocks of a cluster, phases of K) is for tests and measurements.
+    blocks of a cluster, phases of K) is for tests and measurements. `next_bytes` of `next_codes`, the codes of the weight that
+    is multiplied next, are brought to the GPU's second cache meanwhile; that changes no result.
     """
     return _decode(
         x,
@@ -173,6 +195,8 @@ def nvfp4_decode_linear(
         silu_mul,
         batch_invariant,
         list(division),
+        next_codes,
+        next_bytes,
     )
 
 

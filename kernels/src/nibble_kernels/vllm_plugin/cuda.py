@@ -47,12 +47,18 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
         self.rows, self.native = prepared.rows, prepared.native
         self.global_scale = float(layer.weight_global_scale)
 
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(
+        self, layer: Any, x: Tensor, bias: Tensor | None = None, *, silu_mul: bool = False
+    ) -> Tensor:
+        """x [..., K] -> [..., N], or [..., N/2] with silu_mul; a layer's `next_weight` is looked at meanwhile."""
         return nvfp4_weight_linear(
             x,
             PreparedWeight(layer.weight, layer.weight_scale, self.rows, self.native),
             self.global_scale,
             column_scale=getattr(layer, "weight_column_scale", None),
             bias=bias,
+            silu_mul=silu_mul,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            next_codes=getattr(layer, "next_weight", None),
+            next_bytes=getattr(layer, "next_weight_bytes", 0),
         )

@@ -23,10 +23,10 @@ def register_cpu_kernel() -> None:
 
 def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
     """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines 1132 and 1179 there)."""
-    if use_a16 and current_platform.is_cpu():
-        return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
     if current_options().linear_kernel == "nibble":
         return _ours(use_a16)
+    if use_a16 and current_platform.is_cpu():
+        return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
     return linear.init_nvfp4_linear_kernel(use_a16)
 
 

@@ -15,13 +15,15 @@ class Options:
     """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16 head to NVFP4 at load.
 
     act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2). linear_kernel: vLLM's
-    choice, or ours for NVFP4 weights with unquantized activations on a GPU.
+    choice, or ours for NVFP4 weights with unquantized activations on a GPU. prefetch_mib: with ours, how much of the next
+    layer's weight a product brings to the GPU's second cache.
     """
 
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
     quantize_lm_head: Literal["off", "nvfp4"] = "off"
     act_scale_mode: Mode = "token"
     linear_kernel: Literal["vllm", "nibble"] = "vllm"
+    prefetch_mib: Literal[0, 8, 16, 24, 32] = 0
 
     @property
     def weights_only(self) -> bool:
@@ -42,7 +44,7 @@ def current_options() -> Options:
             raise ValueError(
                 f'--additional-config {{"nibble": {{"{name}": "{value}"}}}}: expected one of {known}'
                 if not allowed
-                else f"--additional-config nibble.{name} is {value!r}: expected {' or '.join(allowed)}"
+                else f"--additional-config nibble.{name} is {value!r}: expected {' or '.join(map(str, allowed))}"
             )
     return Options(**given)
 

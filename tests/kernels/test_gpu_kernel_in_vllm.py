@@ -1,0 +1,73 @@
+"""vLLM with nibble's GPU kernel as its linear layers, on the CPU platform: what reaches the operators, eager and compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gpu_kernel_anywhere
+import pytest
+import torch
+import vllm_logprobs
+from generated_nvfp4 import Shape, write_checkpoint
+
+pytestmark = pytest.mark.vllm
+PROMPT = [5, 17, 33, 101, 120, 7, 9, 11, 64, 80, 2]
+BF16_ROUNDING = 0.1
+OURS: dict[str, Any] = {"linear_kernel": "nibble", "nvfp4_activations": "bf16"}
+
+
+def run(installed: Path, here: Path, jobs: list[vllm_logprobs.Job]) -> tuple[list[Any], list[Any]]:
+    """Results of the jobs, and what of their models was connected."""
+    info = here / "anywhere-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anywhere\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nanywhere = gpu_kernel_anywhere:register\n"
+    )
+    path = f"{installed}:{here}:{Path(gpu_kernel_anywhere.__file__).parent}"
+    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=path, CONNECTED=str(here / "connected"))
+    return results, [json.loads(line) for line in (here / "connected").read_text().splitlines()]
+
+
+def with_options(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"nibble": OURS | options}}
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    return float((torch.tensor(one) - torch.tensor(other)).abs().max())
+
+
+def test_layers_know_their_neighbours_and_answer_as_before(installed: Path, tmp_path: Path) -> None:
+    """Of both forms of checkpoints; silu · mul comes with gate and up."""
+    folders = {
+        form: write_checkpoint(tmp_path / form, Shape(), form) for form in ("modelopt", "compressed-tensors")
+    }
+    jobs: list[vllm_logprobs.Job] = [(str(folder), {}, PROMPT) for folder in folders.values()]
+    jobs += [(str(folder), with_options(prefetch_mib=8), PROMPT) for folder in folders.values()]
+    (modelopt, compressed, *ours), connected = run(installed, tmp_path, jobs)
+    assert largest_difference(ours[0], modelopt) < BF16_ROUNDING
+    assert largest_difference(ours[1], compressed) < BF16_ROUNDING
+    layers = [
+        f"model.layers.{i}.{name}"
+        for i in range(Shape().layers)
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj.layer", "mlp.down_proj")
+    ]
+    for found in connected[2:]:
+        assert found["next"] == layers[:-1]
+        assert found["silu_mul"] == [
+            name.removesuffix(".layer") for name in layers if name.endswith(".layer")
+        ]
+    assert not any(found["next"] + found["silu_mul"] for found in connected[:2])
+
+
+@pytest.mark.slow
+def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", Shape(), "modelopt"))
+    options = with_options(prefetch_mib=8)
+    jobs: list[vllm_logprobs.Job] = [
+        (folder, options | {"enforce_eager": eager}, PROMPT) for eager in (True, False)
+    ]
+    (eager, compiled), _ = run(installed, tmp_path, jobs)
+    assert largest_difference(eager, compiled) < BF16_ROUNDING
