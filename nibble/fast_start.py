@@ -56,21 +56,30 @@ def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
 
 
 def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """Off where nothing FlashInfer tunes is used: without FP4 arithmetic NVFP4 is weight-only."""
-    if AUTOTUNE in args or "--kernel-config" in args or "--use-replayssm" in args:
-        return {}
-    if checkpoint is None or not checkpoint.scheme.is_nvfp4 or target.features.has_fp4_mma:
+    """Off where nothing FlashInfer tunes is used."""
+    if AUTOTUNE in args or "--kernel-config" in args or "--use-replayssm" in args or checkpoint is None:
         return {}
     backends = (
         args[name].value
         for name in ("--moe-backend", "--linear-backend", "--attention-backend")
         if name in args
     )
-    is_mixed = checkpoint.scheme.vllm_quantization == "modelopt_mixed"
-    if is_mixed or any("flashinfer" in str(backend).lower() for backend in backends):
+    if any("flashinfer" in str(backend).lower() for backend in backends):
         return {}
-    reason = f"no kernel that FlashInfer tunes runs here: NVFP4 is weight-only on {target.name}"
-    return {AUTOTUNE: Choice(False, SOURCE, reason)}
+    why = _why_untuned(target, checkpoint)
+    return (
+        {AUTOTUNE: Choice(False, SOURCE, f"no kernel that FlashInfer tunes runs here: {why}")} if why else {}
+    )
+
+
+def _why_untuned(target: Target, checkpoint: Checkpoint) -> str:
+    """FlashInfer tunes products of quantized layers and of experts; "" where such may run (of the CPU nobody asks)."""
+    scheme = checkpoint.scheme
+    if scheme.is_nvfp4 and not target.features.has_fp4_mma and scheme.vllm_quantization != "modelopt_mixed":
+        return f"NVFP4 is weight-only on {target.name}"
+    if scheme.name == "bf16" and checkpoint.num_experts is None:
+        return "a dense model in BF16"
+    return ""
 
 
 def _is_true(args: Mapping[str, Choice], name: str) -> bool:

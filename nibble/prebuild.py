@@ -23,6 +23,7 @@ from nibble.processes import die_with_parent
 # flashinfer 0.7.0.post1 jit/core.py: `need_lock` takes the lock that the engine's own build waits for.
 _COMPILE = "from flashinfer.jit.sampling import gen_sampling_module as g; g().build(need_lock=True)"
 _MODULE = ".cache/flashinfer/*/*/cached_ops/sampling/sampling.so"
+_PACKAGED = "data/aot/sampling/sampling.so"  # docker/steps/build_flashinfer.py puts it there
 COMPILERS_BYTES = 16 << 30  # free host memory that three nvcc and the load leave alone
 _NICE = 5
 
@@ -36,7 +37,16 @@ def should_prebuild(plan: Plan, child: Mapping[str, str]) -> bool:
     if plan.hardware.memory_available_bytes < COMPILERS_BYTES or not has_flashinfer_compiler(child):
         return False
     base = Path(child.get("FLASHINFER_WORKSPACE_BASE") or child.get("HOME") or Path.home())
-    return find_spec("flashinfer_jit_cache") is None and not any(base.glob(_MODULE))
+    return not is_packaged() and not any(base.glob(_MODULE))
+
+
+def is_packaged() -> bool:
+    """Whether FlashInfer has them compiled, as an image's has, or with flashinfer-jit-cache beside it."""
+    found = find_spec("flashinfer")
+    built = (
+        found is not None and found.origin is not None and (Path(found.origin).parent / _PACKAGED).exists()
+    )
+    return built or find_spec("flashinfer_jit_cache") is not None
 
 
 def compiler_environ(plan: Plan, child: Mapping[str, str]) -> dict[str, str]:

@@ -78,6 +78,13 @@ def test_gpu_dockerfiles_differ_in_their_target_only(target: str) -> None:
     assert neutral(target) == neutral("sm120")
 
 
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_images_for_gpus_carry_flashinfers_sampling_kernels(target: str) -> None:
+    stage = dockerfile(target).split("FROM kernels AS flashinfer\n")[1].split("\nFROM ")[0]
+    assert f"python /steps/build_flashinfer.py {target}\n" in stage
+    assert "COPY --from=flashinfer /opt/venv /opt/venv\n" in dockerfile(target)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_image_has_an_argument_with_a_default(target: str) -> None:
     text = dockerfile(target)

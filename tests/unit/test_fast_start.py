@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import write_model
+from tiny_model import QWEN3, write_model
 
 from nibble import prepare
 from nibble.hardware import Gpu, Hardware
@@ -164,12 +164,27 @@ def test_without_max_num_seqs_vllm_chooses_the_graphs(on) -> None:
     assert FLAG not in plan(DEMO).args
 
 
-def test_flashinfer_is_tuned_only_where_one_of_its_kernels_can_run(on, tmp_path: Path) -> None:
+def test_flashinfer_is_tuned_only_where_one_of_its_kernels_can_run(on) -> None:
     on(HOPPER)
     name = "--enable-flashinfer-autotune"
     assert plan(DEMO).args[name].value is False and "--no-enable-flashinfer-autotune" in plan(DEMO).argv()
     assert name not in plan(DEMO, "--attention-backend", "FLASHINFER").args
-    assert name not in plan(str(write_model(tmp_path / "bf16"))).args
     assert plan(DEMO, name).args[name].value is True
     on(SM120)
     assert name not in plan(DEMO).args
+
+
+@pytest.mark.parametrize(
+    ("more", "is_off"),
+    [({}, True), ({"num_experts": 8}, False), ({"quantization_config": {"quant_method": "fp8"}}, False)],
+    ids=["dense BF16", "experts", "FP8"],
+)
+def test_flashinfer_tunes_nothing_for_a_dense_model_in_bf16(
+    on, tmp_path: Path, more: dict[str, Any], is_off: bool
+) -> None:
+    name = "--enable-flashinfer-autotune"
+    model = str(write_model(tmp_path / "m", QWEN3 | more))
+    for machine in (HOPPER, SM120):
+        on(machine)
+        assert (name in plan(model).args) is is_off
+        assert name not in plan(model, "--linear-backend", "flashinfer_cutlass").args

@@ -67,6 +67,20 @@ def test_nothing_is_compiled_where_it_would_harm_or_nobody_asks_for_it(
     assert not should_prebuild(plan, {"PATH": tools, "FLASHINFER_WORKSPACE_BASE": str(tmp_path), **more})
 
 
+def test_nothing_is_compiled_in_an_image_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, tools: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "site/flashinfer"
+    for file in ("__init__.py", "data/aot/sampling/sampling.so"):
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_bytes(b"")
+    plan = planned(monkeypatch, HOPPER)
+    child = {"PATH": tools, "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    assert should_prebuild(plan, child)
+    monkeypatch.syspath_prepend(str(package.parent))
+    assert not should_prebuild(plan, child)
+
+
 @pytest.mark.parametrize(("capability", "arch"), [((9, 0), "9.0a"), ((10, 3), "10.3a"), ((12, 0), "12.0f")])
 def test_the_compiler_sees_no_gpu_and_is_told_its_architecture(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str
