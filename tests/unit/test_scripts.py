@@ -84,6 +84,17 @@ def test_tq_and_debug_reach_nibble() -> None:
     assert done.returncode == 5 and "nonsense" in done.stderr
 
 
+@needs_venv
+def test_cloverlm_is_served_with_the_options_of_its_authors_script() -> None:
+    words = ["--api", "--model", "acme/Clover", "--port", "8123", "--host", "127.0.0.1", "--tp", "1"]
+    done = run("serve-cloverlm.py", *words, "--max-model-len", "1024", "--gpu-memory-utilization", "0.9")
+    assert done.returncode == 4 and "acme/Clover" in done.stderr and "Traceback" not in done.stderr
+    refused = run("serve-cloverlm.py", *words, "--max-model-len", "many")
+    assert refused.returncode == 2 and "max-model-len" in refused.stderr.lower()
+    offline = run("serve-cloverlm.py", "--model", "acme/Clover", "a prompt")
+    assert offline.returncode == 4 and "acme/Clover" in offline.stderr and "Traceback" not in offline.stderr
+
+
 @pytest.mark.parametrize(("verb", "is_named"), [("serve", True), ("plan", True), ("test", False)])
 def test_make_names_the_demo_where_a_model_is_served_and_nowhere_else(verb: str, is_named: bool) -> None:
     """A test that names its own model would be given two."""
