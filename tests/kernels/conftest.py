@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,9 @@ from types import ModuleType
 import pytest
 import torch
 from once import once
+
+from setup import kernels as kernel_setup
+from setup.venv import read_stamp
 
 REPO = Path(__file__).resolve().parents[2]
 KERNELS = REPO / "kernels"
@@ -28,9 +32,19 @@ def cuda_targets() -> str:
     return f"{major}.{minor}a"
 
 
+def of_make_setup() -> Path | None:
+    """The site-packages in which `make setup` compiled these very sources for the CPU; None where it did not, or more is due."""
+    machine = kernel_setup.look("cpu")
+    stamp = read_stamp(Path(sys.prefix))
+    same = stamp.get("kernels") == machine.key(kernel_setup.sources(), kernel_setup.wheels())
+    return Path(sysconfig.get_path("purelib")) if same and machine.compiler and not cuda_targets() else None
+
+
 @pytest.fixture(scope="session")
 def installed() -> Path:
     """A folder with the package in it, compiled for this machine."""
+    if (folder := of_make_setup()) is not None:
+        return folder
     if not shutil.which("c++"):
         pytest.skip("no C++ compiler here")
     digest = hashlib.sha256(f"{torch.__version__} {cuda_targets()} {sys.version}".encode())
