@@ -18,7 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.settings_layers import load_settings
 
 TOKEN = "0123456789abcdef"
-WEIGHTS = bytes(range(256)) * 5000
+WEIGHTS = bytes(range(256)) * 100_000  # more than the buffers of a connection hold
 
 
 @pytest.fixture
@@ -91,6 +91,32 @@ def test_a_broken_transfer_goes_on_where_it_ended(
     fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS
     assert 1000 in asked
+
+
+def test_a_transfer_that_breaks_again_and_again_comes_to_its_end(
+    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "PAUSE_S", 0)
+    receive = files_module._receive
+
+    def broken(address, token, environ, path, first):
+        for data in receive(address, token, environ, path, first):
+            yield data[: len(WEIGHTS) // 20]
+            raise ConnectionError("reset")
+
+    monkeypatch.setattr(files_module, "_receive", broken)
+    there = fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
+    assert (there / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_node_that_sends_nothing_is_exit_4(
+    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "PAUSE_S", 0)
+    monkeypatch.setattr(files_module, "_receive", lambda *given: iter(()))
+    with pytest.raises(NibbleError, match="the connection ended early") as caught:
+        fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
+    assert caught.value.code == ExitCode.MODEL
 
 
 def test_wrong_bytes_are_never_kept(offers: Offers, tmp_path: Path) -> None:
