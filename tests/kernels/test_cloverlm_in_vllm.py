@@ -79,6 +79,7 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     bf16 = models.write_bf16(folder / "bf16", SHAPE)
     packed = models.write_packed(folder / "packed", SHAPE)
     tiny = models.write_tiny_with_wide_heads(folder / "tiny")
+    split = models.write_bf16(folder / "split", SPLIT)
     both = (PROMPTS[:1], PROMPTS)
     requests = {
         "tiny": request(tiny, FLOAT32, [models.tiny_vector()["input_ids"]]),
@@ -93,6 +94,8 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             bf16, FLOAT32 | QUARTET2, *([prompt] for prompt in PROMPTS), act_scale_mode="batch"
         ),
         "token, float32, in pieces": request(bf16, FLOAT32 | QUARTET2 | IN_PIECES),
+        "split": request(split, FLOAT32),
+        "split, quartet2": request(split, FLOAT32 | QUARTET2),
         "float32 residual": request(bf16, {"hf_overrides": {"residual_dtype": "float32"}}),
     }
     return dict(zip(requests, in_vllm(installed, folder, list(requests.values())), strict=True))
@@ -222,24 +225,32 @@ def test_prompts_that_are_read_in_pieces_give_the_same_answers(answers: dict[str
     assert most_agree(answers["token, float32, in pieces"][0], answers["token, float32"][0])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2} | QUARTET2,
-        pytest.param({"pipeline_parallel_size": 2} | QUARTET2, marks=pytest.mark.slow),
-    ],
-    ids=["tensor bf16", "tensor quartet2", "pipeline quartet2"],
-)
-def test_two_ranks_answer_as_one(options: dict[str, Any], installed: Path, tmp_path: Path) -> None:
-    folder = models.write_bf16(tmp_path / "model", SPLIT)
-    alone = {name: value for name, value in options.items() if "parallel" not in name}
-    ((one,),) = in_vllm(installed, tmp_path, [request(folder, FLOAT32 | alone)])
-    path = (
-        {"PYTHONPATH": f"{installed}{os.pathsep}{CPU_STAGES}"} if "pipeline_parallel_size" in options else {}
+@pytest.fixture(scope="module")
+def tensor_parallel(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Tensor]]:
+    """What two ranks say to the same prompts: BF16 weights, and quartet2."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model = models.write_bf16(folder / "model", SPLIT)
+    both = ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2} | QUARTET2)
+    found = in_vllm(
+        installed, folder, [request(model, FLOAT32 | options) for options in both], **TWO_PROCESSES
     )
-    ((two,),) = in_vllm(installed, tmp_path, [request(folder, FLOAT32 | options)], **TWO_PROCESSES, **path)
-    assert most_agree(one, two)
+    return [batches[0] for batches in found]
+
+
+@pytest.mark.parametrize(("place", "alone"), [(0, "split"), (1, "split, quartet2")], ids=["bf16", "quartet2"])
+def test_two_ranks_answer_as_one(
+    place: int, alone: str, answers: dict[str, Any], tensor_parallel: list[list[Tensor]]
+) -> None:
+    assert most_agree(answers[alone][0], tensor_parallel[place])
+
+
+@pytest.mark.slow
+def test_two_stages_answer_as_one(installed: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
+    folder = models.write_bf16(tmp_path / "model", SPLIT)
+    options = FLOAT32 | QUARTET2 | {"pipeline_parallel_size": 2}
+    path = {"PYTHONPATH": f"{installed}{os.pathsep}{CPU_STAGES}"}
+    ((two,),) = in_vllm(installed, tmp_path, [request(folder, options)], **TWO_PROCESSES, **path)
+    assert most_agree(answers["split, quartet2"][0], two)
 
 
 @pytest.mark.slow

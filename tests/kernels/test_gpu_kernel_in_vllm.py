@@ -10,7 +10,7 @@ import gpu_kernel_anywhere
 import pytest
 import torch
 import vllm_logprobs
-from generated_nvfp4 import Shape, write_checkpoint
+from generated_nvfp4 import Form, Shape, write_checkpoint
 
 pytestmark = pytest.mark.vllm
 PROMPT = [5, 17, 33, 101, 120, 7, 9, 11, 64, 80, 2]
@@ -18,7 +18,9 @@ BF16_ROUNDING = 0.1
 OURS: dict[str, Any] = {"linear_kernel": "nibble", "nvfp4_activations": "bf16"}
 
 
-def run(installed: Path, here: Path, jobs: list[vllm_logprobs.Job]) -> tuple[list[Any], list[Any]]:
+def run(
+    installed: Path, here: Path, jobs: list[vllm_logprobs.Job], **environ: str
+) -> tuple[list[Any], list[Any]]:
     """Results of the jobs, and what of their models was connected."""
     info = here / "anywhere-1.dist-info"
     info.mkdir()
@@ -27,8 +29,11 @@ def run(installed: Path, here: Path, jobs: list[vllm_logprobs.Job]) -> tuple[lis
         "[vllm.general_plugins]\nanywhere = gpu_kernel_anywhere:register\n"
     )
     path = f"{installed}:{here}:{Path(gpu_kernel_anywhere.__file__).parent}"
-    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=path, CONNECTED=str(here / "connected"))
+    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=path, CONNECTED=str(here / "connected"), **environ)
     return results, [json.loads(line) for line in (here / "connected").read_text().splitlines()]
+
+
+OPTIONS = {"max_model_len": 256}
 
 
 def with_options(**options: Any) -> dict[str, Any]:
@@ -60,6 +65,19 @@ def test_layers_know_their_neighbours_and_answer_as_before(installed: Path, tmp_
             name.removesuffix(".layer") for name in layers if name.endswith(".layer")
         ]
     assert not any(found["next"] + found["silu_mul"] for found in connected[:2])
+
+
+def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: Path) -> None:
+    """Of both forms, gate and up with unequal global scales; a prompt long enough for the products of torch, and a short one."""
+    shape = Shape(experts=4)
+    forms: tuple[Form, ...] = ("bf16", "modelopt", "compressed-tensors")
+    folders = [str(write_checkpoint(tmp_path / form, shape, form)) for form in forms]
+    jobs: list[vllm_logprobs.Job] = [
+        (folder, OPTIONS, prompt) for folder in folders for prompt in (PROMPT, PROMPT * 13)
+    ]
+    (short, long, *ours), _ = run(installed, tmp_path, jobs, OUR_EXPERTS="1")
+    for one, other in zip(ours, (short, long) * 2, strict=True):
+        assert largest_difference(one, other) < BF16_ROUNDING
 
 
 @pytest.mark.slow

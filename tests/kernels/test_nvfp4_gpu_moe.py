@@ -19,6 +19,13 @@ def experts_of(outputs: int = OUTPUTS, columns: int = COLUMNS) -> tuple[Tensor, 
     return torch.stack(codes), torch.stack(scales)
 
 
+def prepared(device: str, weight: tuple[Tensor, Tensor], global_scales: Tensor) -> Any:
+    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+    codes, scales = (part.to(device) for part in weight)
+    return prepare_experts(codes, scales, global_scales.to(device), native=False)
+
+
 def choices(tokens: int, topk: int) -> Tensor:
     """Different experts for each token; some of another process."""
     generator = torch.Generator().manual_seed(tokens)
@@ -82,7 +89,47 @@ def test_prepared_experts_have_a_global_scale_for_each_half(kernels: object) -> 
     assert one.scales.shape == (EXPERTS, 3, 4, 32, 4)
 
 
-def test_the_operator_is_registered_soundly(device: str) -> None:
+@pytest.mark.parametrize(("tokens", "topk"), [(1, 6), (7, 3), (40, 4), (129, 2), (300, 5)])
+def test_a_layer_of_experts_adds_up_its_pairs(device: str, tokens: int, topk: int) -> None:
+    """Decode kernels 64 pairs at a time, and above 128 tokens torch; experts of other processes add nothing."""
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe
+
+    hidden, inner = 96, 64
+    (w13, w13_scales), (w2, w2_scales) = experts_of(2 * inner, hidden), experts_of(hidden, inner)
+    ids, weights = choices(tokens, topk), torch.rand(tokens, topk)
+    x = activations(tokens, hidden, torch.bfloat16) / 16
+    gate, up = expected_sums(x, w13, w13_scales, ids).chunk(2, dim=-1)
+    h = torch.nn.functional.silu(gate) * up
+    # w2's upper and lower half have one scale: its first.
+    w2_factors = GLOBAL_SCALES[:, 0]
+    y = torch.zeros(ids.numel(), hidden, dtype=torch.float64)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if 0 <= expert < EXPERTS:
+            y[pair] = h[pair] @ values_of(w2[expert], w2_scales[expert]).T * w2_factors[expert].double()
+    expected = (y * weights.double().flatten()[:, None]).unflatten(0, (tokens, topk)).sum(1)
+    first = prepared(device, (w13, w13_scales), GLOBAL_SCALES)
+    second = prepared(device, (w2, w2_scales), w2_factors)
+    found = nvfp4_weight_moe(x.to(device), weights.to(device), ids.to(device), first, second).cpu().double()
+    assert (
+        found - expected
+    ).norm() / expected.norm() < 0.006  # each of several roundings to bfloat16 is 2^-9 at most
+
+
+def test_all_experts_are_dequantized_at_once(device: str) -> None:
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
+    from nibble_kernels.nvfp4_linear.weight import PreparedWeight
+    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+    codes, scales = experts_of()
+    expected = torch.stack([values_of(*expert) for expert in zip(codes, scales, strict=True)])
+    for native in (False, True):
+        experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native)
+        parts = PreparedWeight(experts.codes, experts.scales, experts.rows, native)
+        like = torch.empty(0, dtype=torch.bfloat16, device=device)
+        assert torch.equal(nvfp4_dequantize_weight(parts, COLUMNS, like).cpu().double() + 0.0, expected + 0.0)
+
+
+def test_the_operators_are_registered_soundly(device: str) -> None:
     from nibble_kernels.nvfp4_moe.gpu import prepare_experts
 
     codes, scales = experts_of()
@@ -90,3 +137,8 @@ def test_the_operator_is_registered_soundly(device: str) -> None:
     x, ids = activations(4, COLUMNS, torch.bfloat16).to(device), choices(4, 2).to(device)
     arguments = (x, *experts[:3], ids, None, OUTPUTS, False, True)
     torch.library.opcheck(torch.ops.nibble.nvfp4_moe_decode_linear.default, arguments)
+    inner = prepared(device, experts_of(96, 32), GLOBAL_SCALES)
+    outer = prepared(device, experts_of(32, 48), GLOBAL_SCALES)
+    x = activations(4, 32, torch.bfloat16).to(device)
+    layer = (x, torch.rand(4, 2, device=device), ids, *inner[:4], *outer[:4], False)
+    torch.library.opcheck(torch.ops.nibble.nvfp4_weight_moe.default, layer)

@@ -63,7 +63,12 @@ def _linear_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: 
 def _dequantize_reference(
     codes: Tensor, scales: Tensor, rows: int, native: bool, columns: int, like: Tensor
 ) -> Tensor:
-    return dequantize(*stored_weight(PreparedWeight(codes, scales, rows, native), columns)).to(like.dtype)
+    def of(codes: Tensor, scales: Tensor) -> Tensor:
+        return dequantize(*stored_weight(PreparedWeight(codes, scales, rows, native), columns)).to(like.dtype)
+
+    if codes.ndim == 5:
+        return of(codes, scales)
+    return torch.stack([of(*expert) for expert in zip(codes, scales, strict=True)])
 
 
 def _weight_linear(
@@ -128,7 +133,7 @@ _decode = operator(
 _dequantize = operator(
     "nvfp4_dequantize_weight(Tensor codes, Tensor scales, int rows, bool native, int columns, Tensor like) -> Tensor",
     _dequantize_reference,
-    lambda codes, scales, rows, native, columns, like: like.new_empty((rows, columns)),
+    lambda codes, scales, rows, native, columns, like: like.new_empty((*codes.shape[:-5], rows, columns)),
 )
 
 _linear = operator(
@@ -201,5 +206,8 @@ def nvfp4_decode_linear(
 
 
 def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) -> Tensor:
-    """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global scale is left out."""
+    """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global scale is left out.
+
+    With the experts of a layer (nvfp4_moe.gpu.prepare_experts), whose codes have one dimension more, [E, N, K].
+    """
     return _dequantize(*weight, columns, like)

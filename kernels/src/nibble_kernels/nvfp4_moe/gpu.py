@@ -1,4 +1,4 @@
-"""nibble::nvfp4_moe_decode_linear: NVFP4 experts times few tokens, straight from the router's choices, on NVIDIA GPUs."""
+"""NVFP4 experts with unquantized activations on NVIDIA GPUs: one product, straight from the router's choices, and the layer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.library import operator
+from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 from nibble_kernels.nvfp4_linear.reference import matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, stored_weight
 
-__all__ = ["MAX_PAIRS", "MAX_TOKENS", "PreparedExperts", "nvfp4_moe_decode_linear", "prepare_experts"]
+__all__ = [
+    "MAX_DECODE_TOKENS",
+    "MAX_PAIRS",
+    "MAX_TOKENS",
+    "PreparedExperts",
+    "nvfp4_moe_decode_linear",
+    "nvfp4_weight_moe",
+    "prepare_experts",
+]
 
 MAX_PAIRS, MAX_TOKENS = 64, 16
+# More are multiplied by torch, from dequantized copies of all experts. Reasoned, not measured: docs/kernels/nvfp4_linear.md.
+MAX_DECODE_TOKENS = 128
 
 
 class PreparedExperts(NamedTuple):
@@ -86,3 +97,79 @@ def nvfp4_moe_decode_linear(
     """
     codes, scales, global_scales, rows, native = experts
     return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)
+
+
+def _weight_moe(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_codes: Tensor,
+    w13_scales: Tensor,
+    w13_global_scales: Tensor,
+    w13_rows: int,
+    w2_codes: Tensor,
+    w2_scales: Tensor,
+    w2_global_scales: Tensor,
+    w2_rows: int,
+    native: bool,
+) -> Tensor:
+    w13 = PreparedExperts(w13_codes, w13_scales, w13_global_scales, w13_rows, native)
+    w2 = PreparedExperts(w2_codes, w2_scales, w2_global_scales, w2_rows, native)
+    tokens, topk = topk_ids.shape
+    if tokens > MAX_DECODE_TOKENS or topk > MAX_PAIRS:
+        return _grouped(x, topk_weights, topk_ids, w13, w2)
+    step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
+    for some in (slice(begin, begin + step) for begin in range(0, tokens, step)):
+        ids = topk_ids[some]
+        h = nvfp4_moe_decode_linear(x[some], w13, ids, silu_mul=True)
+        y = nvfp4_moe_decode_linear(h, w2, ids, topk_weights=topk_weights[some])
+        out[some] = y.unflatten(0, (-1, topk)).sum(1)
+    return out
+
+
+def _grouped(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
+) -> Tensor:
+    """Pairs in the order of their experts, those of no expert here last. Nothing waits for the GPU: graphs may have it."""
+    ids, count, topk = topk_ids.flatten(), len(w13.codes), topk_ids.shape[1]
+    ids = torch.where((ids >= 0) & (ids < count), ids, count)
+    ids, order = ids.sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(count, device=x.device, dtype=ids.dtype), right=True).int()
+    is_here, expert = (ids < count)[:, None], ids.clamp(max=count - 1)
+
+    def product(rows: Tensor, weight: PreparedExperts) -> Tensor:
+        parts = PreparedWeight(weight.codes, weight.scales, weight.rows, weight.native)
+        values = nvfp4_dequantize_weight(parts, rows.shape[1], rows)
+        return torch.nn.functional.grouped_mm(rows, values.transpose(1, 2), offs=ends)
+
+    gate, up = product(x[order // topk], w13).chunk(2, dim=-1)
+    gate_scale, up_scale = w13.global_scales[expert, :, None].unbind(1)
+    h = (torch.nn.functional.silu(gate * gate_scale) * (up * up_scale)).to(x.dtype)
+    factors = w2.global_scales[expert, :1] * topk_weights.flatten()[order, None]
+    y = torch.where(
+        is_here, product(h, w2) * factors, 0.0
+    )  # the product leaves rows of no expert as they were
+    return torch.empty_like(y).index_copy_(0, order, y).unflatten(0, (-1, topk)).sum(1).to(x.dtype)
+
+
+_moe = operator(
+    "nvfp4_weight_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor w13_scales, "
+    "Tensor w13_global_scales, int w13_rows, Tensor w2_codes, Tensor w2_scales, Tensor w2_global_scales, int w2_rows, "
+    "bool native) -> Tensor",
+    _weight_moe,
+    lambda x, *rest: torch.empty_like(x),
+)
+
+
+def nvfp4_weight_moe(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
+) -> Tensor:
+    """The experts' outputs for x [T, H], bfloat16, times topk_weights [T, k] and summed: [T, H].
+
+    topk_ids [T, k] are as those of nvfp4_moe_decode_linear, w13's rows those of gate and then of up, with silu · mul between. Up
+    to MAX_DECODE_TOKENS tokens decode kernels read the experts in use, 64 pairs at a time. For more, all experts are dequantized
+    into a temporary, exactly, w13 and then w2, and torch multiplies; each product is then rounded to x's type before its
+    global scale.
+    """
+    ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
+    return _moe(x.contiguous(), weights, ids, *w13[:4], *w2[:4], w13.native)

@@ -8,7 +8,7 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from vllm.platforms import PlatformEnum, current_platform
 
 from nibble_kernels.vllm_plugin.cpu import CpuNvFp4LinearKernel
-from nibble_kernels.vllm_plugin.cuda import NibbleNvFp4LinearKernel
+from nibble_kernels.vllm_plugin.cuda import NibbleNvFp4LinearKernel, require_ours
 from nibble_kernels.vllm_plugin.options import current_options
 
 
@@ -31,17 +31,9 @@ def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
 
 
 def _ours(use_a16: bool) -> NvFp4LinearKernel:
-    """Our GPU kernel. Raises ValueError where it cannot run or would change a layer's arithmetic, and beside --linear-backend."""
-    supported, reason = NibbleNvFp4LinearKernel.is_supported()
-    if not supported:
-        raise ValueError(f"nibble's NVFP4 kernel cannot run: {reason}")
-    if not use_a16 and current_platform.has_device_capability(100):
-        raise ValueError(
-            "nibble's NVFP4 kernel leaves activations in BF16, and this GPU multiplies them in FP4; set nvfp4_activations to bf16"
-        )
+    """Our GPU kernel. Raises ValueError where it cannot be had."""
     backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
-    if backend != "auto":
-        raise ValueError(f"--linear-backend {backend} and nibble's NVFP4 kernel were both asked for")
+    require_ours("kernel", use_a16, "" if backend == "auto" else f"--linear-backend {backend}")
     return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.platforms import current_platform
 
+from nibble_kernels.vllm_plugin.cuda import NibbleCompressedTensorsNvFp4MoE, NibbleModelOptNvFp4MoE
 from nibble_kernels.vllm_plugin.layers import check_loaded, mark_unloaded, merge_experts
 from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
 
@@ -30,6 +31,12 @@ def methods() -> tuple[type, type]:
 
 class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
     """vLLM's method, which dequantizes up with gate's global scale (vllm 0.32 modelopt.py:1032)."""
+
+    def __new__(cls, quant_config: Any, moe_config: Any) -> Any:
+        """nibble's own experts where they are asked for."""
+        if current_options().moe_kernel == "nibble":
+            return NibbleModelOptNvFp4MoE(quant_config, moe_config)
+        return super().__new__(cls)
 
     def __init__(self, quant_config, moe_config) -> None:
         if current_options().weights_only:
@@ -55,6 +62,12 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
 
 class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod):
     """vLLM's method, which does the same with divisors."""
+
+    def __new__(cls, moe: Any, layer_name: str | None = None, use_a16: bool = False) -> Any:
+        """nibble's own experts where they are asked for."""
+        if current_options().moe_kernel == "nibble":
+            return NibbleCompressedTensorsNvFp4MoE(moe, layer_name, use_a16)
+        return super().__new__(cls)
 
     def __init__(self, moe, layer_name: str | None = None, use_a16: bool = False) -> None:
         use_a16 = use_a16 or current_options().weights_only

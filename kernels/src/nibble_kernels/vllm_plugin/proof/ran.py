@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 import nibble_kernels
+from nibble_kernels.vllm_plugin.experts import Experts
 
 
 def what_ran(worker: Any) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _moe(module: Any) -> str | None:
         if name.endswith("_backend") and hasattr(value, "name")
     }
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None) or method
-    scheme = "nvfp4" if "nvfp4_backend" in backends or hasattr(module, "w13_weight_scale_2") else "other"
+    scheme = "nvfp4" if "nvfp4_backend" in backends or isinstance(method, Experts) else "other"
     names = [value.name for value in backends.values()] + [type(experts).__name__]
     return f"{scheme}: {' '.join(names)}"
 
