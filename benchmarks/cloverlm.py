@@ -1,6 +1,6 @@
 """CloverLM's real shape (29 blocks, 4.03 B parameters) with generated weights: bytes and tokens/s of BF16 and NVFP4.
 
-    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--device cpu]
+    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256] [--device cpu]
 
 For each way a vLLM of its own with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of one sequence and of 32,
 prompt tokens/s of 16 prompts of 512 tokens. Weights are random and of the published sizes, so texts mean nothing and times do.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
 
 from cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
 
-PROMPT_TOKENS, NEW_TOKENS, SEQUENCES, PREFILLS = 128, 256, 32, 16
+PROMPT_TOKENS, SEQUENCES, PREFILLS = 128, 32, 16
 # Way -> (form of the checkpoint, options of vllm.LLM)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {}),
@@ -45,22 +45,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--blocks", type=int, default=29)
+    parser.add_argument("--tokens", type=int, default=256, help="decoded by each sequence")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print("RESULT " + json.dumps(measure(options.measure[0], json.loads(options.measure[1]))))
+        print(
+            "RESULT "
+            + json.dumps(measure(options.measure[0], json.loads(options.measure[1]), options.tokens))
+        )
         return
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in options.only:
             form, more = WAYS[way]
             model = write(Path(folder) / form, form, options.blocks, options.device)
-            results[way] = in_a_process(model, more)
+            results[way] = in_a_process(model, more, options.tokens)
             print(f"{way:14} {json.dumps(results[way])}", flush=True)
             if form == "bf16":
                 shutil.rmtree(model)  # 8.3 GB
-    found = {"machine": machine(options.device), "blocks": options.blocks, "ways": results}
+    found = {
+        "machine": machine(options.device),
+        "blocks": options.blocks,
+        "tokens": options.tokens,
+        "ways": results,
+    }
     if options.out:
         options.out.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -97,14 +106,14 @@ def write(folder: Path, form: str, blocks: int, device: str) -> Path:
     return folder
 
 
-def in_a_process(model: Path, options: dict[str, Any]) -> dict[str, float]:
-    words = [sys.executable, __file__, "--measure", str(model), json.dumps(options)]
+def in_a_process(model: Path, options: dict[str, Any], tokens: int) -> dict[str, float]:
+    words = [sys.executable, __file__, "--tokens", str(tokens), "--measure", str(model), json.dumps(options)]
     environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # so that the parameters can be counted
     done = subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.rpartition("RESULT ")[2])
 
 
-def measure(model: str, options: dict[str, Any]) -> dict[str, float]:
+def measure(model: str, options: dict[str, Any], new_tokens: int) -> dict[str, float]:
     """Seconds from vLLM's Python interface, the best of three; the first answer of each kind is not counted."""
     from vllm import LLM, SamplingParams
 
@@ -135,14 +144,14 @@ def measure(model: str, options: dict[str, Any]) -> dict[str, float]:
         return min(times[1:])
 
     one, many = (
-        best_s(count, PROMPT_TOKENS, NEW_TOKENS) - best_s(count, PROMPT_TOKENS, 1) for count in (1, SEQUENCES)
+        best_s(count, PROMPT_TOKENS, new_tokens) - best_s(count, PROMPT_TOKENS, 1) for count in (1, SEQUENCES)
     )
     weights = llm.apply_model(lambda m: sum(p.nbytes for p in {id(p): p for p in m.parameters()}.values()))
     return {
         "start_s": round(start_s, 1),
         "weights_bytes": weights[0],
-        "decode_tokens_per_s": round((NEW_TOKENS - 1) / one, 1),
-        f"decode_tokens_per_s_of_{SEQUENCES}": round(SEQUENCES * (NEW_TOKENS - 1) / many, 1),
+        "decode_tokens_per_s": round((new_tokens - 1) / one, 1),
+        f"decode_tokens_per_s_of_{SEQUENCES}": round(SEQUENCES * (new_tokens - 1) / many, 1),
         "prompt_tokens_per_s": round(PREFILLS * 512 / best_s(PREFILLS, 512, 1), 1),
     }
 
