@@ -79,19 +79,12 @@ def test_the_table_has_every_fault() -> None:
     assert set(CAUGHT) == set(ALL_FAULTS)
 
 
+@pytest.mark.parametrize("served", ["demo", "larger"])
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_on_the_demo_each_mechanism_finds_the_faults_of_the_table_and_no_others(
-    demo: tuple[Faulty, References], fault: str
+def test_each_mechanism_finds_the_faults_of_the_table_and_no_others(
+    fault: str, served: str, request: pytest.FixtureRequest
 ) -> None:
-    faulty, references = demo
-    assert caught(faulty, references, fault) == CAUGHT[fault]
-
-
-@pytest.mark.parametrize("fault", CAUGHT)
-def test_on_a_larger_model_with_references_they_do_so_too(
-    larger: tuple[Faulty, References], fault: str
-) -> None:
-    faulty, references = larger
+    faulty, references = request.getfixturevalue(served)
     assert caught(faulty, references, fault) == CAUGHT[fault]
 
 
