@@ -14,6 +14,7 @@ from nibble.budget import is_shared
 from nibble.disk import (
     free_bytes,
     gib,
+    is_noexec,
     nearest_existing,
     not_readable,
     not_writable,
@@ -157,6 +158,12 @@ def check_folders(own: Path, engine: Path) -> list[str]:
     for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
         if problem := write_problem(folder):
             raise not_writable(folder, problem, variable)
+    if is_noexec(engine):
+        what = f"{nearest_existing(engine)} is mounted noexec: what is compiled for this model could not be loaded from it"
+        action = (
+            "mount it with exec (docker run --tmpfs PATH:exec), or name another folder with NIBBLE_CACHE_DIR"
+        )
+        raise NibbleError(ExitCode.CONFIG, what, "a cache that code can be run from", action)
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

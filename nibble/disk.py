@@ -44,6 +44,11 @@ def write_problem(path: Path) -> str | None:
         return error.strerror or type(error).__name__
 
 
+def is_noexec(path: Path) -> bool:
+    """Whether the file system that holds (or will hold) `path` runs no code: no compiled kernel can be loaded from it."""
+    return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_NOEXEC)
+
+
 def not_writable(path: Path, problem: str, variable: str) -> NibbleError:
     """The error for a folder that must be written and is not; `variable` moves it elsewhere."""
     return NibbleError(

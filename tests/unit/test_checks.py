@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_model import write_model
 
+from nibble import disk
 from nibble.checks import (
     check_driver,
     check_folders,
@@ -142,6 +143,18 @@ def test_folder_that_cannot_be_written_exits_5_naming_its_variable(tmp_path: Pat
 def test_writable_folders_are_made_and_left_empty(tmp_path: Path) -> None:
     check_folders(tmp_path / "own", tmp_path / "vllm")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["own", "vllm"]
+
+
+def test_a_cache_on_a_file_system_without_exec_exits_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen: a tmpfs without `exec` ended vLLM at the first kernel it compiled."""
+    here = os.statvfs(tmp_path)
+    flags = os.statvfs_result([*here[:8], here.f_flag | os.ST_NOEXEC, *here[9:]])
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: flags)
+    error = refused(check_folders, tmp_path / "own", tmp_path / "own/engine")
+    assert error.code is ExitCode.CONFIG and f"{tmp_path}/own is mounted noexec" in error.line()
+    assert "--tmpfs PATH:exec" in error.line()
 
 
 def test_complete_model_folder_passes_and_a_missing_file_is_named(tmp_path: Path) -> None:
