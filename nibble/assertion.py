@@ -27,7 +27,11 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in
 # torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
-OUR_LINEAR_KERNEL = "NibbleNvFp4LinearKernel"  # vllm_plugin/cuda.py
+# vllm_plugin/cuda.py
+OUR_KERNELS = {
+    "linear": ("NibbleNvFp4LinearKernel",),
+    "moe": ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE"),
+}
 OURS = ("Cpu", "Nibble")  # how nibble's own kernels are called
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
@@ -87,8 +91,8 @@ def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, .
 
 
 def _backend(part: str, flag: str, plan: Plan, asked: Mapping[str, Any]) -> Expectation:
-    if part == "linear" and plugin_options(asked).get("linear_kernel") == "nibble":
-        return Expectation(part, (OUR_LINEAR_KERNEL,), "linear_kernel of --additional-config")
+    if part in OUR_KERNELS and plugin_options(asked).get(f"{part}_kernel") == "nibble":
+        return Expectation(part, OUR_KERNELS[part], f"{part}_kernel of --additional-config")
     value = in_effect(flag, asked)
     if value not in ("", "auto"):
         choice = plan.args.get(flag)

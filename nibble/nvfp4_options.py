@@ -1,4 +1,4 @@
-"""--nvfp4-activations, --quantize-lm-head, --linear-kernel, --act-scale-mode: what nibble's vLLM plugin is told. Pure.
+"""--nvfp4-activations, --quantize-lm-head, --linear-kernel, --moe-kernel, --act-scale-mode: what the vLLM plugin is told. Pure.
 
 The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`. Here is which models and targets
 rule them out.
@@ -16,7 +16,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.targets import Target
 
 FLAG = "--additional-config"
-OPTIONS = ("nvfp4_activations", "quantize_lm_head", "linear_kernel", "act_scale_mode")
+OPTIONS = ("nvfp4_activations", "quantize_lm_head", "linear_kernel", "moe_kernel", "act_scale_mode")
 REASON = "for nibble's vLLM plugin"
 
 
@@ -30,8 +30,9 @@ def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
     """Raise CONFIG for an option that this model or target rules out."""
     wanted = asked(args)
-    if wanted.get("linear_kernel") == "nibble":
-        _check_linear_kernel(checkpoint, target, args)
+    for part in ("linear", "moe"):
+        if wanted.get(f"{part}_kernel") == "nibble":
+            _check_our_kernel(part, checkpoint, target, args)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
@@ -49,23 +50,34 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, args: Map
         raise NibbleError(ExitCode.CONFIG, what, "an unquantized output head of its own", action)
 
 
-def _check_linear_kernel(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
-    off = "unset NIBBLE_LINEAR_KERNEL or drop --linear-kernel"
+def _check_our_kernel(
+    part: str, checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
+) -> None:
+    """`part`: linear or moe."""
+    option = f"NIBBLE_{part.upper()}_KERNEL"
+    off, ours = f"unset {option} or drop --{part}-kernel", f"{option}=nibble"
     if target.device != "cuda":
-        what = "NIBBLE_LINEAR_KERNEL=nibble is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
+        what = f"{ours} is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
         raise NibbleError(ExitCode.CONFIG, what, "a GPU target", off)
-    if (backend := args.get("--linear-backend", "auto")) != "auto":
-        what = f"NIBBLE_LINEAR_KERNEL=nibble and --linear-backend {backend} ask for two kernels"
+    if (backend := args.get(f"--{part}-backend", "auto")) != "auto":
+        what = f"{ours} and --{part}-backend {backend} ask for two kernels"
         raise NibbleError(ExitCode.CONFIG, what, "one of them", off)
     if checkpoint is None:
         return
     scheme = checkpoint.scheme
-    if not (scheme.is_nvfp4 or scheme.vllm_quantization == "quartet2"):
-        what = f"NIBBLE_LINEAR_KERNEL=nibble is for NVFP4 checkpoints, and {checkpoint.id} is {scheme.name}"
+    if not (scheme.is_nvfp4 or (part == "linear" and scheme.vllm_quantization == "quartet2")):
+        what = f"{ours} is for NVFP4 checkpoints, and {checkpoint.id} is {scheme.name}"
         raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", off)
+    if part == "moe" and not checkpoint.num_experts:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{ours} is for experts, and {checkpoint.id} has none",
+            "a mixture of experts",
+            off,
+        )
     is_weight_only = asked(args).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
     if target.features.has_fp4_mma and not is_weight_only:
-        what = f"NIBBLE_LINEAR_KERNEL=nibble leaves activations in BF16, and {checkpoint.id} has them in FP4 on {target.name}"
+        what = f"{ours} leaves activations in BF16, and {checkpoint.id} has them in FP4 on {target.name}"
         action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {off}"
         raise NibbleError(ExitCode.CONFIG, what, "activations in BF16", action)
 

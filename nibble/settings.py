@@ -123,6 +123,8 @@ class Settings(BaseSettings):
         "Which kernel multiplies NVFP4 weights with BF16 activations on a GPU: vLLM's choice, or `nibble`'s, made for few tokens"
         " at a time (docs/kernels/nvfp4_linear.md has its measurements).", "NIBBLE_LINEAR_KERNEL", flag="--linear-kernel",
         expected="vllm or nibble")
+    moe_kernel: Literal["vllm", "nibble"] = _option("vllm", "Engine",
+        "The same for a model's NVFP4 experts.", "NIBBLE_MOE_KERNEL", flag="--moe-kernel", expected="vllm or nibble")
     act_scale_mode: Literal["token", "batch-pow2", "batch"] = _option("token", "Engine",
         "What the scale of CloverLM's NVFP4 activations is made for: each `token`, the batch (`batch`, as its authors have it) or"
         " the batch's power of two (`batch-pow2`).", "NIBBLE_ACT_SCALE_MODE", flag="--act-scale-mode",

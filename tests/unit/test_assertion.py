@@ -27,6 +27,7 @@ def test_what_a_target_expects_is_fine() -> None:
         ({}, {"linear_backend": "marlin"}, "expected marlin (--linear-backend (command line))"),
         ({"moe": {"nvfp4: EMULATION EmulationExperts": 36}}, {"expected": {"attention": "FLASH"}}, "EmulationExperts ran"),
         ({}, {"additional_config": {"nibble": {"linear_kernel": "nibble"}}}, "expected NibbleNvFp4LinearKernel (linear_kernel"),
+        ({}, {"additional_config": {"nibble": {"moe_kernel": "nibble"}}}, "expected NibbleModelOptNvFp4MoE or Nibble"),
         ({}, {"expected": {"moe": "FLASHINFER_CUTLASS"}}, "expected FLASHINFER_CUTLASS (recipe org/model)"),
         ({}, {"attention_backend": "TRITON_ATTN"}, "attention: FLASH_ATTN ran"),
         ({"attention": {"FLEX_ATTENTION": 36}}, {}, "attention: FLEX_ATTENTION ran, expected no slow fallback"),

@@ -92,6 +92,19 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(model: Pa
     assert "is for NVFP4 checkpoints" in plain.what
 
 
+def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
+    model: Path, tmp_path: Path
+) -> None:
+    dense = refused(model, "--moe-kernel", "nibble", "--target", "hopper")
+    assert "is for experts" in dense.what and "NIBBLE_MOE_KERNEL" in dense.action
+    config = {"quantization_config": MODELOPT_NVFP4, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = write_checkpoint(tmp_path / "e", tensors("nvfp4"), config)
+    found = plan(experts, NIBBLE_MOE_KERNEL="nibble", target="hopper")
+    assert found.args[FLAG].value == {"nibble": {"moe_kernel": "nibble"}}
+    two = refused(experts, "--moe-kernel", "nibble", "--target", "hopper", "--moe-backend", "marlin")
+    assert "--moe-backend marlin ask for two kernels" in two.what
+
+
 def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) -> None:
     declared = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
     folder = write_checkpoint(tmp_path / "m", tensors("w4a16"), {"quantization_config": declared})
