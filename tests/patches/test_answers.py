@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from separating import subsets
+from separating import halves, subsets
 from trees import pristine
 
 from nibble.patching.run import rows
@@ -99,9 +99,13 @@ def nibble_without(answers: tuple[str, ...], folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "left_out", [(), *subsets(list(ANSWERS))], ids=lambda names: "+".join(names) or "none"
-)
+# Half a minute each: two halves show that every probe fails without its answer and with it does not; that no other answer of the
+# half is the reason, the sets after them.
+LEFT_OUT = [(), *halves(list(ANSWERS))]
+SEPARATING = [pytest.param(names, marks=pytest.mark.slow) for names in subsets(list(ANSWERS))]
+
+
+@pytest.mark.parametrize("left_out", [*LEFT_OUT, *SEPARATING], ids=lambda names: "+".join(names) or "none")
 def test_without_an_answer_exactly_its_probes_fail(left_out: tuple[str, ...], tmp_path: Path) -> None:
     copy = nibble_without(left_out, tmp_path)
     words = [sys.executable, "-m", "nibble.patching.run", "--root", str(pristine("0.32.0")), *PROBES]
