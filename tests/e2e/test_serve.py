@@ -149,28 +149,6 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert server.engine_processes() == []
 
 
-def test_a_killed_engine_exits_10_and_a_key_stays_out_of_sight(start: Start) -> None:
-    """Also the server with a generated key, to save a start."""
-    server = start("--host", "0.0.0.0").wait_until_ready()
-    file = Path(server.environ["NIBBLE_CACHE_DIR"]) / "api_key"
-    key = file.read_text().strip()
-    assert server.ask("/v1/models")[0] == 401
-    assert server.ask("/v1/models", key=key)[0] == 200
-    assert any(str(file) in line for line in server.said())
-    shown = server.log() + str(server.status())
-    for process in (server.process.pid, *(one.pid for one in server.engine_processes())):
-        shown += Path(f"/proc/{process}/cmdline").read_text()
-    assert key not in shown
-
-    engine = next(one for one in server.engine_processes() if "EngineCor" in one.name)
-    os.kill(engine.pid, signal.SIGKILL)
-    assert server.wait(30) == 10
-    assert server.engine_processes() == []
-    last = server.err.read_text().splitlines()[-1]
-    assert "nibble: error: vLLM ended by itself in phase ready" in last
-    assert f"VLLM::EngineCore (pid {engine.pid}) ended first" in last
-
-
 def test_a_killed_api_server_exits_10_and_is_named(start: Start) -> None:
     server = start().wait_until_ready()
     assert server.engine_pid
