@@ -18,6 +18,7 @@ from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
 from nibble.control import ControlServer
+from nibble.drain import until_it_ends, until_none_runs
 from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
 from nibble.errors import ExitCode, NibbleError
 from nibble.failures import engine_died, kept, stopped_for_memory
@@ -50,7 +51,6 @@ SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
 ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
-_DRAIN_POLL_S = 0.1
 
 
 def serve(
@@ -233,7 +233,7 @@ class Supervisor:
             f"{signal_name(event.signum)} during {self._update.phase}: stopping; nothing was being served"
         )
         self._engine.terminate()
-        self._wait_for_end(time.monotonic() + LOADING_STOP_S)
+        until_it_ends(self._next, self._drain_log, time.monotonic() + LOADING_STOP_S)
         return ExitCode.OK
 
     @property
@@ -292,7 +292,7 @@ class Supervisor:
             f"{signal_name(event.signum)}: new requests get 503, running ones may finish for {limit_s} s"
         )
         deadline = time.monotonic() + limit_s
-        left = self._wait_for_requests(deadline)
+        left = until_none_runs(self._next, lambda: requests_in_flight(self._api), deadline)
         if isinstance(left, Ended):
             return self._died(left.code)
         if isinstance(left, Stop):
@@ -300,7 +300,7 @@ class Supervisor:
         if left:
             return self._cut(f"{left} request(s) still ran after {limit_s} s")
         self._engine.terminate()
-        end = self._wait_for_end(deadline + TEARDOWN_S)
+        end = until_it_ends(self._next, self._drain_log, deadline + TEARDOWN_S)
         if isinstance(end, Stop):
             return self._cut(f"{signal_name(end.signum)} again")
         if self._drain_log.cut:
@@ -311,41 +311,6 @@ class Supervisor:
             )
         self._display.say("drained and stopped")
         return ExitCode.OK
-
-    def _wait_for_requests(self, deadline: float) -> int | Ended | Stop:
-        """Until the engines hold no request: 0, or how many at the deadline; or what came in between.
-
-        vLLM's own drain covers neither several API processes (each drops its engine connection at SIGTERM, vllm 0.32
-        launcher.py handle_shutdown) nor requests that come in parts (beam search, tool loops), so the signal
-        goes out when nothing runs any more. Twice zero: a request may be on its way from the API process to
-        the engine. 0 also where /metrics does not answer; vLLM's drain is then all there is.
-        """
-        zeros = unknown = count = 0
-        pause_s = _DRAIN_POLL_S
-        while zeros < 2 and unknown < 3:
-            if (now := time.monotonic()) >= deadline:
-                return count
-            event = self._next(min(pause_s, deadline - now))
-            if isinstance(event, Ended | Stop):
-                return event
-            found = requests_in_flight(self._api)
-            unknown = unknown + 1 if found is None else 0
-            zeros = zeros + 1 if found == 0 else 0
-            count = found or 0
-            # Longer pauses while requests run: each look is a line in vLLM's access log.
-            pause_s = _DRAIN_POLL_S if zeros else min(pause_s * 1.5, _IDLE_POLL_S)
-        return 0
-
-    def _wait_for_end(self, deadline: float) -> Ended | Stop | None:
-        """The child's end, another signal, or None at the deadline (or once vLLM gave its own drain up)."""
-        while (left_s := deadline - time.monotonic()) > 0:
-            event = self._next(min(left_s, _DRAIN_POLL_S))
-            if isinstance(event, Ended | Stop):
-                return event
-            # Its engine killed at --shutdown-timeout, vLLM 0.32 waits for the broken streams without end.
-            if self._drain_log.gave_up:
-                return None
-        return None
 
     def _cut(self, why: str) -> ExitCode:
         self._display.say(f"ended before the drain was done: {why}")

@@ -45,7 +45,6 @@ def serve_parser() -> Any:
 
 
 # --- types -> specs
-# -------------------------------------------------------------------------------------------
 
 
 class ClassTable:
@@ -190,7 +189,6 @@ def union_spec(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 # --- flags
-# ----------------------------------------------------------------------------------------------------
 
 
 def describe_flags(parser: Any, classes: ClassTable) -> dict[str, dict[str, Any]]:
@@ -334,7 +332,6 @@ def tool_parsers() -> list[str]:
 
 
 # --- kernels, environment
-# -------------------------------------------------------------------------------------
 
 
 def moe_kernels() -> dict[str, list[str]]:
