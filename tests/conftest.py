@@ -13,6 +13,7 @@ from typing import Any
 
 import containers
 import pytest
+import serving
 
 # Cheap first: a mistake shows before anything is built. Then what has few groups, so that no process is left alone with it.
 FOLDERS = ("unit", "patches", "image", "cluster", "kernels", "e2e")
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start hundreds of processes of the same files
+    serving.vllm_cache()
     config.stash[left_out] = {}
     config.stash[seconds] = defaultdict(float)
 
