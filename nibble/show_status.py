@@ -26,7 +26,8 @@ def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
         connection.request("GET", "/status")
         return json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError) as error:
-        what = f"no server of nibble's answers on control port {port} ({error or type(error).__name__})"
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        what = f"no server of nibble's answers on control port {port} ({why})"
         raise NibbleError(ExitCode.ENGINE_DIED, what, "", f"start one, or set {name} to its port") from None
     finally:
         connection.close()
