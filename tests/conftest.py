@@ -17,8 +17,15 @@ import serving
 
 # Cheap first: a mistake shows before anything is built. Then what has few groups, so that no process is left alone with it.
 FOLDERS = ("unit", "patches", "image", "cluster", "kernels", "e2e")
-# Fixed ports and names of processes are one machine's: these folders and files share them.
-TOGETHER = {"unit": "unit", "image": "machine", "cluster": "machine", "e2e/test_ray_real.py": "machine"}
+# These folders and files share something: fixed ports and names of processes ("machine"), or the bytecode of unpacked releases,
+# which one test writes while another copies it. Probes use all cores by themselves.
+TOGETHER = {
+    "unit": "unit",
+    "patches": "patches",
+    "image": "machine",
+    "cluster": "machine",
+    "e2e/test_ray_real.py": "machine",
+}
 TESTS = Path(__file__).parent
 
 left_out = pytest.StashKey[dict[str, list[str]]]()

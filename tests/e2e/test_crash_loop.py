@@ -73,7 +73,7 @@ def test_failed_starts_are_held_back_and_end_with_75_until_the_record_is_removed
     (entry,) = json.loads(record(tmp_path).read_text())["failures"]
     assert entry["code"] == 10 and "killed by SIGKILL" in entry["cause"] and entry["process"] == ""
 
-    write(record(tmp_path), 5, last_age_s=896)  # of 900 s to wait
+    write(record(tmp_path), 5, last_age_s=892)  # of 900 s to wait
     held = start()
     found = held._wait(lambda: raw_status(held), 20)
     assert found["state"] == "holding" and "5 starts in a row failed" in found["detail"]

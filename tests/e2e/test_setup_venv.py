@@ -95,7 +95,9 @@ def environment(tmp_path: Path) -> Path:
     for name in ("setup", "nibble", "kernels", "patches/vllm", "requirements", "pyproject.toml"):
         source, to = root() / name, tmp_path / name
         to.parent.mkdir(exist_ok=True)
-        shutil.copytree(source, to) if source.is_dir() else shutil.copy(source, to)
+        # Bytecode comes and goes while other tests run.
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, to, ignore=ignored) if source.is_dir() else shutil.copy(source, to)
     folder = tmp_path / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (site,) = folder.glob("lib/python3.*/site-packages")
