@@ -1,10 +1,11 @@
-"""Tokens a second of a Qwen3-8B shape with dummy NVFP4 weights: vLLM's own choice of kernel and nibble's, in turns.
+"""Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of kernels and nibble's, in turns.
 
-    python benchmarks/decode.py --out FILE [--ways stock nibble ...] [--batches 1 4 8 16 32] [--profile]
+    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock nibble ...] [--batches 1 4 8 16 32] [--profile]
 
-The shape is that of kernels.md 10: 36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936, weights alone in NVFP4. Every
-way is a vLLM in a process of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64
-tokens in, 128 out, greedy, the best of four. --profile counts the time of each kernel over the steps of one more run.
+The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
+layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
+of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy,
+the best of four. --profile counts the time of each kernel over the steps of one more run.
 """
 
 from __future__ import annotations
@@ -21,27 +22,40 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
     "eos_token_id": 2, "attention_bias": False,
     "quantization_config": {
         "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": {"name": "modelopt", "version": "0.45"},
-        "config_groups": {}, "ignore": ["lm_head"], "group_size": 16, "exclude_modules": ["lm_head"],
+        "config_groups": {}, "ignore": ["lm_head", "*.mlp.gate"],
+        "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"],
     },
 }  # fmt: skip
 # Options of vLLM and of nibble's plugin.
+OURS = {"linear_kernel": "nibble"}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stock": ({}, {}),
     "marlin": ({"linear_backend": "marlin"}, {}),
-    "nibble": ({}, {"linear_kernel": "nibble"}),
-    "nibble, 8 MiB ahead": ({}, {"linear_kernel": "nibble", "prefetch_mib": 8}),
-    "nibble, 16 MiB ahead": ({}, {"linear_kernel": "nibble", "prefetch_mib": 16}),
-    "nibble, 24 MiB ahead": ({}, {"linear_kernel": "nibble", "prefetch_mib": 24}),
+    "nibble": ({}, OURS),
+    "nibble, 8 MiB ahead": ({}, OURS | {"prefetch_mib": 8}),
+    "nibble, 16 MiB ahead": ({}, OURS | {"prefetch_mib": 16}),
+    "nibble, 24 MiB ahead": ({}, OURS | {"prefetch_mib": 24}),
+    "nibble, experts too": ({}, OURS | {"moe_kernel": "nibble"}),
     "stock, NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
-    "nibble, NVFP4 head": ({}, {"linear_kernel": "nibble", "quantize_lm_head": "nvfp4"}),
+    "nibble, NVFP4 head": ({}, OURS | {"quantize_lm_head": "nvfp4"}),
 }
 TOKENS_IN, TOKENS_OUT, RUNS = 64, 128, 4
 
@@ -51,15 +65,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "nibble", "nibble, NVFP4 head"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        answer(options.serve, options.batches)
+        answer(options.serve, options.shape, options.batches)
         return
-    words = [sys.executable, __file__, "--batches", *map(str, options.batches), "--serve"]
+    words = [sys.executable, __file__, "--shape", options.shape]
+    words += ["--batches", *map(str, options.batches), "--serve"]
     workers = {
         way: subprocess.Popen([*words, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for way in options.ways
@@ -82,7 +98,10 @@ def main() -> None:
 
         about = machine() | {"vllm": vllm.__version__}
         options.out.write_text(
-            json.dumps({"machine": about, "command": sys.argv, "results": results}, indent=1) + "\n"
+            json.dumps(
+                {"machine": about, "command": sys.argv, "shape": options.shape, "results": results}, indent=1
+            )
+            + "\n"
         )
 
 
@@ -114,12 +133,12 @@ def ask(worker: subprocess.Popen[str], question: dict[str, Any]) -> Any:
     return wait_for(worker)
 
 
-def answer(way: str, batches: list[int]) -> None:
+def answer(way: str, shape: str, batches: list[int]) -> None:
     """One vLLM, which answers questions from stdin until there are no more."""
     from vllm import LLM
 
     model = Path(tempfile.mkdtemp())
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     arguments, plugin = WAYS[way]
     begin = time.time()
     llm = LLM(
