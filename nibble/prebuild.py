@@ -52,7 +52,7 @@ def is_packaged() -> bool:
 def compiler_environ(plan: Plan, child: Mapping[str, str]) -> dict[str, str]:
     """vLLM's environment without the GPU: the architecture is told, as FlashInfer would find it (compilation_context.py)."""
     found = {_architecture(gpu.capability) for gpu in plan.hardware.gpus}
-    told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found)), "CUDA_VISIBLE_DEVICES": ""}
+    told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found))}  # unless somebody set it
     return {**told, **child, "CUDA_VISIBLE_DEVICES": ""}
 
 
