@@ -1,10 +1,10 @@
 """CloverLM's real shape (29 blocks, 4.03 B parameters) with generated weights: bytes and tokens/s of BF16 and NVFP4.
 
-    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256] [--device cpu]
+    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256] [--sequences 32] [--device cpu]
 
 For each way a vLLM of its own with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of one sequence and of 32,
-prompt tokens/s of 16 prompts of 512 tokens. Weights are random and of the published sizes, so texts mean nothing and times do.
-The checkpoint is packed (2.7 GB in /tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
+prompt tokens/s of half as many prompts of 512 tokens. Weights are random and of the published sizes, so texts mean nothing and
+times do. The checkpoint is packed (2.7 GB in /tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
 
 from cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
 
-PROMPT_TOKENS, SEQUENCES, PREFILLS = 128, 32, 16
+PROMPT_TOKENS = 128
 # Way -> (form of the checkpoint, options of vllm.LLM)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {}),
@@ -46,21 +46,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--blocks", type=int, default=29)
     parser.add_argument("--tokens", type=int, default=256, help="decoded by each sequence")
+    parser.add_argument("--sequences", type=int, default=32, help="decoded at a time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(
-            "RESULT "
-            + json.dumps(measure(options.measure[0], json.loads(options.measure[1]), options.tokens))
-        )
+        folder, more = options.measure
+        found = measure(folder, json.loads(more), options.tokens, options.sequences)
+        print("RESULT " + json.dumps(found))
         return
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in options.only:
             form, more = WAYS[way]
             model = write(Path(folder) / form, form, options.blocks, options.device)
-            results[way] = in_a_process(model, more, options.tokens)
+            results[way] = in_a_process(model, more, options.tokens, options.sequences)
             print(f"{way:14} {json.dumps(results[way])}", flush=True)
             if form == "bf16":
                 shutil.rmtree(model)  # 8.3 GB
@@ -68,6 +68,7 @@ def main() -> None:
         "machine": machine(options.device),
         "blocks": options.blocks,
         "tokens": options.tokens,
+        "sequences": options.sequences,
         "ways": results,
     }
     if options.out:
@@ -106,23 +107,25 @@ def write(folder: Path, form: str, blocks: int, device: str) -> Path:
     return folder
 
 
-def in_a_process(model: Path, options: dict[str, Any], tokens: int) -> dict[str, float]:
-    words = [sys.executable, __file__, "--tokens", str(tokens), "--measure", str(model), json.dumps(options)]
+def in_a_process(model: Path, options: dict[str, Any], tokens: int, sequences: int) -> dict[str, float]:
+    words = [sys.executable, __file__, "--tokens", str(tokens), "--sequences", str(sequences)]
+    words += ["--measure", str(model), json.dumps(options)]
     environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # so that the parameters can be counted
     done = subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.rpartition("RESULT ")[2])
 
 
-def measure(model: str, options: dict[str, Any], new_tokens: int) -> dict[str, float]:
+def measure(model: str, options: dict[str, Any], new_tokens: int, sequences: int) -> dict[str, float]:
     """Seconds from vLLM's Python interface, the best of three; the first answer of each kind is not counted."""
     from vllm import LLM, SamplingParams
 
+    prefills = max(1, sequences // 2)
     begun = time.monotonic()
     llm = LLM(
         model,
         skip_tokenizer_init=True,
         max_model_len=1024,
-        max_num_seqs=SEQUENCES,
+        max_num_seqs=sequences,
         enable_prefix_caching=False,
         **options,
     )
@@ -144,15 +147,15 @@ def measure(model: str, options: dict[str, Any], new_tokens: int) -> dict[str, f
         return min(times[1:])
 
     one, many = (
-        best_s(count, PROMPT_TOKENS, new_tokens) - best_s(count, PROMPT_TOKENS, 1) for count in (1, SEQUENCES)
+        best_s(count, PROMPT_TOKENS, new_tokens) - best_s(count, PROMPT_TOKENS, 1) for count in (1, sequences)
     )
     weights = llm.apply_model(lambda m: sum(p.nbytes for p in {id(p): p for p in m.parameters()}.values()))
     return {
         "start_s": round(start_s, 1),
         "weights_bytes": weights[0],
         "decode_tokens_per_s": round((new_tokens - 1) / one, 1),
-        f"decode_tokens_per_s_of_{SEQUENCES}": round(SEQUENCES * (new_tokens - 1) / many, 1),
-        "prompt_tokens_per_s": round(PREFILLS * 512 / best_s(PREFILLS, 512, 1), 1),
+        f"decode_tokens_per_s_of_{sequences}": round(sequences * (new_tokens - 1) / many, 1),
+        "prompt_tokens_per_s": round(prefills * 512 / best_s(prefills, 512, 1), 1),
     }
 
 

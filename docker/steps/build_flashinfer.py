@@ -22,6 +22,7 @@ HEADERS = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include"
 def main(target: str, folder: Path | None) -> None:
     data = tomllib.loads((Path(os.environ.get("TARGETS_DIR", "/targets")) / f"{target}.toml").read_text())
     os.environ["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -I{HEADERS}".lstrip()
+    os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(data["capabilities"])
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
@@ -35,7 +36,7 @@ def main(target: str, folder: Path | None) -> None:
         except RuntimeError as error:
             print(str(error)[-2000:], file=sys.stderr)
             sys.exit(
-                f"error: FlashInfer's sampling kernels were not compiled for {target}; try: a base image with CUDA 13's nvcc"
+                f"error: FlashInfer's sampling kernels were not compiled for {target}; try: a base image with CUDA 13.0-devel"
             )
         into = (folder or env.FLASHINFER_AOT_DIR) / module.name
         into.mkdir(parents=True)

@@ -88,6 +88,14 @@ def test_a_prompt_that_cannot_be_is_answered_and_the_engine_goes_on(
     assert complete(server, "the")[0] == 200
 
 
+def test_a_prompt_asked_before_is_read_from_the_cache_and_answered_alike(server: Server) -> None:
+    prompt = [1 + number % 200 for number in range(600)]
+    first = complete(server, prompt)[1]["choices"][0]["text"]
+    hits = server.metric("prefix_cache_hits_total")
+    assert complete(server, prompt)[1]["choices"][0]["text"] == first
+    assert server.metric("prefix_cache_hits_total") - hits >= 512
+
+
 def test_chat_says_that_there_is_no_template(server: Server) -> None:
     body = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
     status, answer = server.ask("/v1/chat/completions", body)
