@@ -21,6 +21,9 @@ pytestmark = pytest.mark.docker
 
 DEMO = "/opt/nibble/models/nibble-demo"
 KEY = "container-test-key-0123456789"
+CACHE_IN_MEMORY = ("--tmpfs", "/var/cache/nibble:exec,size=512m")
+# Takes 50 MiB twice a second, slower than the watchdog looks.
+HOG = "import time; held = []\nwhile True: held.append(bytearray(b'x') * (50 << 20)); time.sleep(0.5)"
 # What vLLM 0.32 always says on such a machine. Without privileges it may not bind memory to NUMA nodes; the engine's
 # limit of open files may be low; the demo asks for eager mode and for greedy sampling; Triton has no CPU backend.
 ALLOWED = re.compile(
@@ -156,6 +159,36 @@ class TestDrain:
         assert [answer.status for answer in late] == [503]
         assert slow_server.exit_code() == 0
         assert trouble(slow_server.logs()) == ""
+
+
+class TestMemoryLimit:
+    """`docker run --memory`: the container's limit is what there is."""
+
+    def test_what_cannot_fit_is_refused_with_the_sum(self, cpu_image: str) -> None:
+        result = run_once(
+            cpu_image, "serve", DEMO, options=[*HARDENED, *CACHE_IN_MEMORY, "--memory", "1500m"]
+        )
+        assert result.returncode == 7, result.stderr
+        assert re.search(
+            r"would not fit: weights .* = \d\.\d GiB needed; 1\.\d GiB available of 1\.5 GiB \(cgroup ",
+            result.stderr,
+        )
+        assert "a higher limit of that cgroup" in result.stderr
+
+    @pytest.mark.slow  # tests/e2e/test_memory_watchdog.py has the same in a cgroup without a container
+    def test_the_watchdog_stops_the_engine_and_the_kernel_has_nothing_to_kill(self, cpu_image: str) -> None:
+        options = [*HARDENED, *CACHE_IN_MEMORY, "--memory", "3400m", "--memory-swap", "3400m"]
+        options += ["--env", "NIBBLE_MEMORY_RESERVE_GIB=0.75"]
+        with running(cpu_image, "serve", DEMO, options=options) as container:
+            container.wait_healthy()
+            container.exec("python", "-c", HOG, options=["--detach"])
+            assert container.exit_code() == 7
+            assert container.inspect()["State"]["OOMKilled"] is False
+            assert re.search(r"\[nibble\] .*new requests get 503 until", container.logs())
+            assert re.search(
+                r"nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are available \(cgroup ",
+                container.logs(),
+            )
 
 
 class TestOtherModes:
