@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, TOKEN, Node, Stream, greedy, node
+from cluster_nodes import DEMO, NAMED_S, TOKEN, Node, Stream, greedy, node
 
-# Slow: minutes of containers that have not yet run from end to end on a machine of their own.
-pytestmark = [pytest.mark.docker, pytest.mark.slow]
+pytestmark = pytest.mark.docker
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
-NAMED_S = 30.0  # the issue: which node, within 30 s
+STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
 
 
 def ranks(**more: str) -> dict[str, str]:
@@ -30,76 +29,113 @@ def nodes(cpu_image: str, net: str) -> Iterator[tuple[Node, Node]]:
         yield head, rank1
 
 
-def lost(where: Node) -> str:
+def said(head: Node) -> str:
     """What rank 0's /status says while a node is missing."""
-    return str(where.status().get("detail"))
+    return str(head.status().get("detail"))
 
 
 def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
-    nodes: tuple[Node, Node], one_machines_answers: list[str]
+    one_machines_answers: list[str], nodes: tuple[Node, Node], client: Node
 ) -> None:
     head, rank1 = nodes
     rank1.wait_ready(20)
     assert rank1.status()["topology"]["node_rank"] == 1
     rank1.wait_for(lambda: rank1.container.health() == "healthy", 30, "healthy")
     assert "preflight: 2 nodes fit together" in head.logs()
-    assert greedy(head) == one_machines_answers
+    assert greedy(client, head) == one_machines_answers
 
 
-def test_the_cluster_answers_only_with_its_token(nodes: tuple[Node, Node], cpu_image: str, net: str) -> None:
+def test_the_cluster_answers_only_with_its_token(nodes: tuple[Node, Node]) -> None:
     head, _ = nodes
-    ask = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
-    said = head.python(ask, HEAD_IP=head.address)
-    assert "rank 1" in said.stdout and "run 1 is ready" in said.stdout
-    wrong = head.python(ask, HEAD_IP=head.address, NIBBLE_CLUSTER_TOKEN="0" * 64)
+    right = head.python(STATUS, HEAD_IP=head.address)
+    assert "rank 1" in right.stdout and "run 1 is ready" in right.stdout
+    wrong = head.python(STATUS, HEAD_IP=head.address, NIBBLE_CLUSTER_TOKEN="0" * 64)
     assert wrong.returncode == 9
     assert wrong.stderr.count("\n") == 1 and "refused this token" in wrong.stderr
     assert TOKEN not in head.logs()
 
 
+@pytest.mark.slow
 def test_a_second_node_of_the_same_rank_is_turned_away(
     nodes: tuple[Node, Node], cpu_image: str, net: str
 ) -> None:
-    _, rank1 = nodes
+    head, rank1 = nodes
     with node(cpu_image, net, 13, *WORDS, **ranks(NIBBLE_NODE_RANK="1")) as second:
         assert second.container.exit_code() == 9
         assert f"rank 1 is taken by {rank1.address}" in second.logs()
+    assert head.is_ready()
 
 
+@pytest.mark.slow
 def test_a_second_head_is_turned_away(nodes: tuple[Node, Node], cpu_image: str, net: str) -> None:
+    head, _ = nodes
     with node(cpu_image, net, 13, *WORDS, **ranks(NIBBLE_NODE_RANK="0")) as second:
         assert second.container.exit_code() == 9
         assert "no address of this machine" in second.logs()
+    assert head.is_ready()
 
 
-def test_a_paused_node_is_named_and_the_service_comes_back_with_it(nodes: tuple[Node, Node]) -> None:
+@pytest.mark.slow
+def test_a_paused_node_is_named_and_the_service_comes_back_with_it(
+    nodes: tuple[Node, Node], client: Node
+) -> None:
     head, rank1 = nodes
-    stream = Stream(head, 900)
-    assert stream.first_chunk()
-    rank1.docker("pause")
-    head.wait_for(lambda: not head.is_ready(), NAMED_S, "not ready")
-    assert stream.ended_in_error(NAMED_S)
-    head.wait_for(
-        lambda: rank1.address in head.logs() and "no sign" in lost(head), NAMED_S, "naming the node"
-    )
+    stream = Stream(client, head)
+    rank1.pause()
+    stream.must_end_in_error(NAMED_S)
+    head.wait_for(lambda: not head.is_ready() and "no sign" in said(head), NAMED_S, "naming the node")
+    assert f"node {rank1.address} (rank 1)" in head.logs()
     assert head.leftovers() == []
     rank1.docker("unpause")
     head.wait_ready()
-    assert greedy(head)
+    assert greedy(client, head)
 
 
-def test_a_killed_node_is_named_requests_end_and_nothing_is_left(nodes: tuple[Node, Node]) -> None:
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_ends_its_part_and_the_service_comes_back_with_it(
+    nodes: tuple[Node, Node], client: Node
+) -> None:
+    head, rank1 = nodes
+    stream = Stream(client, head)
+    rank1.cut()
+    stream.must_end_in_error(NAMED_S)
+    head.wait_for(lambda: not head.is_ready() and "no sign" in said(head), NAMED_S, "naming the node")
+    rank1.wait_for(lambda: rank1.leftovers() == [], NAMED_S, "without leftovers")
+    assert "no answer from the head" in rank1.logs()
+    rank1.join()
+    head.wait_ready()
+    assert greedy(client, head)
+
+
+@pytest.mark.slow
+def test_a_killed_head_ends_every_rank_and_the_service_comes_back_with_it(
+    nodes: tuple[Node, Node], client: Node
+) -> None:
+    head, rank1 = nodes
+    stream = Stream(client, head)
+    head.docker("kill")
+    stream.must_end_in_error(NAMED_S)
+    rank1.wait_for(lambda: not rank1.is_ready() and rank1.leftovers() == [], NAMED_S, "without leftovers")
+    head.docker("start")
+    head.wait_ready()
+    assert greedy(client, head)
+
+
+@pytest.mark.slow
+def test_a_killed_node_is_named_requests_end_and_nothing_is_left(
+    nodes: tuple[Node, Node], client: Node
+) -> None:
     head, rank1 = nodes
     assert head.leftovers()
-    stream = Stream(head, 900)
-    assert stream.first_chunk()
+    stream = Stream(client, head)
     rank1.docker("kill")
-    head.wait_for(lambda: not head.is_ready(), NAMED_S, "not ready")
-    assert stream.ended_in_error(NAMED_S)
+    stream.must_end_in_error(NAMED_S)
+    head.wait_for(lambda: not head.is_ready() and "rank 1" in said(head), NAMED_S, "naming the rank")
     head.wait_for(lambda: head.leftovers() == [], NAMED_S, "without leftovers")
-    head.wait_for(lambda: "rank 1" in lost(head), NAMED_S, "naming the rank")
+    assert f"node {rank1.address} (rank 1)" in head.logs()
 
 
+@pytest.mark.slow
 def test_rank_0_stopped_while_it_waits_ends_with_0(nodes: tuple[Node, Node]) -> None:
     head, _ = nodes
     head.docker("stop", "--time", "30")

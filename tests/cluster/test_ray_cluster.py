@@ -1,23 +1,25 @@
-"""A Ray head, a worker, and a stranger on the same network; the server runs on the head's machine."""
+"""A Ray head with the server, two workers and a client; one set of containers, in the order of their life.
+
+The model lies on the head only, and two of the three nodes hold it: the second worker is there for when the first is lost.
+"""
 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cluster_nodes import DEMO, START_S, TOKEN, Node, Stream, greedy, node
-from containers import client
+from cluster_nodes import DEMO, NAMED_S, TOKEN, Node, Serve, Stream, greedy, node
 
-# Slow: minutes of containers that have not yet run from end to end on a machine of their own.
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 HEAD = "10.89.7.21"
-NAMED_S = 30.0
 ENDED = re.compile("no answer from the head|the head at .* was started anew|Ray ended by itself")
 RAY = {"HEAD_IP": HEAD, "NUM_GPUS": "1"}  # a "GPU" is a name here, see cluster_platform
+MODEL = "/var/cache/nibble/demo"
+COPY = f"import shutil; shutil.copytree('{DEMO}', '{MODEL}')"
+STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
 JOIN = """
 import ray, sys
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2])
@@ -38,53 +40,37 @@ def head(cpu_image: str, net: str) -> Iterator[Node]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def worker(head: Node, cpu_image: str, net: str) -> Iterator[Node]:
-    with node(cpu_image, net, 22, "ray-worker", options=["--restart", "on-failure"], **RAY) as found:
+def ray_worker(cpu_image: str, net: str, number: int) -> Iterator[Node]:
+    with node(cpu_image, net, number, "ray-worker", options=["--restart", "on-failure"], **RAY) as found:
         found.wait_for(lambda: "has joined" in found.logs(), 90, "joined")
         yield found
 
 
 @pytest.fixture(scope="module")
-def stranger(cpu_image: str, net: str) -> Iterator[Node]:
-    with node(cpu_image, net, 23, "sleep", "3600", NIBBLE_CLUSTER_TOKEN="") as found:
-        yield found
-
-
-class Serve:
-    """`nibble serve` in the head's container."""
-
-    def __init__(self, head: Node, log: Path, **environ: str) -> None:
-        self.head, self.log = head, log
-        values = {"NIBBLE_CLUSTER": "ray", "NUM_GPUS": "", "NIBBLE_API_KEY": "", **environ}
-        options = [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
-        words = [
-            client() or "docker",
-            "exec",
-            *options,
-            head.container.id,
-            "/opt/nibble/entrypoint.sh",
-            "serve",
-        ]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen([*words, DEMO, "--max-model-len", "1024"], stdout=out, stderr=out)
-
-    def wait_ready(self, seconds: float = START_S) -> None:
-        def look() -> bool:
-            assert self.process.poll() is None, self.log.read_text()[-6000:]
-            return self.head.is_ready()
-
-        self.head.wait_for(look, seconds, "ready")
-
-
-@pytest.fixture(scope="module")
-def serve(head: Node, worker: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    found = Serve(head, tmp_path_factory.mktemp("serve") / "log", TENSOR_PARALLEL_SIZE="2")
+def serve(head: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Started before there is a worker."""
+    assert head.python(COPY).returncode == 0
+    more = {"TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_MODEL": "head"}
+    found = Serve(head, tmp_path_factory.mktemp("serve") / "log", MODEL, **more)
     try:
-        found.wait_ready()
+        head.wait_for(lambda: found.said("2 GPUs are needed"), 90, "waiting for GPUs")
         yield found
     finally:
         found.process.kill()
+
+
+@pytest.fixture(scope="module")
+def worker(serve: Serve, cpu_image: str, net: str) -> Iterator[Node]:
+    """Joins late, and then holds half of the model."""
+    for found in ray_worker(cpu_image, net, 22):
+        serve.wait_ready()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def spare(worker: Node, cpu_image: str, net: str) -> Iterator[Node]:
+    """Joins while the cluster serves."""
+    yield from ray_worker(cpu_image, net, 23)
 
 
 def test_a_worker_with_a_wrong_token_says_so_in_one_line(head: Node, cpu_image: str, net: str) -> None:
@@ -100,30 +86,40 @@ def test_a_worker_without_a_token_says_where_to_get_it(head: Node, cpu_image: st
         assert "copy the file that the head printed" in found.logs()
 
 
-def test_a_stranger_gets_in_nowhere(head: Node, stranger: Node) -> None:
+def test_a_second_head_is_turned_away(head: Node, cpu_image: str, net: str) -> None:
+    with node(cpu_image, net, 24, "ray-head", **RAY) as found:
+        assert found.container.exit_code() == 9
+        assert f"{HEAD} is no address of this machine" in found.logs()
+    words = ["/opt/nibble/entrypoint.sh", "ray-head"]
+    beside = head.container.exec(*words)
+    assert beside.returncode == 9
+    assert f"port 6388 of {HEAD} cannot be opened" in beside.stderr
+
+
+def test_a_stranger_gets_in_nowhere(head: Node, client: Node) -> None:
     """No ray.init, no Ray client, no job, no agent: the token is needed, and two of the ports are closed."""
-    bare = stranger.python(JOIN, f"{HEAD}:6379", stranger.address, RAY_AUTH_MODE="disabled")
-    assert bare.returncode != 0
-    wrong = stranger.python(
-        JOIN, f"{HEAD}:6379", stranger.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64
-    )
-    assert wrong.returncode != 0
+    keys = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}]
+    with ThreadPoolExecutor() as pool:  # each tries for half a minute
+        tries = pool.map(lambda key: client.python(JOIN, f"{HEAD}:6379", client.address, **key), keys)
+        assert all(done.returncode for done in tries)
     for port in (10001, 8265):
         connect = f"import socket; socket.create_connection(('{HEAD}', {port}), 5)"
-        assert "ConnectionRefusedError" in stranger.python(connect).stderr
-    assert stranger.python(SUBMIT, f"{HEAD}:8265").returncode != 0
+        assert "ConnectionRefusedError" in client.python(connect).stderr
+    assert client.python(SUBMIT, f"{HEAD}:8265").returncode != 0
     agent = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], b'{}'))"
-    assert "401" in stranger.python(agent, f"http://{HEAD}:6388/nodes").stderr
+    for path in ("nodes", "offer", "fetch", "model"):
+        assert "401" in client.python(agent, f"http://{HEAD}:6388/{path}").stderr
     assert TOKEN not in head.logs()
 
 
-def test_answers_over_ray_are_those_of_one_machine(
-    serve: Serve, head: Node, one_machines_answers: list[str]
+def test_a_worker_that_joins_late_gets_the_model_and_the_answers_are_those_of_one_machine(
+    one_machines_answers: list[str], worker: Node, serve: Serve, head: Node, client: Node
 ) -> None:
-    assert greedy(head) == one_machines_answers
+    assert serve.said(f"{worker.address} fetches {MODEL} from {HEAD}")
+    assert greedy(client, head) == one_machines_answers
 
 
-def test_secrets_are_not_copied_to_rays_workers(serve: Serve, head: Node) -> None:
+def test_secrets_are_not_copied_to_rays_workers(worker: Node, head: Node) -> None:
     names = (
         "NIBBLE_API_KEY",
         "HF_TOKEN",
@@ -136,34 +132,73 @@ def test_secrets_are_not_copied_to_rays_workers(serve: Serve, head: Node) -> Non
     assert not set(names) & set(copied)
 
 
-def test_status_shows_who_holds_what(serve: Serve, head: Node, worker: Node) -> None:
-    ask = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
-    lines = head.python(ask).stdout.splitlines()
+def test_status_shows_who_holds_what(worker: Node, head: Node) -> None:
+    lines = head.python(STATUS).stdout.splitlines()
     assert [line.split()[:3] for line in lines[:2]] == [
         [HEAD, "ray-head", "1"],
         [worker.address, "ray-worker", "1"],
     ]
     assert all("1 of vLLM's processes" in line for line in lines[:2])
+    assert head.parts() and worker.parts()
 
 
-def test_a_node_that_is_cut_off_is_named_and_the_service_comes_back_with_it(
-    serve: Serve, head: Node, worker: Node
+def test_a_killed_worker_is_named_requests_end_and_no_part_is_left(
+    worker: Node, serve: Serve, head: Node, client: Node
 ) -> None:
-    stream = Stream(head, 900)
-    assert stream.first_chunk()
-    worker.cut()
-    head.wait_for(lambda: not head.is_ready(), NAMED_S, "not ready")
-    assert stream.ended_in_error(NAMED_S)
-    head.wait_for(lambda: f"node {worker.address}" in serve.log.read_text(), NAMED_S, "naming the node")
-    worker.wait_for(lambda: worker.leftovers() == [], 60, "without leftovers")
-    worker.join()
+    stream = Stream(client, head)
+    worker.docker("kill")
+    stream.must_end_in_error(NAMED_S)
+    named = f"node {worker.address} has given no sign"
+    head.wait_for(lambda: not head.is_ready() and serve.said(named), NAMED_S, "naming the node")
+    head.wait_for(lambda: head.parts() == [], NAMED_S, "without parts of the model")
+
+
+def test_the_service_comes_back_with_the_worker(
+    worker: Node, serve: Serve, head: Node, client: Node, one_machines_answers: list[str]
+) -> None:
+    assert not head.is_ready()
+    worker.docker("start")
     serve.wait_ready()
+    assert greedy(client, head) == one_machines_answers
 
 
-def test_with_the_head_everything_ends(serve: Serve, head: Node, worker: Node) -> None:
-    assert worker.leftovers()
-    before = len(ENDED.findall(worker.logs()))
+@pytest.mark.parametrize("fault", ["cut", "paused"])
+def test_a_lost_worker_is_named_and_the_other_one_takes_its_place(
+    fault: str, spare: Node, worker: Node, serve: Serve, head: Node, client: Node
+) -> None:
+    holder, other = (spare, worker) if spare.parts() else (worker, spare)
+    assert not other.parts()
+    other.wait_for(lambda: is_idle(head, other), 120, "idle in the cluster")
+    named = f"node {holder.address} has given no sign"
+    before = serve.log.read_text().count(named)
+    stream = Stream(client, head)
+    holder.cut() if fault == "cut" else holder.pause()
+    stream.must_end_in_error(NAMED_S)
+    head.wait_for(lambda: serve.log.read_text().count(named) > before, NAMED_S, "naming the node")
+    serve.wait_ready()
+    assert other.parts()
+    assert greedy(client, head)
+    if fault == "cut":
+        holder.wait_for(lambda: holder.leftovers() == [], 60, "without leftovers")
+        holder.join()
+    else:
+        holder.docker("unpause")
+        holder.wait_for(lambda: holder.parts() == [], 60, "without parts of the model")
+
+
+def is_idle(head: Node, node: Node) -> bool:
+    """Whether the head counts `node` as there and without a part of the model."""
+    lines = head.python(STATUS).stdout.splitlines()
+    return any(line.split()[0] == node.address and "idle" in line and "lost" not in line for line in lines)
+
+
+def test_with_the_head_everything_ends(spare: Node, worker: Node, serve: Serve, head: Node) -> None:
+    workers = [worker, spare]
+    for one in workers:
+        one.wait_for(one.leftovers, 120, "in the cluster")
+    before = {one.address: len(ENDED.findall(one.logs())) for one in workers}
     head.docker("kill")
     serve.process.wait(10)
-    worker.wait_for(lambda: len(ENDED.findall(worker.logs())) > before, NAMED_S, "seeing it")
-    worker.wait_for(lambda: worker.leftovers() == [], NAMED_S, "without leftovers")
+    for one in workers:
+        one.wait_for(lambda one=one: len(ENDED.findall(one.logs())) > before[one.address], NAMED_S, "told")
+        one.wait_for(lambda one=one: one.leftovers() == [], NAMED_S, "without leftovers")
