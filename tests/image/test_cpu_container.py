@@ -315,6 +315,7 @@ class TestImage:
         )
         assert found.stdout == ""
 
+    @pytest.mark.slow  # the same vLLM and the same check as in `make lint`
     def test_the_recipes_fit_the_installed_vllm(self, cpu_image: str) -> None:
         result = run_once(cpu_image, "nibble", "recipes", "lint")
         assert result.returncode == 0, result.stdout + result.stderr
@@ -365,6 +366,7 @@ class TestPatches:
         assert {line["probe"] for line in report["patches"]} == set(probe_names())
         assert {line["word"] for line in report["patches"]} <= IN_ORDER
 
+    @pytest.mark.slow  # a minute; the build ran them in the image, and its table is what the test above reads
     def test_the_probes_pass_in_a_hardened_container(self, cpu_image: str) -> None:
         found = run_once(cpu_image, "nibble", "patches", "status", "--json", options=HARDENED)
         assert found.returncode == 0, found.stderr
