@@ -1,5 +1,6 @@
 // The decode kernels' own sources, run on the host: test_decode_kernel_on_the_host.py.
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 #include "nibble/tensor_core.cuh"
@@ -9,6 +10,9 @@
 using namespace nibble::decode;
 
 namespace {
+
+// As on SM12x and as on SM90.
+using Forms = std::conditional_t<NIBBLE_HAS_E2M1_INSTRUCTIONS, SmallForms, LargeForms>;
 
 // Calls f(shared memory) in each thread of the blocks of a cluster.
 template <class Form, class F>
@@ -47,9 +51,9 @@ void run(const Problem& problem, uint32_t clusters) {
 
 template <class T, class Operand>
 void run_form(const Problem& problem, uint32_t clusters) {
-  if (problem.tokens <= 8) return run<T, Operand, Few>(problem, clusters);
-  if (problem.tokens <= 16) return run<T, Operand, Some>(problem, clusters);
-  run<T, Operand, Many>(problem, clusters);
+  if (problem.tokens <= 8) return run<T, Operand, Forms::Few>(problem, clusters);
+  if (problem.tokens <= 16) return run<T, Operand, Forms::Some>(problem, clusters);
+  run<T, Operand, Forms::Many>(problem, clusters);
 }
 
 template <class Form>
@@ -94,8 +98,8 @@ extern "C" void multiply_experts_on_the_host(const void* x, const void* codes, c
                         pairs,
                         count,
                         pairs_per_input};
-  if (tokens <= 8) return run_experts_form<Few>(problem, experts, blocks);
-  run_experts_form<Some>(problem, experts, blocks);
+  if (tokens <= 8) return run_experts_form<Forms::Few>(problem, experts, blocks);
+  run_experts_form<Forms::Some>(problem, experts, blocks);
 }
 
 extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const void* x, const void* codes,

@@ -10,11 +10,13 @@ namespace {
 template <class T, class Operand, class Form>
 __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     multiply(const __grid_constant__ Problem problem) {
-  extern __shared__ uint4 shared[];
-  const uint32_t clusters = gridDim.x / problem.ranks;
-  const Share share =
-      share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
-  Multiplier<T, Operand, Form>(problem, share, shared).run();
+  if constexpr (kIsLaunched<Form>) {
+    extern __shared__ uint4 shared[];
+    const uint32_t clusters = gridDim.x / problem.ranks;
+    const Share share =
+        share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
+    Multiplier<T, Operand, Form>(problem, share, shared).run();
+  }
 }
 
 struct Run {
@@ -105,7 +107,7 @@ void multiply_some(Run& run, uint32_t tokens) {
   launch(multiply<T, Operand, Form>, p);
 }
 
-template <class T, class Operand>
+template <class T, class Operand, class Forms>
 void multiply_all(Run& run, bool batch_invariant) {
   Problem& p = run.problem;
   const uint32_t all = p.tokens;
@@ -118,11 +120,11 @@ void multiply_all(Run& run, bool batch_invariant) {
       multiply_some<T, Operand, typename decltype(form)::type>(run, capacity);
     };
     if (batch_invariant || (left > 8 && left <= 16)) {
-      launch_for(TypeOf<Some>(), 16);
+      launch_for(TypeOf<typename Forms::Some>(), 16);
     } else if (left > 16) {
-      launch_for(TypeOf<Many>(), 32);
+      launch_for(TypeOf<typename Forms::Many>(), 32);
     } else {
-      launch_for(TypeOf<Few>(), left > 4 ? 8 : 4);
+      launch_for(TypeOf<typename Forms::Few>(), left > 4 ? 8 : 4);
     }
     p.x += p.tokens * x_row / sizeof(uint4);
     p.out = static_cast<char*>(p.out) + p.tokens * out_row;
@@ -169,7 +171,10 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
 
   Run run{problem, device, division, stream};
   for_operands(x, native, [&](auto type, auto operand) {
-    multiply_all<typename decltype(type)::type, typename decltype(operand)::type>(run, batch_invariant);
+    for_forms(device, [&](auto forms) {
+      multiply_all<typename decltype(type)::type, typename decltype(operand)::type, decltype(forms)>(
+          run, batch_invariant);
+    });
   });
   return out;
 }

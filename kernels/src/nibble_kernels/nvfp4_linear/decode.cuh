@@ -42,8 +42,9 @@ struct Problem {
 };
 
 // kDepth: tiles of a warp under way. kGroupsPerRound: groups whose sums meet at a time.
-template <uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound>
+template <bool Small, uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound>
 struct Form {
+  static constexpr bool kSmall = Small;  // for GPUs with little shared memory
   static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
   static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
   static constexpr uint32_t kGroupsPerRound = GroupsPerRound;
@@ -64,15 +65,35 @@ struct Form {
   }
 };
 
-// How many tokens a launch takes, and the warps for them.
-using Few = Form<1, 16, 3, 32>;
-using Some = Form<2, 16, 2, 16>;
-using Many = Form<4, 8, 3, 8>;
+// How many tokens a launch takes, and the warps for them. On SM12x a thread block has 99 KB of shared memory
+// and less bandwidth to keep busy: fewer warps, and more of x at a time.
+struct LargeForms {
+  using Few = Form<false, 1, 16, 3, 32>;
+  using Some = Form<false, 2, 16, 2, 16>;
+  using Many = Form<false, 4, 8, 3, 8>;
+};
+struct SmallForms {
+  using Few = Form<true, 1, 8, 3, 16>;
+  using Some = Form<true, 2, 8, 3, 8>;
+  using Many = Form<true, 4, 8, 2, 4>;
+};
 
-constexpr uint32_t kLeastSharedBytes = 99 * 1024;  // of a thread block, of SM120
-static_assert(Few::shared_bytes(1, Few::kTokens, true) <= kLeastSharedBytes);
-static_assert(Some::shared_bytes(1, Some::kTokens, true) <= kLeastSharedBytes);
-static_assert(Many::shared_bytes(1, Many::kTokens, true) <= kLeastSharedBytes);
+constexpr uint32_t kLeastSharedBytes = 99 * 1024;
+static_assert(SmallForms::Few::shared_bytes(24, SmallForms::Few::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallForms::Some::shared_bytes(11, SmallForms::Some::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallForms::Many::shared_bytes(6, SmallForms::Many::kTokens, true) <= kLeastSharedBytes);
+
+// Whether the target that is compiled for launches a form; the others' kernels are empty.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <class Form>
+constexpr bool kIsLaunched = Form::kSmall;
+#elif defined(__CUDA_ARCH__)
+template <class Form>
+constexpr bool kIsLaunched = !Form::kSmall;
+#else
+template <class Form>
+constexpr bool kIsLaunched = true;
+#endif
 
 // Groups of a thread block.
 struct Share {
@@ -496,13 +517,12 @@ struct Multiplier {
     assign(static_cast<T*>(p.out)[place], y);
   }
 
-  // While sums meet, and while kernels run that read little, memory would be idle. A part of each piece, so
-  // that every block of the next product finds as much of its share in the cache.
+  // While this kernel ends and others run that read little, memory would be idle. A part of each piece, so
+  // that every block of the next product finds as much of its share in the cache; pieces past the last thread
+  // stay.
   __device__ __forceinline__ void prefetch_next() const {
-    if (lane != 0) return;
-    for (uint32_t piece = blockIdx.x * Form::kWarps + warp; piece < p.next_pieces;
-         piece += gridDim.x * Form::kWarps)
-      instruction::prefetch(p.next + size_t{piece} * kPiece, p.next_bytes);
+    const uint32_t piece = threadIdx.x * gridDim.x + blockIdx.x;
+    if (piece < p.next_pieces) instruction::prefetch(p.next + size_t{piece} * kPiece, p.next_bytes);
   }
 
   __device__ __forceinline__ void run() const {
@@ -513,16 +533,15 @@ struct Multiplier {
     stage_x(round);
     while (true) {
       multiply(round, tiles);
-      const bool goes_on = rounds.advance(batch, first_chunk);
-      if (!goes_on) prefetch_next();
       __syncthreads();
       add_up(round);
       if (p.ranks > 1 && is_last_phase(round)) add_up_cluster(round);
-      if (!goes_on) break;
+      if (!rounds.advance(batch, first_chunk)) break;
       round = rounds.of(batch, first_chunk);
       __syncthreads();  // x, sums and ends are over
       if (!rounds.one_phase()) stage_x(round);
     }
+    prefetch_next();
     instruction::wait_for_copies<0>();
   }
 };

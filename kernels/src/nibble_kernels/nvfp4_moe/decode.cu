@@ -8,9 +8,11 @@ namespace {
 template <class T, class Operand, class Form>
 __global__ void __launch_bounds__(Form::kThreads, 1)
     multiply_experts(const __grid_constant__ Problem problem, const __grid_constant__ Experts experts) {
-  extern __shared__ uint4 shared[];
-  __shared__ Table table;
-  run_experts<T, Operand, Form>(problem, experts, table, shared);
+  if constexpr (kIsLaunched<Form>) {
+    extern __shared__ uint4 shared[];
+    __shared__ Table table;
+    run_experts<T, Operand, Form>(problem, experts, table, shared);
+  }
 }
 
 template <class T, class Operand, class Form>
@@ -53,8 +55,11 @@ Tensor nvfp4_moe_decode_linear(const Tensor& input, const Tensor& codes, const T
   for_operands(x, native, [&](auto type, auto operand) {
     using T = typename decltype(type)::type;
     using Operand = typename decltype(operand)::type;
-    if (tokens <= 8) return launch<T, Operand, Few>(problem, experts, device, stream);
-    launch<T, Operand, Some>(problem, experts, device, stream);
+    for_forms(device, [&](auto forms) {
+      using Forms = decltype(forms);
+      if (tokens <= 8) return launch<T, Operand, typename Forms::Few>(problem, experts, device, stream);
+      launch<T, Operand, typename Forms::Some>(problem, experts, device, stream);
+    });
   });
   return out;
 }

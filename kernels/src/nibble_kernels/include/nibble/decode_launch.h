@@ -20,6 +20,13 @@ inline Device device_of(int index) {
   return {index, static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(shared_bytes)};
 }
 
+// Calls f(forms) with those that a device's shared memory is made for.
+template <class F>
+void for_forms(const Device& device, F&& f) {
+  if (device.shared_bytes < 128 * 1024) return f(SmallForms());
+  f(LargeForms());
+}
+
 inline uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // Weight and x of a product; `outputs` rows of the weight, of each of `experts`.
