@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from nibble.breaker import ended_without_a_word, this_process
@@ -104,7 +104,7 @@ def detach(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> Re
     child = _spawn(place, words, environ)
     while child.poll() is None:
         record = place.read()
-        if record and record.pid == child.pid and _answers(record.control_port):
+        if record and record.pid == child.pid and _answers(record):
             return record
         time.sleep(_POLL_S)
     raise _ended_early(place, child.returncode)
@@ -134,12 +134,13 @@ def _spawn(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> su
         )
 
 
-def _answers(control_port: int) -> bool:
-    connection = HTTPConnection("127.0.0.1", control_port, timeout=2)
+def _answers(record: Record) -> bool:
+    """Whether it is this server that answers: another may hold the port, and this one is about to end for that."""
+    connection = HTTPConnection("127.0.0.1", record.control_port, timeout=2)
     try:
         connection.request("GET", "/status")
-        return connection.getresponse().status == 200
-    except OSError:
+        return json.loads(connection.getresponse().read())["pid"] == record.pid
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
         return False
     finally:
         connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from serving import START_TIMEOUT_S, clean_environ, free_port
 
 from nibble.background import Place
+from nibble.control import ControlServer
 from nibble.processes import processes
 
 
@@ -81,6 +83,19 @@ def test_an_error_of_the_start_is_told_by_the_command_that_detached_it(nibble: S
     assert failed.returncode == 4
     assert failed.stderr.startswith("nibble: error: ") and str(tmp_path / "nothing") in failed.stderr
     assert not nibble.place.is_running()
+
+
+def test_another_server_on_its_ports_is_not_taken_for_it(nibble: Shell) -> None:
+    """Such as one in the foreground, whose control port answers while the new one finds PORT in use."""
+    other = ControlServer(nibble.control_port, lambda: {"pid": os.getpid()}, lambda: True)
+    other.start()
+    try:
+        with socket.create_server(("127.0.0.1", nibble.port)):
+            failed = nibble("serve", "--detach", "nibble-demo")
+    finally:
+        other.close()
+    assert failed.returncode == 5 and "in use" in failed.stderr
+    assert "in the background" not in failed.stderr
 
 
 def test_a_server_that_was_killed_is_recognised_and_another_may_start(nibble: Shell) -> None:
