@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nvfp4_layers import machine
+from machine import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
 
@@ -65,7 +65,7 @@ def main() -> None:
             if form == "bf16":
                 shutil.rmtree(model)  # 8.3 GB
     found = {
-        "machine": machine(options.device),
+        "machine": machine(),
         "blocks": options.blocks,
         "tokens": options.tokens,
         "sequences": options.sequences,

@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "tests/fixtures"))
 from generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
+from machine import machine  # noqa: E402
 
 SHAPE = Shape(hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048)
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
@@ -57,9 +56,10 @@ def main() -> None:
     if args.serve:
         print("\nRESULT " + json.dumps(serve(args.serve)))
         return
+    from nibble_kernels.nvfp4_linear import cpu_levels
+
     found: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": machine() | {"levels": cpu_levels(), "threads": torch.get_num_threads()},
         "rounds": args.rounds,
         "model_runs": MODEL_RUNS,
     }
@@ -68,22 +68,6 @@ def main() -> None:
         found["model"] = compare_models(args.folder)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-
-
-def machine() -> dict[str, Any]:
-    from nibble_kernels.nvfp4_linear import cpu_levels
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = {line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))}
-    return {
-        "cpu": ", ".join(sorted(models)),
-        "architecture": platform.machine(),
-        "levels": cpu_levels(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average_at_start": os.getloadavg()[0],
-        "torch": torch.__version__,
-    }
 
 
 def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:

@@ -13,19 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import machine
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -65,9 +64,7 @@ def main() -> None:
             results.append(result)
             print(show(result), flush=True)
     if options.out:
-        options.out.write_text(
-            json.dumps({"machine": machine(options.device), "cases": results}, indent=1) + "\n"
-        )
+        options.out.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
 
 
 def in_a_process(case: tuple[str, ...], device: str) -> dict[str, Any]:
@@ -97,28 +94,6 @@ def show(result: dict[str, Any]) -> str:
         for part, errors in result["errors"].items()
     )
     return f"{words}{result['class']:28}{parts}"
-
-
-def machine(device: str) -> dict[str, str]:
-    """What it ran on, and when."""
-    import vllm
-
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def cpu_name() -> str:
-    """As Linux has it, where it has it, and the instructions that our kernels found."""
-    from nibble_kernels.nvfp4_linear import cpu_levels
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name or platform.machine()}, {os.cpu_count()} cores, {cpu_levels()[0]}"
 
 
 def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_dequantize_weight
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from torch import Tensor
@@ -231,18 +230,6 @@ def read_bandwidth() -> float:
     """Bytes a second of torch.sum over 2 GiB."""
     x = torch.zeros(1 << 28, dtype=torch.int64, device="cuda")
     return x.numel() * 8 / interleaved({"read": [lambda: torch.sum(x)] * 4})["read"]
-
-
-def machine() -> dict[str, str]:
-    fields = ["name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.memory"]
-    words = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    values = (
-        subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-    )
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
-    if "vllm" in sys.modules:
-        versions["vllm"] = sys.modules["vllm"].__version__
-    return dict(zip(fields, values, strict=True)) | versions | {"date": datetime.now(UTC).date().isoformat()}
 
 
 if __name__ == "__main__":

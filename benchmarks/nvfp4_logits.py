@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from nvfp4_layers import machine
+from machine import machine
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ def main() -> None:
         results.append(head_effect(options.device))
         print(json.dumps(results[-1]), flush=True)
     if options.out:
-        about = machine(options.device) | {"questions": QUESTIONS}
+        about = machine() | {"questions": QUESTIONS}
         options.out.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
 
 

@@ -24,11 +24,11 @@ import sys
 import types
 from collections.abc import Callable
 from csv import DictReader
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 from nibble_kernels.conversions import conversion_report
 from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
 from nibble_kernels.quant_fp4 import quant_fp4
@@ -222,16 +222,6 @@ def issue_slots() -> list[dict[str, Any]]:
     ]
 
 
-def machine() -> dict[str, Any]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = (
-        subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-    )
-    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    versions = {"torch": torch.__version__, "nvcc": nvcc.partition("release ")[2].partition(",")[0]}
-    return {"gpu": name, "driver": driver, "versions": versions, "conversions": conversion_report("cuda")}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -252,13 +242,13 @@ def main() -> None:
         return
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        **machine(),
+        "machine": machine(),
+        "conversions": conversion_report("cuda"),
     }
     rates = copy_rates()
     copy = max(rates.values())
     report["copies_gb_per_s"] = {name: round(rate / 1e9, 1) for name, rate in rates.items()}
-    print(f"{report['gpu']}, driver {report['driver']}, {report['conversions']}")
+    print(report["machine"]["gpus"], report["conversions"])
     print("copies, GB/s read + written:", report["copies_gb_per_s"])
     report["rows"] = [measure(name, found[name], shape, copy) for name in found for shape in (*LARGE, *SMALL)]
     if args.ncu:

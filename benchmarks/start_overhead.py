@@ -14,7 +14,6 @@ import argparse
 import http.client
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -23,10 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "start_overhead.json"
@@ -52,10 +51,8 @@ def main() -> None:
         result = {
             "what": "seconds from exec to the first answered chat request of one token",
             "command": " ".join([".venv/bin/python", "benchmarks/start_overhead.py", *sys.argv[1:]]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": options.model,
             "machine": machine(),
-            "versions": versions(),
             "overhead": measure_overhead(options.model, options.pairs, Path(folder)),
         }
         if options.modes:
@@ -174,29 +171,6 @@ def free_port() -> int:
 def rounded(values: Sequence[float]) -> list[float]:
     """To hundredths of a second."""
     return [round(value, 2) for value in values]
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    load = round(os.getloadavg()[0], 2)
-    name = platform.platform()
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_gib": round(gib, 1),
-        "system": name,
-        "load_at_start": load,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of what matters here."""
-    return {name: metadata.version(name) for name in ("vllm", "torch", "transformers")} | {
-        "python": platform.python_version()
-    }
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def main() -> None:
         name, folder = options.one
         print(json.dumps(seconds_of(name, sorted(Path(folder).glob("*.safetensors")), options.device)))
         return
-    from start_overhead import machine, versions
+    from machine import machine
 
     where = machine()
     names = STRATEGIES + tuple(one for one in ON_GPU if options.device == "cuda" and find_spec(one))
@@ -63,9 +62,7 @@ def main() -> None:
     result = {
         "what": "seconds and GB/s (10^9) from files to memory, medians",
         "command": " ".join([".venv/bin/python", "benchmarks/weight_loading.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": where,
-        "versions": versions(),
         "bytes": total_bytes,
         "shards": options.shards,
         "rounds": options.rounds,

