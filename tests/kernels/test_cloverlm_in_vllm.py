@@ -225,23 +225,16 @@ def test_prompts_that_are_read_in_pieces_give_the_same_answers(answers: dict[str
     assert most_agree(answers["token, float32, in pieces"][0], answers["token, float32"][0])
 
 
-@pytest.fixture(scope="module")
-def tensor_parallel(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Tensor]]:
-    """What two ranks say to the same prompts: BF16 weights, and quartet2."""
-    folder = tmp_path_factory.mktemp("ranks")
-    model = models.write_bf16(folder / "model", SPLIT)
-    both = ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2} | QUARTET2)
-    found = in_vllm(
-        installed, folder, [request(model, FLOAT32 | options) for options in both], **TWO_PROCESSES
-    )
-    return [batches[0] for batches in found]
-
-
-@pytest.mark.parametrize(("place", "alone"), [(0, "split"), (1, "split, quartet2")], ids=["bf16", "quartet2"])
+@pytest.mark.parametrize(
+    ("options", "alone"), [({}, "split"), (QUARTET2, "split, quartet2")], ids=["bf16", "quartet2"]
+)
 def test_two_ranks_answer_as_one(
-    place: int, alone: str, answers: dict[str, Any], tensor_parallel: list[list[Tensor]]
+    options: dict[str, Any], alone: str, answers: dict[str, Any], installed: Path, tmp_path: Path
 ) -> None:
-    assert most_agree(answers[alone][0], tensor_parallel[place])
+    folder = models.write_bf16(tmp_path / "model", SPLIT)
+    ranks = request(folder, FLOAT32 | options | {"tensor_parallel_size": 2})
+    ((two,),) = in_vllm(installed, tmp_path, [ranks], **TWO_PROCESSES)
+    assert most_agree(answers[alone][0], two)
 
 
 @pytest.mark.slow
