@@ -147,7 +147,7 @@ def report(runs: list[dict[str, float]], pairs: int, server: str) -> dict[str, A
         "rounds_per_repeat": pairs,
         "repeats": runs,
         "server": server,
-        "machine": machine(),
+        "machine": machine("uvicorn", "httptools", "uvloop", "starlette", "fastapi"),
         "command": " ".join(["python", *sys.argv]),
     }
 

