@@ -68,6 +68,14 @@ def writable_fix(path: Path, variable: str) -> str:
     )
 
 
+def is_folder(path: Path) -> bool:
+    """Whether it is one. Raises MODEL where a folder on the way to it is closed to this user."""
+    try:
+        return path.is_dir()
+    except PermissionError:
+        raise not_readable(path) from None
+
+
 def unreadable_file(folder: Path) -> Path | None:
     """The first file or folder under `folder` (links followed) that this user may not read, or None."""
     if not os.access(folder, os.R_OK | os.X_OK):
@@ -84,13 +92,14 @@ def unreadable_file(folder: Path) -> Path | None:
 
 def not_readable(path: Path) -> NibbleError:
     """The error for a model file this user may not read; a dangling link is named as such."""
-    if path.is_symlink() and not path.exists() and not _hidden(path):
+    if os.path.islink(path) and not os.path.exists(path) and not _hidden(path):
         what = f"{path} links to {os.readlink(path)}, which is not here"
         action = "mount or copy the whole Hugging Face cache, not one model's folder of it"
         return NibbleError(ExitCode.MODEL, what, "the file itself", action)
     real = _blocking(path)
     what = f"{real} is not readable for uid {os.getuid()}"
-    mode = "a+rX" if not real.is_dir() else "-R a+rX"
+    on_the_way = real in Path(os.path.realpath(path)).parents
+    mode = "a+x" if on_the_way else "-R a+rX" if real.is_dir() else "a+rX"
     return NibbleError(
         ExitCode.MODEL, what, "", f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner"
     )

@@ -11,6 +11,7 @@ from nibble.backend_rules import load_rules
 from nibble.build_id import build_id, vllm_version
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
+from nibble.disk import is_folder
 from nibble.download import STALL_VARIABLE
 from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
@@ -59,7 +60,7 @@ def local_model(model: str) -> Path | None:
     if demo := demo_models().get(model):
         return demo
     path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "/", "~")) or path.is_dir()
+    looks_like_path = model.startswith((".", "/", "~")) or is_folder(path)
     return path if looks_like_path else None
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nibble.disk import free_bytes, gib, not_readable, not_writable, unreadable_file, write_problem
+from nibble.disk import free_bytes, gib, is_folder, not_readable, not_writable, unreadable_file, write_problem
 from nibble.download import STALL_VARIABLE, Blobs, fetch_blobs
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached, unreachable
@@ -76,8 +76,7 @@ def pull(
     7 disk too small.
     """
     started = time.monotonic()
-    if Path(model).expanduser().is_dir():
-        folder = Path(model).expanduser()
+    if is_folder(folder := Path(model).expanduser()):
         if blocked := unreadable_file(folder):
             raise not_readable(blocked)
         return PullResult(folder, None, 0, time.monotonic() - started)

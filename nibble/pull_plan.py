@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nibble.disk import free_bytes, gib
+from nibble.disk import free_bytes, gib, is_folder
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub import access, is_model_id, not_an_id, not_cached
 from nibble.model_files import COMMIT, cached_snapshot, select
@@ -59,7 +59,7 @@ def plan_pull(
     model: str, revision: str | None, environ: Mapping[str, str], load_format: str = "auto"
 ) -> PullPlan:
     """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated without access, not cached."""
-    if Path(model).expanduser().is_dir():
+    if is_folder(Path(model).expanduser()):
         raise NibbleError(
             ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"
         )

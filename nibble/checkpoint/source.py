@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
-from nibble.disk import not_readable, unreadable_file
+from nibble.disk import is_folder, not_readable, unreadable_file
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached
 from nibble.model_files import COMMIT, RemoteFile, cached_snapshot, select, storage_folder
@@ -124,7 +124,7 @@ def open_source(
     if path is not None:
         return _folder(model, path, "cache")  # an id whose snapshot the caller has fetched
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if is_folder(folder):
         return _folder(model, folder, "local")
     if model.startswith((".", "/", "~")):
         raise NibbleError(

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from other_users import open_to_others
 
 from nibble.api_key import KEY_FILE, is_loopback, resolve_api_key
 from nibble.errors import ExitCode, NibbleError
@@ -144,8 +145,7 @@ def test_cache_that_cannot_hold_the_key_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 def test_key_file_of_another_user_is_unreadable_in_one_line(tmp_path: Path) -> None:
     resolve_api_key("0.0.0.0", None, False, tmp_path)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    open_to_others(tmp_path)
     os.seteuid(65534)
     try:
         fails(tmp_path, "cannot be read")

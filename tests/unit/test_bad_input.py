@@ -13,6 +13,7 @@ import pytest
 from bad_input import Case, Ignored, Place, Row, document, pattern
 from bad_input_rows import DOCUMENT, IGNORED, all_rows
 from hub import Hub
+from other_users import open_to_others
 from tiny_model import write_model
 
 from nibble import cli
@@ -167,8 +168,7 @@ cli.main()
 )
 def test_bad_input_of_a_user_who_is_not_root(row: Row, place: Place, used_port: int) -> None:
     case = row.cases[0]
-    for folder in (place.tmp, *list(place.tmp.parents)[:2]):  # pytest makes them 0700
-        folder.chmod(0o755)
+    open_to_others(place.tmp)
     assert case.prepare is not None
     case.prepare(place)
     home = place.tmp / "home"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
+from other_users import open_to_others
 
 from nibble import pull as pull_module
 from nibble.errors import ExitCode, NibbleError
@@ -473,9 +474,7 @@ def pull_as_another_user(model: str, environ: dict[str, str]) -> str:
 
 @pytest.fixture
 def open_tmp_path(tmp_path: Path) -> Path:
-    """pytest makes its folders 0700; another user must be able to enter them."""
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    open_to_others(tmp_path)
     return tmp_path
 
 
