@@ -135,9 +135,13 @@ class Cluster:
             return (
                 f"the head at {self._caller.head} has given no sign of life for {self._head_silence_s:.0f} s"
             )
-        if self._roster is None:  # Ray chose the nodes: those that hold parts of the model
+        if (
+            self._roster is None
+        ):  # Ray chose the nodes: those that hold parts of the model, and not one lost before
             self._members |= {
-                node["address"]: node for node in now if node["busy"] and node["address"] not in self._members
+                node["address"]: node
+                for node in now
+                if node["busy"] and node["age_s"] < LOST_S and node["address"] not in self._members
             }
         return lost_node(list(self._members.values()), now)
 

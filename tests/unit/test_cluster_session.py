@@ -94,6 +94,19 @@ def test_with_ray_gpus_are_counted(
     assert (missing is None) if words is None else words in str(missing)
 
 
+def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The head keeps what it said last: that it holds a part of the model."""
+    found = Cluster(plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet)
+    gone = {"address": "10.0.0.2", "name": "10.0.0.2", "session": "a", "busy": 1, "age_s": 15.0}
+    there = gone | {"address": "10.0.0.3", "name": "10.0.0.3", "age_s": 1.0}
+    monkeypatch.setattr(found, "nodes", lambda: [gone, there])
+    assert found.lost() is None
+    monkeypatch.setattr(found, "nodes", lambda: [gone, there | {"age_s": 15.0}])
+    assert found.lost() == "node 10.0.0.3 has given no sign of life for 15 s"
+
+
 def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Cluster) -> None:
     with pytest.raises(NibbleError, match="rank 0, 1 after 1 s") as caught:
         cluster.prepare(None)
