@@ -182,8 +182,11 @@ def test_a_lost_worker_is_named_and_the_other_one_takes_its_place(
         holder.wait_for(lambda: holder.leftovers() == [], 60, "without leftovers")
         holder.join()
     else:
+        told = len(ENDED.findall(holder.logs()))
         holder.docker("unpause")
         holder.wait_for(lambda: holder.parts() == [], 60, "without parts of the model")
+        # The head has given it up; it ends its Ray and joins anew.
+        holder.wait_for(lambda: len(ENDED.findall(holder.logs())) > told, 60, "told")
 
 
 def is_idle(head: Node, node: Node) -> bool:
@@ -195,7 +198,7 @@ def is_idle(head: Node, node: Node) -> bool:
 def test_with_the_head_everything_ends(spare: Node, worker: Node, serve: Serve, head: Node) -> None:
     workers = [worker, spare]
     for one in workers:
-        one.wait_for(one.leftovers, 120, "in the cluster")
+        one.wait_for(lambda one=one: one.parts() or is_idle(head, one), 180, "in the cluster")
     before = {one.address: len(ENDED.findall(one.logs())) for one in workers}
     head.docker("kill")
     serve.process.wait(10)
