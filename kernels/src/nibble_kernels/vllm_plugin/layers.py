@@ -43,6 +43,12 @@ def name_of(layer: Any) -> str:
     return getattr(layer, "prefix", "") or getattr(layer, "layer_name", "") or type(layer).__name__
 
 
+def kernel_of(module: Any) -> Any:
+    """The kernel object of a linear layer: the method's own, or that of compressed-tensors' scheme; None where there is none."""
+    method = getattr(module, "quant_method", None)
+    return getattr(method, "kernel", None) or getattr(getattr(module, "scheme", None), "kernel", None)
+
+
 def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> Tensor | None:
     """One global scale in all places of `layer.<name>` and new block scales; returns column factors where they do not suffice."""
     stored = getattr(layer, name).data

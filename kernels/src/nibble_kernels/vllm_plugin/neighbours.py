@@ -14,6 +14,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.model_loader import base_loader
 
 from nibble_kernels.vllm_plugin.cuda import NibbleNvFp4LinearKernel
+from nibble_kernels.vllm_plugin.layers import kernel_of
 from nibble_kernels.vllm_plugin.options import current_options
 
 # Whose forward is down_proj(act_fn(gate_up_proj(x))), with nothing in between.
@@ -41,7 +42,7 @@ def connect(model: nn.Module, prefetch_bytes: int, *, fuses_silu_mul: bool) -> N
 
     Adapters add to the output of gate_up_proj, so that silu · mul has to come after them.
     """
-    layers: list[Any] = [module for module in model.modules() if kernel_of(module) is not None]
+    layers: list[Any] = [module for module in model.modules() if our_kernel_of(module) is not None]
     if prefetch_bytes:
         for layer, following in pairwise(layers):
             layer.register_buffer("next_weight", following.weight.data, persistent=False)
@@ -49,16 +50,15 @@ def connect(model: nn.Module, prefetch_bytes: int, *, fuses_silu_mul: bool) -> N
     if fuses_silu_mul:
         for mlp in list(model.modules()):
             if type(mlp).__name__ in PLAIN_MLPS and type(mlp.act_fn) is SiluAndMul:
-                kernel = kernel_of(mlp.gate_up_proj)
+                kernel = our_kernel_of(mlp.gate_up_proj)
                 if kernel is not None:
                     mlp.gate_up_proj = GateUpSiluMul(mlp.gate_up_proj, kernel)
                     mlp.act_fn = nn.Identity()
 
 
-def kernel_of(layer: Any) -> NibbleNvFp4LinearKernel | None:
+def our_kernel_of(layer: Any) -> NibbleNvFp4LinearKernel | None:
     """Our kernel where it computes a layer."""
-    holder = getattr(layer, "scheme", None) or getattr(layer, "quant_method", None)
-    kernel = getattr(holder, "kernel", None)
+    kernel = kernel_of(layer)
     return kernel if isinstance(kernel, NibbleNvFp4LinearKernel) else None
 
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 import nibble_kernels
 from nibble_kernels.vllm_plugin.experts import Experts
+from nibble_kernels.vllm_plugin.layers import kernel_of
 
 
 def what_ran(worker: Any) -> dict[str, Any]:
@@ -46,12 +47,6 @@ def models_of(runner: Any) -> Iterator[torch.nn.Module]:
     model = getattr(drafter, "model", None)
     if isinstance(model, torch.nn.Module):
         yield model
-
-
-def kernel_of(module: Any) -> Any:
-    """The kernel object of a linear layer: the method's own, or that of compressed-tensors' scheme; None where there is none."""
-    method = getattr(module, "quant_method", None)
-    return getattr(method, "kernel", None) or getattr(getattr(module, "scheme", None), "kernel", None)
 
 
 def _linear(module: Any) -> str | None:
