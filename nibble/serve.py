@@ -90,9 +90,7 @@ def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json
 
 def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     accepted = dict(asked.accepted.environ)
-    plan = _on_disk(plan_for(asked), asked)
-    _check(plan, accepted)
-    _check_checkpoint(plan, accepted)
+    plan = _checked(_on_disk(plan_for(asked), asked), accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = settings.cache_dir or cache_dir(accepted)
@@ -110,25 +108,22 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     if verdict.wait_s > 0:
         if not _hold(plan, verdict):
             return ExitCode.OK
-        plan = _on_disk(plan_for(asked), asked)  # what is free has changed meanwhile
-        _check(plan, accepted)
+        # What is free has changed meanwhile, and the files may have: somebody may have mended what failed.
+        plan = _checked(_on_disk(plan_for(asked), asked), accepted)
     times = StartTimes(cache / "start-times" / f"{plan_key(plan)}.json")
     return _Run(plan, accepted, key, breaker, times, on_ready).run()
 
 
-def _check(plan: Plan, environ: dict[str, str]) -> None:
-    """Looks at everything of this machine that would stop the plan later."""
+def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
+    """The plan, once everything that would stop it later was looked at."""
     for notice in plan.notices:
         say(notice)
     for warning in run_checks(plan, environ):
         say(f"warning: {warning}")
-
-
-def _check_checkpoint(plan: Plan, environ: dict[str, str]) -> None:
-    """The same for the checkpoint, of which it reads every scale."""
     check_fp8_on_cpu(plan)
     for line in check_nvfp4(plan, plan.vllm_environ(environ)):
         say(line)
+    return plan
 
 
 def _hold(plan: Plan, verdict: Verdict) -> bool:
