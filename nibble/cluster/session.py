@@ -135,9 +135,7 @@ class Cluster:
             return (
                 f"the head at {self._caller.head} has given no sign of life for {self._head_silence_s:.0f} s"
             )
-        if (
-            self._roster is None
-        ):  # Ray chose the nodes: those that hold parts of the model, and not one lost before
+        if self._roster is None:  # Ray chose the nodes: those that hold parts of it, but none lost before
             self._members |= {
                 node["address"]: node
                 for node in now
