@@ -34,6 +34,12 @@ def said(head: Node) -> str:
     return str(head.status().get("detail"))
 
 
+def must_name_the_loss(head: Node, stream: Stream, words: str) -> None:
+    """The request in flight ends in an error, nobody is let in, and /status says `words`."""
+    stream.must_end_in_error(NAMED_S)
+    head.wait_for(lambda: not head.is_ready() and words in said(head), NAMED_S, f"saying {words!r}")
+
+
 def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     one_machines_answers: list[str], nodes: tuple[Node, Node], client: Node
 ) -> None:
@@ -82,8 +88,7 @@ def test_a_paused_node_is_named_and_the_service_comes_back_with_it(
     head, rank1 = nodes
     stream = Stream(client, head)
     rank1.pause()
-    stream.must_end_in_error(NAMED_S)
-    head.wait_for(lambda: not head.is_ready() and "no sign" in said(head), NAMED_S, "naming the node")
+    must_name_the_loss(head, stream, "no sign")
     assert f"node {rank1.address} (rank 1)" in head.logs()
     assert head.leftovers() == []
     rank1.docker("unpause")
@@ -98,8 +103,7 @@ def test_a_node_that_is_cut_off_ends_its_part_and_the_service_comes_back_with_it
     head, rank1 = nodes
     stream = Stream(client, head)
     rank1.cut()
-    stream.must_end_in_error(NAMED_S)
-    head.wait_for(lambda: not head.is_ready() and "no sign" in said(head), NAMED_S, "naming the node")
+    must_name_the_loss(head, stream, "no sign")
     rank1.wait_for(lambda: rank1.leftovers() == [], NAMED_S, "without leftovers")
     assert "no answer from the head" in rank1.logs()
     rank1.join()
@@ -129,8 +133,7 @@ def test_a_killed_node_is_named_requests_end_and_nothing_is_left(
     assert head.leftovers()
     stream = Stream(client, head)
     rank1.docker("kill")
-    stream.must_end_in_error(NAMED_S)
-    head.wait_for(lambda: not head.is_ready() and "rank 1" in said(head), NAMED_S, "naming the rank")
+    must_name_the_loss(head, stream, "rank 1")
     head.wait_for(lambda: head.leftovers() == [], NAMED_S, "without leftovers")
     assert f"node {rank1.address} (rank 1)" in head.logs()
 
