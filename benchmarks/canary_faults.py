@@ -31,7 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 
 from faults import ALL_FAULTS, Faulty, install  # noqa: E402
 from generated_nvfp4 import Shape, write_checkpoint  # noqa: E402
-from serve_demo import describe, git_commit, versions  # noqa: E402
+from machine import machine  # noqa: E402
+from serve_demo import git_commit  # noqa: E402
 from serving import Server  # noqa: E402
 
 from nibble.canary.references import FILE, References, read_references  # noqa: E402
@@ -62,7 +63,7 @@ def main() -> int:
         "command": "python benchmarks/canary_faults.py",
         "commit": asked.commit or git_commit(),
     }
-    data |= {"machine": describe(hardware), "versions": versions(), "cases": {}}
+    data |= {"machine": machine(), "cases": {}}
     with tempfile.TemporaryDirectory(prefix="nibble-faults-") as scratch:
         for name in asked.case or CASES:
             data["cases"][name] = run_case(name, Path(scratch) / name, not hardware.gpus)

