@@ -57,7 +57,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="result file, default benchmarks/results/TARGET_demo.json")
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
     options, flags = parser.parse_known_args()
-    here = detect()
     with tempfile.TemporaryDirectory() as scratch:
         logs = options.logs or Path(scratch) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
