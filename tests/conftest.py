@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +151,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for reason, names in config.stash[left_out].items():
-        # Container tests are all or nothing: one line says it. The others are each named.
         terminalreporter.write_line(f"left out, {reason}: {len(names)}", yellow=True)
-        for name in [] if reason.startswith("docker") else names:
-            terminalreporter.write_line(f"    {name}")
+        files = Counter(name.partition("::")[0] for name in names)
+        for file, count in [] if reason.startswith("docker") else files.items():  # containers: all or nothing
+            terminalreporter.write_line(f"    {file}: {count}")
     times = ", ".join(f"{folder} {spent:.0f} s" for folder, spent in config.stash[seconds].items())
     if times:
         terminalreporter.write_line(f"time: {times}")
