@@ -192,7 +192,8 @@ def cluster_status(words: Words = None) -> None:
         return
     for row in node_rows(found):
         print("  ".join(row))
-    print(f"run {found['run']} is {found['state']}" if found["run"] else "no run without Ray")
+    if any(node["role"] == "serve" for node in found["nodes"]):  # a Ray head knows of no runs
+        print(f"run {found['run']} is {found['state']}")
 
 
 @cluster_app.command("check", context_settings=FREE_WORDS)
@@ -221,12 +222,13 @@ def cluster_manifest(
     image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
 ) -> None:
     """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL and FLAGS."""
-    from nibble.cluster.manifests import manifest, read_kind
+    from nibble.cluster.manifests import carried, manifest, read_kind
     from nibble.prepare import plan_for, read_wishes
 
     given = wanted(words, "cluster manifest")
-    found = plan_for(read_wishes(given, dict(os.environ)))
-    print_json(manifest(read_kind(kind), found, given, image))
+    asked = read_wishes(given, dict(os.environ))
+    environ = carried(asked.loaded, asked.accepted.environ)
+    print_json(manifest(read_kind(kind), plan_for(asked), given, image, environ))
 
 
 def _tree(root: str | None) -> Any:

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from nibble.progress import Display
 from nibble.settings import Settings
 
 OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own default is 30 % of memory
+START_S = 180.0  # a start takes seconds; none may hang without a word
 STOP_S = 10.0
 WATCH_S = 2.0
 _STARTED = "Ray runtime started."
@@ -235,6 +237,10 @@ class _Node:
             with contextlib.suppress(queue.Empty):  # its end, or a second signal
                 self._events.get(timeout=STOP_S)
             return ExitCode.OK
+        if event is None and not self._is_up:
+            what = f"Ray has not started within {START_S:.0f} s"
+            action = "see whether the head answers, and run again with NIBBLE_DEBUG=1"
+            raise NibbleError(ExitCode.CLUSTER, what, "", action)
         reader.join(timeout=2)
         if not self._is_up:
             raise explain_failure(self._lines, self.role, self.head)
@@ -250,14 +256,18 @@ class _Node:
         return ExitCode.ENGINE_DIED
 
     def _next(self, session: int) -> int | str | None:
-        """A signal's name, Ray's return code, or None where its node process went away quietly or the head is lost.
+        """A signal's name, Ray's return code, or None where it does not start, its node process went away quietly or the head is
+        lost.
 
         `ray start --block` takes a raylet or GCS that ended on SIGTERM for a planned stop and goes on blocking.
         """
         needed = {"raylet", "gcs_server"} if self.role == "head" else {"raylet"}
+        deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._events.get(timeout=WATCH_S)
+            if not self._is_up and time.monotonic() >= deadline:
+                return None
             if self._is_up and not needed <= {process.name for process in family(session)}:
                 return None
             if self._is_up and self.lost():

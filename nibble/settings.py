@@ -216,6 +216,13 @@ class Settings(BaseSettings):
             raise ValueError("not an address")
         return value
 
+    @field_validator("ray_auth_token")
+    @classmethod
+    def _usable_token(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[\x21-\x7e]+", value.get_secret_value()):
+            raise ValueError("with blanks or control characters")
+        return value
+
     @field_validator("api_key")
     @classmethod
     def _usable_key(cls, value: SecretStr | None) -> SecretStr | None:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
@@ -22,6 +24,14 @@ Sender = Callable[[BaseHTTPRequestHandler, str], None]
 """Answers a GET below its path by itself; gets the handler and the rest of the path."""
 _MAX_BODY_BYTES = 1 << 20
 _READ_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT_S = 10.0
+# An answer may take an hour (a model's checksums); a peer that is gone is noticed within half a minute all the same.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
 
 
 class AgentError(Exception):
@@ -36,7 +46,8 @@ class Agent:
     """Binds at once; answers after `start`.
 
     `handlers` maps a path to a function from the request's JSON object to the reply's. A handler's ValueError is 400 with
-    its text. Raises CLUSTER where the port is taken or the address is not this machine's.
+    its text, what fails on this machine (OSError, NibbleError) is 500. Raises CLUSTER where the port is taken or the address is
+    not this machine's.
     """
 
     def __init__(
@@ -80,30 +91,35 @@ def call(
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The reply of the agent at `address`. Raises AgentError."""
-    connection = connect(address, timeout_s, environ)
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Content-Type": "application/json",
+        "Connection": "close",
+    }
     try:
-        headers = {
-            "Authorization": f"Bearer {token}",
-            "Content-Type": "application/json",
-            "Connection": "close",
-        }
-        connection.request("POST", path, json.dumps(body or {}, default=str), headers)
-        response = connection.getresponse()
-        data = json.loads(response.read())
+        with contextlib.closing(connect(address, timeout_s, environ)) as connection:
+            connection.request("POST", path, json.dumps(body or {}, default=str), headers)
+            response = connection.getresponse()
+            data = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise AgentError(0, str(getattr(error, "strerror", None) or error) or type(error).__name__) from None
-    finally:
-        connection.close()
     if response.status != 200:
         raise AgentError(response.status, str(data.get("error")))
     return data
 
 
 def connect(address: str, timeout_s: float, environ: Mapping[str, str] | None) -> http.client.HTTPConnection:
-    """A connection to the agent at `address`, not opened yet."""
+    """An open connection to the agent at `address`; `timeout_s` is for each read. Raises OSError."""
+    wait_s = min(timeout_s, _CONNECT_TIMEOUT_S)
     if context := tls_context(environ or {}, server=False):
-        return http.client.HTTPSConnection(address, AGENT_PORT, timeout=timeout_s, context=context)
-    return http.client.HTTPConnection(address, AGENT_PORT, timeout=timeout_s)
+        connection = http.client.HTTPSConnection(address, AGENT_PORT, timeout=wait_s, context=context)
+    else:
+        connection = http.client.HTTPConnection(address, AGENT_PORT, timeout=wait_s)
+    connection.connect()
+    for option in _KEEPALIVE:
+        connection.sock.setsockopt(*option)
+    connection.sock.settimeout(timeout_s)
+    return connection
 
 
 def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | None:
@@ -140,10 +156,7 @@ class _Handler(JsonHandler):
     timeout = _READ_TIMEOUT_S
 
     def do_POST(self) -> None:
-        try:
-            self.reply(*self._answer())
-        except (ValueError, KeyError, TypeError) as error:
-            self.reply(400, {"error": str(error)})
+        self.reply(*self._answer())
 
     def do_GET(self) -> None:
         if not self._may():
@@ -163,9 +176,16 @@ class _Handler(JsonHandler):
     def _answer(self) -> tuple[int, dict[str, Any]]:
         if not self._may():  # before a byte of the body is read
             return 401, {"error": "the cluster's token is needed"}
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > _MAX_BODY_BYTES:
-            return 413, {"error": "too large"}
-        body = json.loads(self.rfile.read(length) or b"{}")
-        handler = self.server.handlers.get(self.path)
-        return (200, handler(body)) if handler else (404, {"error": "unknown path"})
+        try:
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 <= length <= _MAX_BODY_BYTES:
+                return 413, {"error": "too large"}
+            body = json.loads(self.rfile.read(length) or b"{}")
+            if not isinstance(body, dict):
+                raise ValueError("the body is no JSON object")
+            handler = self.server.handlers.get(self.path)
+            return (200, handler(body)) if handler else (404, {"error": "unknown path"})
+        except (ValueError, KeyError, TypeError) as error:
+            return 400, {"error": str(error)}
+        except (OSError, NibbleError) as error:
+            return 500, {"error": str(error)}

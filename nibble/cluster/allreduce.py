@@ -7,12 +7,15 @@ the bytes of the buffer a second (10^9), as nccl-tests count it; `library` is th
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from nibble.processes import die_with_parent
 
 TIMEOUT_S = 60
 GPU_BYTES, CPU_BYTES = 64 << 20, 8 << 20
@@ -76,5 +79,6 @@ def loaded(name: str) -> str | None:
 
 
 if __name__ == "__main__":
+    die_with_parent(os.getppid())()  # a node that is stopped meanwhile leaves nothing behind
     given = sys.argv[1:]
     print(json.dumps(measure(int(given[0]), int(given[1]), given[2], int(given[3]))))

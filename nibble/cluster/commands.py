@@ -33,8 +33,13 @@ def cluster_check(asked: Asked) -> Report:
     if silent:
         what = f"node {silent[0]['name']} has given no sign of life for {silent[0]['age_s']:.0f} s"
         raise NibbleError(ExitCode.CLUSTER, what, "", "see what that node says")
+    if not alive:
+        what = f"the head at {caller.head} knows no node yet"
+        raise NibbleError(ExitCode.CLUSTER, what, "nodes that have joined", "see what the nodes say")
     nodes = sorted(alive, key=lambda node: node["address"] != caller.head)
     has_ray = any(node["role"].startswith("ray") for node in nodes)
+    if has_ray:  # as before a start: a head without GPUs holds no part of a model
+        nodes = [node for node in nodes if node["gpus"]] or nodes
     least = asked.settings.cluster_min_gb_per_s
     return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=least)
 

@@ -77,7 +77,7 @@ class Copies:
                 name,
             )
             self._note(folder, "here", "")
-        except (NibbleError, AgentError, OSError) as error:
+        except Exception as error:  # whatever it is, the server asks until it hears an end
             self._note(folder, "failed", error.what if isinstance(error, NibbleError) else str(error))
 
     def _note(self, folder: str, state: str, detail: str) -> None:

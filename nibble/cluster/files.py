@@ -6,10 +6,13 @@ where it ended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import http.client
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +34,8 @@ HASH_TIMEOUT_S = 3600.0  # a terabyte at 300 MB/s
 ATTEMPTS = 5  # without a byte
 PAUSE_S = 0.5
 PARTIAL = ".nibble-part"
+# Fetched last: without the index that names them, the first of several would look like a whole model after an interruption.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class Offers:
@@ -39,6 +44,8 @@ class Offers:
     def __init__(self) -> None:
         self._folders: dict[str, Path] = {}
         self._lock = threading.Lock()
+        self._takers = 0
+        self._taken = -math.inf
 
     def add(self, folder: Path) -> str:
         """Offer `folder`; the name that `/model` and `/files` know it by."""
@@ -57,11 +64,9 @@ class Offers:
             if name not in offered:
                 raise ValueError("no model is offered yet")
             folder = offered[name]
-            return {
-                "name": name,
-                "folder": str(folder),
-                "files": [describe(folder, path) for path in files_of(folder)],
-            }
+            with self._giving():
+                files = [describe(folder, path) for path in files_of(folder)]
+            return {"name": name, "folder": str(folder), "files": files}
 
         return {"/model": model}
 
@@ -78,7 +83,23 @@ class Offers:
         }:  # nothing above or beside the folder
             request.reply(404, {"error": "no such file"})
             return
-        send_file(request, folder / path)
+        with self._giving():
+            send_file(request, folder / path)
+
+    def idle_s(self) -> float:
+        """Seconds since another node took something; infinite where none ever did."""
+        with self._lock:
+            return 0.0 if self._takers else time.monotonic() - self._taken
+
+    @contextlib.contextmanager
+    def _giving(self) -> Iterator[None]:
+        with self._lock:
+            self._takers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._takers, self._taken = self._takers - 1, time.monotonic()
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -105,8 +126,8 @@ def _sha256(path: Path, size: int, changed: int) -> str:
 
 def send_file(request: BaseHTTPRequestHandler, path: Path) -> None:
     """`path`, or from the byte on that a `Range: bytes=N-` names."""
-    asked = request.headers.get("Range", "")
-    first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked.startswith("bytes=") else 0
+    asked = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
+    first = int(asked[1]) if asked else 0
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = min(first, size)
@@ -134,24 +155,32 @@ def fetch_model(
     MODEL where files do not come or arrive wrong.
     """
     offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
-    for number, file in enumerate(offer["files"], 1):
+    files = sorted(offer["files"], key=lambda file: str(file["path"]).endswith(_WEIGHTS))
+    for number, file in enumerate(files, 1):
         target = destination / file["path"]
-        if not target.resolve().is_relative_to(destination.resolve()):
+        if not _is_below(target, destination):
             what = f"the node {address} offers a file outside of the model: {file['path']}"
             raise NibbleError(ExitCode.MODEL, what, "", "do not trust that node")
         if target.is_file() and describe(destination, Path(file["path"]))["sha256"] == file["sha256"]:
             continue
-        say(
-            f"fetching {file['path']} from {address} ({number} of {len(offer['files'])}, {file['size'] / 1e9:.2f} GB)"
-        )
+        say(f"fetching {file['path']} from {address} ({number} of {len(files)}, {file['size'] / 1e9:.2f} GB)")
         _fetch_file(address, token, environ, offer["name"], file, target)
     return destination
+
+
+def _is_below(target: Path, folder: Path) -> bool:
+    """Whether a file `target` would lie in `folder`. A link at its place does not count: the file takes that place."""
+    return target.name != ".." and target.parent.resolve().is_relative_to(folder.resolve())
 
 
 def _fetch_file(
     address: str, token: str, environ: Mapping[str, str], name: str, file: Mapping[str, Any], target: Path
 ) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failed:
+        what = f"{target.parent} cannot be made ({failed.strerror or failed})"
+        raise NibbleError(ExitCode.MODEL, what, "a writable folder", "set NIBBLE_CACHE_DIR") from None
     partial = target.with_name(target.name + PARTIAL)
     error: Exception = ConnectionError("the connection ended early")
     left, wrong = ATTEMPTS, 0
@@ -186,17 +215,14 @@ def _size(path: Path) -> int:
 
 
 def _receive(address: str, token: str, environ: Mapping[str, str], path: str, first: int) -> Iterator[bytes]:
-    connection = connect(address, TIMEOUT_S, environ)
-    try:
-        headers = {"Authorization": f"Bearer {token}", **({"Range": f"bytes={first}-"} if first else {})}
+    headers = {"Authorization": f"Bearer {token}", **({"Range": f"bytes={first}-"} if first else {})}
+    with contextlib.closing(connect(address, TIMEOUT_S, environ)) as connection:
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         if response.status not in (200, 206):
             raise ConnectionError(f"answered {response.status}")
         while data := response.read(CHUNK_BYTES):
             yield data
-    finally:
-        connection.close()
 
 
 def models_folder(cache: Path, model: str) -> Path:

@@ -6,18 +6,41 @@ ports are those of every other installation.
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from nibble.cluster.ports import AGENT_PORT, GCS_PORT
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
+from nibble.settings import options
+from nibble.settings_layers import Loaded
 
 Kind = Literal["kuberay", "lws"]
 RAY_VERSION = "2.60.0"  # requirements/cuda.lock
-ENTRY = "/opt/nibble/entrypoint.sh"
+# The image's own ENTRYPOINT: a process 1 that hands signals on and collects what ended.
+ENTRY = "tini -- /opt/nibble/docker/start.sh"
 # Made by the user: kubectl create secret generic nibble --from-file=api-key --from-file=cluster-token
 SECRET = "nibble"
+RAY_TOKEN_KEY = (
+    "auth_token"  # in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
+)
+# Not for the pods: what each gets from its place, from its image, or for this machine only.
+_OF_THIS_MACHINE = frozenset(
+    (
+        "cache_dir",
+        "cluster",
+        "config",
+        "head_ip",
+        "host",
+        "nnodes",
+        "node_rank",
+        "num_gpus",
+        "target",
+        "worker_ip",
+    )
+)
 _DRAIN_MARGIN_S = 30
 
 
@@ -30,8 +53,29 @@ def read_kind(word: str) -> Kind:
     return "kuberay" if word == "kuberay" else "lws"
 
 
-def manifest(kind: Kind, plan: Plan, words: list[str], image: str) -> dict[str, Any]:
-    """The manifest that serves `plan`; `words` are those of `serve`. Raises CONFIG for a plan of another topology."""
+def carried(loaded: Loaded, environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings that were given here as variables and that the pods need too: name -> value, no secrets.
+
+    Raises CONFIG where some are in a file, which the pods would not have.
+    """
+    if loaded.settings.config:
+        what = f"the settings file {loaded.settings.config} would not be in the pods"
+        raise NibbleError(ExitCode.CONFIG, what, "variables or flags", "unset NIBBLE_CONFIG and give them so")
+    given = {field: origin.name for field, origin in loaded.origins.items() if origin.layer == "environment"}
+    return {
+        name: environ[name]
+        for field, name in given.items()
+        if field not in _OF_THIS_MACHINE and not options()[field].secret
+    }
+
+
+def manifest(
+    kind: Kind, plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """The manifest that serves `plan`; `words` and `environ` (see `carried`) are those of `serve`.
+
+    Raises CONFIG for a plan of another topology.
+    """
     topology = plan.topology
     wanted = "ray" if kind == "kuberay" else "mp"
     if topology.mode != wanted:
@@ -40,11 +84,13 @@ def manifest(kind: Kind, plan: Plan, words: list[str], image: str) -> dict[str, 
             "set NIBBLE_CLUSTER=ray and HEAD_IP" if kind == "kuberay" else "set NIBBLE_NNODES and HEAD_IP"
         )
         raise NibbleError(ExitCode.CONFIG, what, f"one that {kind} can run", action)
-    return _ray_cluster(plan, words, image) if kind == "kuberay" else _leader_worker_set(plan, words, image)
+    make = _ray_cluster if kind == "kuberay" else _leader_worker_set
+    return make(plan, words, image, environ)
 
 
-def _ray_cluster(plan: Plan, words: list[str], image: str) -> dict[str, Any]:
-    """The operator's own start command is replaced by ours (its annotation for that); its token reaches both as variables.
+def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The operator's own start command is replaced by ours (its annotation for that). It gives its token to the first container
+    of a pod only (kuberay common/pod.go configureTokenAuth), so the server asks for the same Secret.
 
     The server is a container of the head's pod: a Ray driver needs its node's sockets (/tmp) and shared memory.
     """
@@ -59,7 +105,13 @@ def _ray_cluster(plan: Plan, words: list[str], image: str) -> dict[str, Any]:
         "serve",
         image,
         f"HEAD_IP=$POD_IP exec {ENTRY} serve {_quoted(words)}",
-        [pod_ip, _value("NIBBLE_CLUSTER", "ray"), _secret("NIBBLE_API_KEY", "api-key"), *_sizes(plan)],
+        [
+            pod_ip,
+            _value("NIBBLE_CLUSTER", "ray"),
+            _secret("NIBBLE_API_KEY", "api-key"),
+            _secret("RAY_AUTH_TOKEN", RAY_TOKEN_KEY, _name(plan)),
+            *_settings(plan, environ),
+        ],
         0,
     )
     serve |= _served(plan)
@@ -97,7 +149,9 @@ def _ray_cluster(plan: Plan, words: list[str], image: str) -> dict[str, Any]:
     }
 
 
-def _leader_worker_set(plan: Plan, words: list[str], image: str) -> dict[str, Any]:
+def _leader_worker_set(
+    plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
+) -> dict[str, Any]:
     """The leader is rank 0. No pod is recreated because another one restarts: the ranks find each other again by themselves."""
     topology = plan.topology
     pod_ip = _field("POD_IP", "status.podIP")
@@ -107,7 +161,7 @@ def _leader_worker_set(plan: Plan, words: list[str], image: str) -> dict[str, An
         _value("NIBBLE_NNODES", str(topology.nodes)),
         _secret("NIBBLE_CLUSTER_TOKEN", "cluster-token"),
         _secret("NIBBLE_API_KEY", "api-key"),
-        *_sizes(plan),
+        *_settings(plan, environ),
     ]
     command = f"exec {ENTRY} serve {_quoted(words)}"
     leader = _container(
@@ -132,22 +186,23 @@ def _leader_worker_set(plan: Plan, words: list[str], image: str) -> dict[str, An
 
 
 def _name(plan: Plan) -> str:
-    """A DNS label from the model's name."""
-    text = "".join(one if one.isalnum() else "-" for one in plan.served_names[0].rsplit("/", 1)[-1].lower())
-    return text.strip("-")[:40].strip("-") or "nibble"
+    """A DNS label from the model's name, as KubeRay leaves it: from a letter on, and not too long for a pod's."""
+    text = re.sub(r"[^a-z0-9]+", "-", plan.served_names[0].rsplit("/", 1)[-1].lower()).strip("-")
+    return (text if text[:1].isalpha() else f"nibble-{text}")[:40].strip("-")
 
 
 def _quoted(words: list[str]) -> str:
     return shlex.join(words)
 
 
-def _sizes(plan: Plan) -> list[dict[str, Any]]:
-    """The parallel sizes, which settings may have brought instead of words."""
+def _settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What was set here, with the plan's parallel sizes, which a recipe may have brought."""
     names = {
         "--tensor-parallel-size": "TENSOR_PARALLEL_SIZE",
         "--pipeline-parallel-size": "NIBBLE_PIPELINE_PARALLEL_SIZE",
     }
-    return [_value(name, str(plan.args[flag].value)) for flag, name in names.items() if flag in plan.args]
+    sizes = {name: str(plan.args[flag].value) for flag, name in names.items() if flag in plan.args}
+    return [_value(name, value) for name, value in {**environ, **sizes}.items()]
 
 
 def _container(
@@ -220,5 +275,5 @@ def _field(name: str, path: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _secret(name: str, key: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": key}}}
+def _secret(name: str, key: str, secret: str = SECRET) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}

@@ -12,8 +12,10 @@ from typing import Any
 
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.roster import BEAT_S, LOST_S
+from nibble.errors import NibbleError
 from nibble.processes import family
 
+_LAST_BEAT_S = 5.0  # an unanswered call and the facts
 _TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # of the 15 bytes that /proc keeps
 
 
@@ -35,11 +37,13 @@ class Member:
     error: AgentError | None = None
     _answered: float = field(default_factory=time.monotonic)
     _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
 
     def start(self) -> Member:
         """Beat in a thread of its own."""
         self._answered = time.monotonic()
-        threading.Thread(target=self._run, name="beats", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self._thread.start()
         return self
 
     def beat(self) -> None:
@@ -61,7 +65,7 @@ class Member:
             self.error, self._answered = None, time.monotonic()
         except AgentError as error:
             self.error = error
-        except OSError as error:  # a fact that cannot be read now
+        except (OSError, NibbleError) as error:  # a fact or a certificate that cannot be read now
             self.error = AgentError(0, str(error))
 
     def greet(self) -> None:
@@ -90,6 +94,8 @@ class Member:
     def leave(self) -> None:
         """Say goodbye, where the head still listens."""
         self.close()
+        if self._thread is not None:  # a beat after the goodbye would make a node that is silent for ever
+            self._thread.join(_LAST_BEAT_S)
         with contextlib.suppress(AgentError):
             call(
                 self.head,

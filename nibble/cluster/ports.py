@@ -25,6 +25,9 @@ AGENT_PORT = 6388
 MASTER_PORT = 29501
 # The same for the all-reduce before a start, with Ray and without.
 CHECK_PORT = 29502
+# Between data parallel replicas on several machines, unless --data-parallel-rpc-port says otherwise (vllm 0.32
+# config/parallel.py:160).
+DATA_PARALLEL_PORT = 29550
 # Where torch.distributed, NCCL and vLLM's message queues meet is chosen by the kernel from
 # net.ipv4.ip_local_port_range, which a container can have to itself (docker run --sysctl).
 KERNEL_RANGE = "net.ipv4.ip_local_port_range"
@@ -45,6 +48,11 @@ def firewall_rows() -> list[tuple[str, str, str]]:
             "nobody: metrics; leave closed",
         ),
         (str(MASTER_PORT), "rank 0", "other ranks, without Ray"),
+        (
+            str(DATA_PARALLEL_PORT),
+            "rank 0",
+            "other ranks, where data parallel replicas are on several machines",
+        ),
         (str(CHECK_PORT), "head", "every node, while the preflight's all-reduce runs"),
         (KERNEL_RANGE, "every node", "every node: torch.distributed, NCCL, vLLM's queues"),
     ]

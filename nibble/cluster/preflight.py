@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from nibble.errors import ExitCode, NibbleError
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
 FACTS_TIMEOUT_S = 20.0
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -66,43 +69,58 @@ def preflight(
     models: Sequence[str] = (),
     least_gb_per_s: float | None,
     least_memory_bytes: int = 0,
+    over: threading.Event | None = None,
 ) -> Report:
-    """Check `nodes`, the head's own first. Stops at the first group of checks that finds something.
+    """Check `nodes`, the head's own first. Stops at the first group of checks that finds something, and, without a result, as
+    soon as `over` is set.
 
     `models` are folders that every node must have; none where each downloads. `least_gb_per_s` None takes the default.
     """
-    problems, fresh = _ask_facts(caller, nodes, models)
-    if not problems:
+    over = over or threading.Event()
+    problems, fresh = _ask_facts(caller, nodes, models, over)
+    if fresh and not problems:
         problems = compare(fresh, least_memory_bytes)
     if not problems:
-        problems = _reach(caller, fresh, has_ray)
-    if problems:
+        problems = _reach(caller, fresh, has_ray, over)
+    if problems or over.is_set():
         return Report(fresh, problems, None)
-    reduce, problems = _reduce(caller, fresh, least_gb_per_s)
+    reduce, problems = _reduce(caller, fresh, least_gb_per_s, over)
     return Report(fresh, problems, reduce)
 
 
 def _ask_facts(
-    caller: Caller, nodes: Sequence[Mapping[str, Any]], models: Sequence[str]
+    caller: Caller, nodes: Sequence[Mapping[str, Any]], models: Sequence[str], over: threading.Event
 ) -> tuple[list[Problem], list[Mapping[str, Any]]]:
     """The nodes with their facts of this moment; that they answer is the way from here to them."""
     problems: list[Problem] = []
-    fresh: list[Mapping[str, Any]] = []
-    for node, answer in _all(nodes, lambda node: caller.ask(node["address"], "/facts", {"models": models})):
+    fresh: dict[str, Mapping[str, Any]] = {}
+
+    def ask(node: Mapping[str, Any]) -> dict[str, Any]:
+        return caller.ask(node["address"], "/facts", {"models": models})
+
+    for node, answer in _all(nodes, ask, over):
         if isinstance(answer, AgentError):
-            action = f"let the cluster's nodes reach each other's port {AGENT_PORT}"
-            problems.append(Problem(node["name"], f"port {AGENT_PORT} cannot be reached ({answer})", action))
+            problems.append(_no_answer(node, answer))
             continue
-        fresh.append({**node, "facts": answer})
+        fresh[node["address"]] = {**node, "facts": answer}
         for folder in [one for one in models if answer["models"][one] != "here"]:
             action = "set NIBBLE_CLUSTER_MODEL=head, or copy the model to the same path there"
             problems.append(
                 Problem(node["name"], f"the model {folder} is {answer['models'][folder]}", action)
             )
-    return problems, fresh
+    return problems, [fresh[node["address"]] for node in nodes if node["address"] in fresh]
 
 
-def _reach(caller: Caller, nodes: Sequence[Mapping[str, Any]], has_ray: bool) -> list[Problem]:
+def _no_answer(node: Mapping[str, Any], error: AgentError) -> Problem:
+    if error.status:
+        return Problem(node["name"], f"it cannot say what it is ({error})", "mend that, or see its log")
+    action = f"let the cluster's nodes reach each other's port {AGENT_PORT}"
+    return Problem(node["name"], f"port {AGENT_PORT} cannot be reached ({error})", action)
+
+
+def _reach(
+    caller: Caller, nodes: Sequence[Mapping[str, Any]], has_ray: bool, over: threading.Event
+) -> list[Problem]:
     """Every node to every other's fixed ports, so both ways."""
     names = ("--node-manager-port", "--object-manager-port")
     ports = [AGENT_PORT, *(NODE_PORTS[name] for name in names)] if has_ray else [AGENT_PORT]
@@ -112,10 +130,12 @@ def _reach(caller: Caller, nodes: Sequence[Mapping[str, Any]], has_ray: bool) ->
         return found + ([(caller.head, GCS_PORT)] if has_ray else [])
 
     timeout_s = 5.0 + 3.5 * len(nodes) * len(ports)
+
+    def ask(node: Mapping[str, Any]) -> dict[str, Any]:
+        return caller.ask(node["address"], "/reach", {"targets": targets(node)}, timeout_s)
+
     problems: list[Problem] = []
-    for node, answer in _all(
-        nodes, lambda node: caller.ask(node["address"], "/reach", {"targets": targets(node)}, timeout_s)
-    ):
+    for node, answer in _all(nodes, ask, over):
         failed = [str(answer)] if isinstance(answer, AgentError) else answer["unreachable"]
         if failed:
             action = "open the ports that docs/cluster.md lists between the nodes"
@@ -124,9 +144,12 @@ def _reach(caller: Caller, nodes: Sequence[Mapping[str, Any]], has_ray: bool) ->
 
 
 def _reduce(
-    caller: Caller, nodes: Sequence[Mapping[str, Any]], least_gb_per_s: float | None
+    caller: Caller, nodes: Sequence[Mapping[str, Any]], least_gb_per_s: float | None, over: threading.Event
 ) -> tuple[Mapping[str, Any] | None, list[Problem]]:
-    """One rank on each node; the slowest one counts."""
+    """One rank on each node; the slowest one counts.
+
+    The first problem is that of the node that failed first: the others wait for it until their time is over.
+    """
     ranks = {node["address"]: rank for rank, node in enumerate(nodes)}
 
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +163,7 @@ def _reduce(
 
     problems: list[Problem] = []
     answers: list[dict[str, Any]] = []
-    for node, answer in _all(nodes, ask):
+    for node, answer in _all(nodes, ask, over):
         if isinstance(answer, AgentError) or "error" in answer:
             why = answer if isinstance(answer, AgentError) else answer["error"]
             action = "look at NIBBLE_CLUSTER_INTERFACE, the firewall, and NCCL_DEBUG=INFO"
@@ -150,9 +173,10 @@ def _reduce(
             problems.append(Problem(node["name"], "the all-reduce gave wrong sums", action))
         else:
             answers.append({**answer, "node": node["name"]})
-    if problems or not answers:
+    if problems or over.is_set():
         return None, problems
-    return judge(answers, least_gb_per_s)
+    order = {node["name"]: place for place, node in enumerate(nodes)}
+    return judge(sorted(answers, key=lambda answer: order[answer["node"]]), least_gb_per_s)
 
 
 def judge(
@@ -171,21 +195,33 @@ def judge(
     ]
     default = GPU_GB_PER_S if slowest["backend"] == "nccl" else CPU_GB_PER_S
     least = default if least_gb_per_s is None else least_gb_per_s
-    if slowest["gb_per_s"] < least:
+    if len(answers) > 1 and slowest["gb_per_s"] < least:  # nothing travels where one node has all ranks
         what = f"the all-reduce over {len(answers)} nodes ran at {slowest['gb_per_s']} GB/s, below {least}"
         action = "use the fast network (NIBBLE_CLUSTER_INTERFACE), or lower NIBBLE_CLUSTER_MIN_GB_PER_S"
         problems.append(Problem(slowest["node"], what, action))
     return {**slowest, "least_gb_per_s": least, "nodes": len(answers)}, problems
 
 
-def _all(nodes: Sequence[Mapping[str, Any]], ask: Any) -> list[tuple[Mapping[str, Any], Any]]:
-    """Ask all nodes at the same time: (node, its answer or the AgentError)."""
+def _all(
+    nodes: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], Any], over: threading.Event
+) -> list[tuple[Mapping[str, Any], Any]]:
+    """Ask all nodes at the same time: (node, its answer or the AgentError) in the order of the answers, so far as they came
+    before `over` was set.
+    """
+    answers: queue.SimpleQueue[tuple[Mapping[str, Any], Any]] = queue.SimpleQueue()
 
-    def guarded(node: Mapping[str, Any]) -> Any:
+    def work(node: Mapping[str, Any]) -> None:
         try:
-            return ask(node)
-        except AgentError as error:
-            return error
+            answers.put((node, ask(node)))
+        except Exception as error:
+            answers.put((node, error))
 
-    with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
-        return list(zip(nodes, pool.map(guarded, nodes), strict=True))
+    for node in nodes:  # daemons: one that still waits for its answer must not hold up the end of the process
+        threading.Thread(target=work, args=(node,), name="preflight", daemon=True).start()
+    found: list[tuple[Mapping[str, Any], Any]] = []
+    while len(found) < len(nodes) and not over.is_set():
+        with contextlib.suppress(queue.Empty):
+            found.append(answers.get(timeout=_LOOK_S))
+            if isinstance(error := found[-1][1], Exception) and not isinstance(error, AgentError):
+                raise error
+    return found

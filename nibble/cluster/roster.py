@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BEAT_S = 1.0
+FORGET_S = 600.0  # a pod that was lost comes back with another address; the old one is no news for longer
 LOST_S = 10.0  # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said so
 
 
@@ -67,10 +68,12 @@ class Roster:
             skew_s=float(message["time"]) - time.time(),
         )
         with self._lock:
-            for other in self._nodes.values():
-                same_rank = node.rank is not None and other.rank == node.rank
-                if same_rank and other.address != node.address and now - other.seen < LOST_S:
+            for other in list(self._nodes.values()):
+                if node.rank is None or other.rank != node.rank or other.address == node.address:
+                    continue
+                if now - other.seen < LOST_S:
                     raise Refused(f"rank {node.rank} is taken by {other.address}")
+                del self._nodes[other.address]
             before = self._nodes.get(node.address)
             if before is not None and before.session == node.session and not node.facts:
                 node.facts = before.facts
@@ -88,17 +91,16 @@ class Roster:
             self._nodes.pop(address, None)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node ever seen and not gone in good order, with the age of its last sign of life."""
+        """Every node seen within FORGET_S and not gone in good order, with the age of its last sign of life."""
         now = self._clock()
         with self._lock:
+            self._nodes = {
+                address: node for address, node in self._nodes.items() if now - node.seen < FORGET_S
+            }
             found = [
                 (vars(node) | {"name": node.name, "age_s": now - node.seen}) for node in self._nodes.values()
             ]
         return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
-
-    def alive(self) -> list[dict[str, Any]]:
-        """The nodes with a sign of life within LOST_S."""
-        return [node for node in self.nodes() if node["age_s"] < LOST_S]
 
 
 def lost_node(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:

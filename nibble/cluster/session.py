@@ -72,10 +72,19 @@ class Cluster:
     """The nodes that serve a plan, as the server sees them. Made through `open_cluster`."""
 
     def __init__(
-        self, plan: Plan, place: Place, token: str, roster: Roster | None, folder: Path, say: Say
+        self,
+        plan: Plan,
+        place: Place,
+        token: str,
+        roster: Roster | None,
+        folder: Path,
+        say: Say,
+        stop: threading.Event,
+        offers: Offers,
     ) -> None:
         self.plan, self.place, self.say = plan, place, say
         self._token, self._roster, self._folder = token, roster, folder
+        self._stop, self._offers = stop, offers
         assert plan.topology.head is not None
         self._caller = Caller(place.address if roster else plan.topology.head, token, place.environ)
         self._members: dict[str, dict[str, Any]] = {}
@@ -146,10 +155,10 @@ class Cluster:
     def who_was_lost(self) -> str | None:
         """After vLLM ended by itself: was it a node? A lost node is known only once it was silent for LOST_S."""
         deadline = time.monotonic() + LOST_S + 3 * BEAT_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._stop.is_set():
             if why := self.lost():
                 return why
-            time.sleep(BEAT_S)
+            self._stop.wait(BEAT_S)
         return None
 
     @property
@@ -159,46 +168,45 @@ class Cluster:
     # --- before vLLM ---
 
     def prepare(self, lost: NodeLost | None) -> bool:
-        """Wait for the nodes and check them; False when told to stop meanwhile.
+        """Wait for the nodes and check them; False when told to stop.
 
         Raises CLUSTER where they do not come in time or do not fit together, after a loss ENGINE_DIED where they stay away.
         """
-        stop = threading.Event()
         self._set(starting=False)
         control = ControlServer(self.plan.settings.control_port, lambda: dict(self._state), lambda: False)
         control.start()
         try:
-            with stop_signals(lambda signum: stop.set()):
-                deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
-                while self._wait(stop, lost, deadline):
-                    if self._check(lost, deadline, stop):
-                        return not stop.is_set()
-                    stop.wait(BEAT_S)
-                return False
+            deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
+            while self._wait(lost, deadline):
+                if self._check(lost, deadline):
+                    return not self._stop.is_set()
+                self._stop.wait(BEAT_S)
+            return False
         finally:
             control.close()
 
-    def _wait(self, stop: threading.Event, lost: NodeLost | None, deadline: float) -> bool:
+    def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
+        """Until all are there. A rank that fetches the model from this one gives no other sign of life."""
         limit_s = self.plan.settings.cluster_wait_seconds
         said = ""
-        while not stop.is_set():
+        while not self._stop.is_set():
             why = self.missing()
             if why is None:
                 return True
             if why != said:
                 self.say(f"waiting for the cluster: {why}")
                 said = self._state["detail"] = why
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline and self._offers.idle_s() >= limit_s:
                 if lost is not None:
                     raise NibbleError(
                         ExitCode.ENGINE_DIED, f"{lost.what}, and not back after {limit_s} s: {why}"
                     )
                 action = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
                 raise NibbleError(ExitCode.CLUSTER, f"{why} after {limit_s} s", "", action)
-            stop.wait(BEAT_S)
+            self._stop.wait(BEAT_S)
         return False
 
-    def _check(self, lost: NodeLost | None, deadline: float, stop: threading.Event) -> bool:
+    def _check(self, lost: NodeLost | None, deadline: float) -> bool:
         """The preflight; False where it fails with a node that has just come back, which is not always whole yet."""
         topology = self.plan.topology
         alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
@@ -206,7 +214,7 @@ class Cluster:
         if topology.nodes is None:
             nodes = [node for node in nodes if node["gpus"]]
         self._state["detail"] = f"preflight of {len(nodes)} nodes"
-        self.report = self._preflight(nodes, stop)
+        self.report = self._preflight(nodes)
         try:
             self.report.demand()
         except NibbleError as error:
@@ -228,13 +236,13 @@ class Cluster:
         self._members = {node["address"]: node for node in nodes if topology.nodes is not None}
         return True
 
-    def _preflight(self, nodes: Sequence[Mapping[str, Any]], stop: threading.Event) -> Report:
+    def _preflight(self, nodes: Sequence[Mapping[str, Any]]) -> Report:
         """The checks; with Ray, where every node loads from the folders that the driver names, those folders too."""
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
         folders = model_folders(self.plan) if has_ray else []
         if settings.cluster_model == "head":
-            problems = distribute(self._caller, nodes, self.place.address, folders, stop, self._tell)
-            if problems or stop.is_set():
+            problems = distribute(self._caller, nodes, self.place.address, folders, self._stop, self._tell)
+            if problems or self._stop.is_set():
                 return Report(nodes, problems, None)
         return preflight(
             self._caller,
@@ -243,6 +251,7 @@ class Cluster:
             models=folders,
             least_gb_per_s=settings.cluster_min_gb_per_s,
             least_memory_bytes=least_memory_bytes(self.plan),
+            over=self._stop,
         )
 
     def _tell(self, text: str) -> None:
@@ -310,7 +319,8 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
     in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py).
     """
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
-    path = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm") / "ray_non_carry_over_env_vars.json"
+    folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
+    path = folder / "ray_non_carry_over_env_vars.json"
     ours = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", *SECRETS}
     try:
         names = set(json.loads(path.read_text())) if path.exists() else set()
@@ -320,20 +330,22 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(sorted(names | ours), indent=1))
         partial.rename(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = f"{path} cannot be read or written ({error}), and without it secrets would go to every node"
         raise NibbleError(ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT") from None
 
 
 @contextlib.contextmanager
-def open_cluster(plan: Plan, environ: Mapping[str, str], say: Say) -> Iterator[Cluster]:
-    """The cluster of `plan`; without Ray this process is its head."""
+def open_cluster(
+    plan: Plan, environ: Mapping[str, str], say: Say, stop: threading.Event
+) -> Iterator[Cluster]:
+    """The cluster of `plan`; without Ray this process is its head. `stop` ends whatever it waits for."""
     settings, topology = plan.settings, plan.topology
     with tempfile.TemporaryDirectory(prefix="nibble-cluster-") as folder:
         if topology.mode == "ray":
             token = members_token(settings, environ, "serving through Ray")
             place = find_place(settings, environ, topology.head)
-            yield Cluster(plan, place, token, None, Path(folder), say)
+            yield Cluster(plan, place, token, None, Path(folder), say, stop, Offers())
             return
         if not is_here(str(topology.head)):
             what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
@@ -351,7 +363,7 @@ def open_cluster(plan: Plan, environ: Mapping[str, str], say: Say) -> Iterator[C
         say(f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}")
         with running(agent), running(member):
             member.beat()
-            yield Cluster(plan, place, token, roster, Path(folder), say)
+            yield Cluster(plan, place, token, roster, Path(folder), say, stop, offers)
 
 
 def serve_across(
@@ -362,9 +374,11 @@ def serve_across(
 ) -> int:
     """Serve on several machines; the exit code of the whole. `run` starts vLLM: (environment, watch, on ready) -> exit code.
 
-    A lost node ends the run; with the node back there is a new one, up to RESTARTS times.
+    A lost node ends the run; with the node back there is a new one, up to RESTARTS times. A stop signal between two runs ends
+    the waiting: process 1 of a container would never see one that nobody handles.
     """
-    with open_cluster(plan, environ, say) as cluster:
+    stop = threading.Event()
+    with stop_signals(lambda signum: stop.set()), open_cluster(plan, environ, say, stop) as cluster:
         lost: NodeLost | None = None
         for _ in range(RESTARTS + 1):
             if not cluster.prepare(lost):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,12 +73,11 @@ def members_token(settings: Settings, environ: Mapping[str, str], role: str) -> 
 
 def _stored_token(path: Path) -> str:
     try:
-        token = path.read_text().strip()
+        token = path.read_bytes().strip().decode(errors="replace")
     except OSError as error:
         what = f"the Ray token file {path} cannot be read ({error.strerror})"
         raise NibbleError(ExitCode.CONFIG, what, "a readable file", "correct its permissions") from None
-    if not token:
-        raise NibbleError(
-            ExitCode.CONFIG, f"the Ray token file {path} is empty", "", "delete it and start again"
-        )
+    if not re.fullmatch(r"[\x21-\x7e]+", token):  # anything else cannot be sent, and the error would show it
+        what = f"the Ray token file {path} is empty or holds no token"
+        raise NibbleError(ExitCode.CONFIG, what, "one word", "delete it and start again, or copy the head's")
     return token

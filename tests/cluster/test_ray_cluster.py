@@ -107,6 +107,9 @@ def test_a_stranger_gets_in_nowhere(head: Node, client: Node) -> None:
         assert "ConnectionRefusedError" in client.python(connect).stderr
     assert client.python(SUBMIT, f"{HEAD}:8265").returncode != 0
     agent = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], b'{}'))"
+    for port, path in ((6384, "api/job_agent/jobs/"), (6382, "get_or_create_runtime_env")):
+        tried = client.python(agent, f"http://{HEAD}:{port}/{path}").stderr
+        assert "HTTP Error 401" in tried or "Connection refused" in tried
     for path in ("nodes", "offer", "fetch", "model"):
         assert "401" in client.python(agent, f"http://{HEAD}:6388/{path}").stderr
     assert TOKEN not in head.logs()

@@ -77,6 +77,18 @@ def test_only_a_whole_model_is_offered(nodes: None, model: Path, tmp_path: Path)
             call(SOURCE, "/offer", TOKEN, {"folder": str(folder)})
 
 
+def test_a_transfer_that_fails_in_an_unknown_way_ends_too(
+    nodes: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(*given: Any) -> Path:
+        raise UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
+
+    monkeypatch.setattr("nibble.cluster.copies.fetch_model", fetch)
+    body = {"address": SOURCE, "name": "name", "folder": str(tmp_path / "taker" / "model")}
+    answer = fetched(body)
+    assert (answer["state"], "surrogates" in answer["detail"]) == ("failed", True)
+
+
 def test_a_failed_transfer_is_said_once_and_begins_anew(nodes: None, model: Path, tmp_path: Path) -> None:
     body = {"address": SOURCE, "name": "gone", "folder": str(tmp_path / "taker" / "model")}
     assert fetched(body) == {"state": "failed", "detail": "no model is offered yet"}

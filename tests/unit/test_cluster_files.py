@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from nibble.cluster import agent as agent_module
 from nibble.cluster import files as files_module
 from nibble.cluster.agent import Agent, AgentError, call
+from nibble.cluster.facts import model_state
 from nibble.cluster.files import PARTIAL, Offers, fetch_from_head, fetch_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings_layers import load_settings
@@ -119,6 +121,62 @@ def test_a_node_that_sends_nothing_is_exit_4(
     assert caught.value.code == ExitCode.MODEL
 
 
+def test_a_link_that_the_hubs_cache_left_is_replaced_and_its_blob_is_not_touched(
+    offers: Offers, tmp_path: Path
+) -> None:
+    there, blob = tmp_path / "there", tmp_path / "there-blob"
+    there.mkdir()
+    blob.write_text("[]")
+    (there / "config.json").symlink_to(blob)
+    (there / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
+    assert (there / "config.json").read_text() == "{}"
+    assert (there / "model.safetensors").read_bytes() == WEIGHTS
+    assert blob.read_text() == "[]"
+
+
+def test_half_of_a_model_is_seen_to_be_one(
+    offers: Offers, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption before the last shard leaves the index that names it."""
+    (source / "model.safetensors").unlink()
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for shard in shards:
+        (source / shard).write_bytes(b"w")
+    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    fetch = files_module._fetch_file
+
+    def interrupted(address, token, environ, name, file, target):
+        if file["path"] == shards[1]:
+            raise KeyboardInterrupt
+        fetch(address, token, environ, name, file, target)
+
+    monkeypatch.setattr(files_module, "_fetch_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
+    assert model_state(str(tmp_path / "there")) == f"incomplete: {shards[1]} is missing"
+
+
+def test_who_takes_a_model_is_seen(offers: Offers, tmp_path: Path) -> None:
+    assert offers.idle_s() == float("inf")
+    fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
+    assert offers.idle_s() < 5
+
+
+@pytest.mark.parametrize("asked", ["bytes=x-", "bytes=-5", "bytes=0-3", "lines=1-"])
+def test_a_range_that_is_not_understood_is_the_whole_file(offers: Offers, source: Path, asked: str) -> None:
+    path = f"/files/{offers.add(source)}/config.json"
+    assert get(path, Authorization=f"Bearer {TOKEN}", Range=asked) == (200, b"{}")
+
+
+def test_a_folder_that_cannot_be_made_is_exit_4(offers: Offers, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NibbleError, match="cannot be made") as caught:
+        fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "file" / "there", quiet)
+    assert caught.value.code == ExitCode.MODEL
+
+
 def test_wrong_bytes_are_never_kept(offers: Offers, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
@@ -157,10 +215,13 @@ def test_nothing_is_given_without_the_token(offers: Offers, source: Path) -> Non
     assert caught.value.status == 401
 
 
+@pytest.mark.parametrize("path", ["../evil", "/evil", "sub/..", "sub/../../evil", ".", "link/evil"])
 def test_a_node_that_offers_a_path_outside_is_not_trusted(
-    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    evil = {"name": "n", "files": [{"path": "../evil", "size": 1, "sha256": "0"}]}
+    (tmp_path / "there" / "sub").mkdir(parents=True)
+    (tmp_path / "there" / "link").symlink_to(tmp_path)
+    evil = {"name": "n", "files": [{"path": path, "size": 1, "sha256": "0"}]}
     monkeypatch.setattr(files_module, "call", lambda *given: evil)
     with pytest.raises(NibbleError, match="outside of the model"):
         fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from crd_schemas import CRDS, KEPT, PLACES, made, part, published, strict
+from crd_schemas import CRDS, KEPT, PLACES, WORDS, made, part, published, strict
 
-from nibble.cluster.manifests import read_kind
+from nibble.cluster.manifests import manifest, read_kind
 from nibble.errors import ExitCode, NibbleError
+from nibble.prepare import plan_for, read_wishes
 
 
 def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,7 +33,7 @@ def test_pods_run_nibbles_modes_hardened_and_without_service_links(kind: str) ->
         assert pod["enableServiceLinks"] is False
         assert pod["terminationGracePeriodSeconds"] == 60
         for container in pod["containers"]:
-            assert "/opt/nibble/entrypoint.sh" in container["command"][2]
+            assert "exec tini -- /opt/nibble/docker/start.sh " in container["command"][2]
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert container["securityContext"]["runAsUser"] == 2000
             assert "readinessProbe" in container
@@ -56,6 +59,47 @@ def test_kuberay_asks_for_a_token_and_leaves_ray_start_to_nibble() -> None:
         one["resources"]["limits"].get("nvidia.com/gpu") for one in head["containers"] + worker["containers"]
     ]
     assert limits == ["2", None, "2"]  # 4 ranks: the server itself takes no GPU
+
+
+def variables(container: dict[str, Any]) -> dict[str, Any]:
+    """Name -> value, or where the value is."""
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+def test_the_server_beside_the_ray_head_gets_the_operators_token_too() -> None:
+    """The operator gives it to the first container of a pod only."""
+    found = made("kuberay")
+    _, serve = pods(found)[0]["containers"]
+    secret = {"name": found["metadata"]["name"], "key": "auth_token"}
+    assert variables(serve)["RAY_AUTH_TOKEN"] == {"secretKeyRef": secret}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_was_set_as_variables_goes_into_the_pods_but_not_what_belongs_to_this_machine(kind: str) -> None:
+    given = {"PORT": "9000", "NIBBLE_CLUSTER_WAIT_SECONDS": "900", "NIBBLE_CACHE_DIR": "/here"}
+    found = made(kind, **PLACES[kind], **given)
+    serve = next(one for one in pods(found)[0]["containers"] if one["name"] == "serve")
+    assert serve["ports"] == [{"name": "api", "containerPort": 9000}]
+    assert (variables(serve)["PORT"], variables(serve)["NIBBLE_CLUSTER_WAIT_SECONDS"]) == ("9000", "900")
+    assert not {"NIBBLE_CACHE_DIR", "NUM_GPUS", "NIBBLE_NODE_RANK"} & set(variables(serve))
+    assert len(variables(serve)) == len(serve["env"])
+
+
+def test_a_settings_file_is_refused_for_no_pod_has_it(tmp_path: Path) -> None:
+    (tmp_path / "nibble.toml").write_text("port = 9000")
+    with pytest.raises(NibbleError, match="would not be in the pods") as caught:
+        made("lws", **PLACES["lws"], NIBBLE_CONFIG=str(tmp_path / "nibble.toml"))
+    assert caught.value.code == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("org/3B.Model_v2", "nibble-3b-model-v2"), ("org/" + "x" * 60, "x" * 40), ("é", "nibble")],
+)
+def test_a_name_is_one_that_kuberay_leaves_as_it_is(model: str, name: str) -> None:
+    plan = plan_for(read_wishes(WORDS, {"HEAD_IP": "head", **PLACES["lws"]}))
+    found = manifest("lws", replace(plan, served_names=(model,)), WORDS, "nibble:b200", {})
+    assert found["metadata"]["name"] == name
 
 
 def test_a_leader_worker_set_has_a_pod_for_each_node() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nibble.cluster import commands
 from nibble.cluster.facts import SAME, compare, model_state
 from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
-from nibble.cluster.preflight import Report, judge
+from nibble.cluster.preflight import Caller, Report, judge, preflight
 from nibble.errors import ExitCode, NibbleError
+from nibble.prepare import read_wishes
 
 FACTS = {**dict.fromkeys(SAME, "same"), "memory_available_bytes": 8 << 30, "disk_free_bytes": 9 << 30}
 
@@ -66,6 +71,97 @@ def test_gpus_have_a_higher_mark_and_the_same_nccl() -> None:
     _, problems = judge([answer("a", 2.0, "/x/nccl", "nccl"), answer("b", 0.9, "/y/nccl", "nccl")], None)
     assert [problem.node for problem in problems] == ["b", "b"]
     assert "it loaded /y/nccl and a /x/nccl" in problems[0].what
+
+
+def test_one_node_with_all_ranks_has_no_network_to_measure() -> None:
+    found, problems = judge([answer("a", 0.0, "/x/nccl", "nccl")], None)
+    assert (problems, found["nodes"]) == ([], 1)
+
+
+class Nodes(Caller):
+    """Nodes with the same facts, whose all-reduce is what `reduce` says."""
+
+    def __init__(self, reduce: Callable[[str], dict[str, Any]]) -> None:
+        super().__init__("a", "token", {})
+        object.__setattr__(self, "reduce", reduce)
+
+    def ask(self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+        if path == "/allreduce":
+            return self.reduce(address)  # pyright: ignore[reportAttributeAccessIssue]
+        return dict(FACTS) if path == "/facts" else {"unreachable": []}
+
+
+def check(caller: Caller, *names: str, over: threading.Event | None = None) -> Report:
+    nodes = [node(name) | {"address": name} for name in names]
+    return preflight(caller, nodes, has_ray=False, least_gb_per_s=None, over=over)
+
+
+def test_the_node_whose_all_reduce_failed_first_is_the_one_that_is_named() -> None:
+    def reduce(address: str) -> dict[str, Any]:
+        time.sleep(0.3 if address == "a" else 0.0)
+        return {"error": "no such device" if address == "b" else "timed out"}
+
+    report = check(Nodes(reduce), "a", "b", "c")
+    assert [problem.node for problem in report.problems][-1] == "a"
+    assert len(report.problems) == 3
+
+
+def test_nodes_that_fit_together_pass_with_the_slowest_rate() -> None:
+    rates = {"a": 0.2, "b": 0.1}
+    report = check(Nodes(lambda address: answer(address, rates[address])), "a", "b")
+    assert report.problems == []
+    assert report.reduce is not None and (report.reduce["node"], report.reduce["gb_per_s"]) == ("b", 0.1)
+    assert [one["address"] for one in report.nodes] == ["a", "b"]
+
+
+def test_a_check_that_hangs_ends_when_it_is_told_to() -> None:
+    over, began = threading.Event(), time.monotonic()
+    threading.Timer(0.3, over.set).start()
+    report = check(Nodes(lambda address: time.sleep(5) or answer(address, 0.1)), "a", "b", over=over)
+    assert (report.problems, report.reduce) == ([], None)
+    assert time.monotonic() - began < 3
+
+
+def test_what_is_wrong_here_is_no_fault_of_a_node() -> None:
+    def reduce(address: str) -> dict[str, Any]:
+        raise NibbleError(ExitCode.CONFIG, "the certificates of RAY_TLS_* cannot be used")
+
+    with pytest.raises(NibbleError, match="certificates") as caught:
+        check(Nodes(reduce), "a", "b")
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def asked_to_check(monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]]) -> list[str]:
+    """The nodes that `nibble cluster check` checks where the head knows `nodes`."""
+    checked: list[str] = []
+
+    def preflight(caller: Caller, nodes: Sequence[Mapping[str, Any]], **more: Any) -> Report:
+        checked.extend(one["name"] for one in nodes)
+        return Report(nodes, [], None)
+
+    monkeypatch.setattr(commands, "preflight", preflight)
+    monkeypatch.setattr(commands, "_ask", lambda caller: {"nodes": nodes})
+    commands.cluster_check(read_wishes([], {"HEAD_IP": "127.0.0.1", "NIBBLE_CLUSTER_TOKEN": "token"}))
+    return checked
+
+
+def ray(name: str, gpus: int, age_s: float = 0.0) -> dict[str, Any]:
+    return {"name": name, "address": name, "role": "ray-worker", "gpus": gpus, "busy": 0, "age_s": age_s}
+
+
+def test_the_check_leaves_out_a_head_without_gpus_and_names_a_silent_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert asked_to_check(monkeypatch, [ray("127.0.0.1", 0), ray("b", 1), ray("c", 1)]) == ["b", "c"]
+    assert asked_to_check(monkeypatch, [ray("b", 0), ray("127.0.0.1", 0)]) == ["127.0.0.1", "b"]
+    with pytest.raises(NibbleError, match="node c has given no sign of life for 60 s"):
+        asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1, age_s=60.0)])
+
+
+def test_a_check_before_any_node_has_joined_is_exit_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NibbleError, match="knows no node yet") as caught:
+        asked_to_check(monkeypatch, [])
+    assert caught.value.code == ExitCode.CLUSTER
 
 
 def test_a_model_folder_is_here_absent_or_incomplete(tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import http.client
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from nibble.cluster import agent as agent_module
-from nibble.cluster.agent import Agent, AgentError, call
+from nibble.cluster.agent import Agent, AgentError, call, connect
 from nibble.cluster.head import head_handlers, lost_head, refuse
 from nibble.cluster.member import Member
-from nibble.cluster.roster import LOST_S, Refused, Roster, lost_node
+from nibble.cluster.roster import FORGET_S, LOST_S, Refused, Roster, lost_node
 from nibble.errors import ExitCode, NibbleError
 
 TOKEN = "0123456789abcdef"
@@ -66,6 +66,18 @@ def test_a_rank_belongs_to_the_first_living_node_that_has_it(roster: Roster, clo
     roster.beat(message("10.0.0.3"))
 
 
+def test_a_node_that_was_lost_is_forgotten_when_another_has_its_rank_or_after_a_while(
+    roster: Roster, clock: Clock
+) -> None:
+    roster.beat(message("10.0.0.2"))
+    roster.beat(message("10.0.0.9", rank=None))
+    clock.now += LOST_S
+    roster.beat(message("10.0.0.3"))
+    assert [node["address"] for node in roster.nodes()] == ["10.0.0.9", "10.0.0.3"]
+    clock.now += FORGET_S - LOST_S
+    assert [node["address"] for node in roster.nodes()] == ["10.0.0.3"]
+
+
 @pytest.mark.parametrize(
     ("then", "words"),
     [
@@ -99,9 +111,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roster]:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
     roster = Roster("head")
-    agent = Agent("127.0.0.1", TOKEN, head_handlers(roster)).start()
+    handlers = head_handlers(roster) | {"/broken": broken}
+    agent = Agent("127.0.0.1", TOKEN, handlers).start()
     yield roster
     agent.close()
+
+
+def broken(body: Mapping[str, Any]) -> dict[str, Any]:
+    raise PermissionError(13, "Permission denied", "/sys/class/net")
 
 
 def member(token: str = TOKEN, address: str = "127.0.0.2", rank: int | None = 1) -> Member:
@@ -115,6 +132,27 @@ def test_a_beat_reaches_the_roster_and_learns_the_run(served: Roster) -> None:
     assert (one.reply["run"], one.reply["state"], one.error) == (3, "ready", None)
     assert served.nodes()[0]["facts"] == {"vllm": "0.32.0"}
     one.leave()
+    assert served.nodes() == []
+
+
+def test_no_beat_arrives_after_the_goodbye(served: Roster) -> None:
+    one = member()
+    one.facts = lambda: time.sleep(0.5) or {"vllm": "0.32.0"}
+    one.start()
+    time.sleep(0.1)
+    one.leave()
+    time.sleep(0.7)
+    assert served.nodes() == []
+
+
+def test_a_beat_whose_facts_cannot_be_read_is_one_that_failed(served: Roster) -> None:
+    def unreadable() -> dict[str, Any]:
+        raise NibbleError(ExitCode.NO_HARDWARE, "the driver does not answer")
+
+    one = member()
+    one.facts = unreadable
+    one.beat()
+    assert "the driver does not answer" in str(one.error)
     assert served.nodes() == []
 
 
@@ -135,6 +173,16 @@ def test_a_taken_rank_is_one_line_and_exit_9(served: Roster) -> None:
         refuse(second)
 
 
+def test_a_node_that_is_no_head_is_one_line_and_exit_9(
+    served: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = member()
+    monkeypatch.setattr("nibble.cluster.member.call", lambda *given, **more: call("127.0.0.1", "/no", TOKEN))
+    one.beat()
+    with pytest.raises(NibbleError, match=r"127\.0\.0\.1 is no head.*correct HEAD_IP"):
+        refuse(one)
+
+
 def test_a_head_that_was_started_anew_is_another_head(served: Roster) -> None:
     one = member()
     one.beat()
@@ -153,10 +201,41 @@ def test_nothing_answers_without_the_token(served: Roster, path: str, given: str
     connection.close()
 
 
-def test_a_body_that_is_no_object_of_ours_is_400(served: Roster) -> None:
-    with pytest.raises(AgentError) as caught:
-        call("127.0.0.1", "/beat", TOKEN, {"address": "x"})
-    assert caught.value.status == 400
+@pytest.mark.parametrize("body", ['{"address": "x"}', "[]", "5", "{", '{"address": 5, "time": null}'])
+def test_a_body_that_is_no_object_of_ours_is_400(served: Roster, body: str) -> None:
+    assert post(body) == 400
+
+
+def test_a_body_of_no_length_or_too_long_is_not_read(served: Roster) -> None:
+    assert post("{}", **{"Content-Length": "-1"}) == 413
+    assert post("{}", **{"Content-Length": str(1 << 30)}) == 413
+
+
+def post(body: str, **headers: str) -> int:
+    """The status of a beat."""
+    connection = http.client.HTTPConnection("127.0.0.1", agent_module.AGENT_PORT, timeout=5)
+    connection.request("POST", "/beat", body, {"Authorization": f"Bearer {TOKEN}", **headers})
+    try:
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_what_fails_on_the_other_machine_is_said(served: Roster) -> None:
+    with pytest.raises(AgentError, match="Permission denied: '/sys/class/net'") as caught:
+        call("127.0.0.1", "/broken", TOKEN)
+    assert caught.value.status == 500
+
+
+def test_a_peer_that_is_gone_without_a_word_breaks_the_longest_call(served: Roster) -> None:
+    connection = connect("127.0.0.1", 3600.0, {})
+    assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    idle, interval, count = (
+        connection.sock.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert idle + interval * count <= 30
+    connection.close()
 
 
 def test_a_second_agent_on_an_address_is_exit_9(served: Roster) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from nibble.cluster import session as session_module
+from nibble.cluster.files import Offers
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
 from nibble.cluster.roster import Roster
@@ -56,7 +59,9 @@ def quiet(text: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(plan(MP), Place(HERE, "lo", {}), "token", Roster("head"), tmp_path, quiet)
+    return Cluster(
+        plan(MP), Place(HERE, "lo", {}), "token", Roster("head"), tmp_path, quiet, threading.Event(), Offers()
+    )
 
 
 def roster_of(cluster: Cluster) -> Roster:
@@ -87,7 +92,9 @@ def test_missing_ranks_are_named(cluster: Cluster) -> None:
 def test_with_ray_gpus_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, int]], words: str | None
 ) -> None:
-    found = Cluster(plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet)
+    found = Cluster(
+        plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet, threading.Event(), Offers()
+    )
     listed = [{"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes]
     monkeypatch.setattr(found, "nodes", lambda: listed)
     missing = found.missing()
@@ -98,7 +105,9 @@ def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The head keeps what it said last: that it holds a part of the model."""
-    found = Cluster(plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet)
+    found = Cluster(
+        plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet, threading.Event(), Offers()
+    )
     gone = {"address": "10.0.0.2", "name": "10.0.0.2", "session": "a", "busy": 1, "age_s": 15.0}
     there = gone | {"address": "10.0.0.3", "name": "10.0.0.3", "age_s": 1.0}
     monkeypatch.setattr(found, "nodes", lambda: [gone, there])
@@ -114,6 +123,17 @@ def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Clust
     with pytest.raises(NibbleError, match="node x is gone, and not back after 1 s") as caught:
         cluster.prepare(NodeLost("node x is gone"))
     assert caught.value.code == ExitCode.ENGINE_DIED
+
+
+def test_a_rank_that_fetches_the_model_from_here_is_waited_for(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle_s = iter([0.0, 0.5, 0.0, 7.0])
+    monkeypatch.setattr(session_module, "BEAT_S", 0.3)
+    monkeypatch.setattr(cluster._offers, "idle_s", lambda: next(idle_s))
+    with pytest.raises(NibbleError, match="rank 0, 1 after 1 s"):
+        cluster.prepare(None)
+    assert list(idle_s) == []
 
 
 def watched(cluster: Cluster, line: str | None, seconds: float) -> NibbleError | None:
@@ -182,6 +202,31 @@ def test_the_service_comes_back_after_a_lost_node(attempts: list[NodeLost | None
     assert [None if lost is None else lost.what for lost in attempts] == [None, "node 10.0.0.2 has left"]
 
 
+def test_a_stop_signal_between_two_runs_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "BEAT_S", 0.01)
+    monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
+    monkeypatch.setattr(Cluster, "missing", lambda self: None)
+    monkeypatch.setattr(Cluster, "_check", lambda self, lost, deadline: True)
+
+    def run(start: int) -> int:
+        assert start == 0
+        raise NodeLost("node 10.0.0.2 has left")
+
+    def say(text: str) -> None:
+        if "the server is down" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    starts = iter(range(100))
+    before = signal.signal(signal.SIGTERM, lambda *given: pytest.fail("nobody handles the signal"))
+    try:
+        assert serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts))) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_losses_without_end_are_exit_10(attempts: list[NodeLost | None], tmp_path: Path) -> None:
     def run(start: int) -> int:
         raise NodeLost("node 10.0.0.2 has left")
@@ -213,6 +258,21 @@ def test_secrets_stay_out_of_what_ray_copies_and_other_names_are_kept(tmp_path: 
     assert {"OURS", "NIBBLE_API_KEY", "HF_TOKEN", "NIBBLE_GATE_INTERNAL", "RAY_AUTH_TOKEN_PATH"} <= set(names)
 
 
+def test_the_folder_of_that_file_is_the_one_vllm_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    withhold_from_ray({"VLLM_CONFIG_ROOT": "~/vllm"})
+    assert (tmp_path / "vllm" / "ray_non_carry_over_env_vars.json").is_file()
+
+
+@pytest.mark.parametrize("text", ["5", "[[]]", "{"])
+def test_a_file_that_is_no_list_of_names_stops_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ray_non_carry_over_env_vars.json").write_text(text)
+    with pytest.raises(NibbleError, match="secrets would go to every node"):
+        withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path)})
+
+
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NibbleError, match="secrets would go to every node") as caught:
@@ -223,7 +283,16 @@ def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
 def test_the_environment_of_vllm_on_ray_has_the_token_as_a_private_file(tmp_path: Path) -> None:
     environ = {**RAY, "VLLM_CONFIG_ROOT": str(tmp_path / "config")}
     chosen = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    cluster = Cluster(plan(RAY), Place(HERE, "lo", {**chosen, **environ}), "hush", None, tmp_path, quiet)
+    cluster = Cluster(
+        plan(RAY),
+        Place(HERE, "lo", {**chosen, **environ}),
+        "hush",
+        None,
+        tmp_path,
+        quiet,
+        threading.Event(),
+        Offers(),
+    )
     found = cluster.environ(environ | {"NCCL_SOCKET_IFNAME": "eth7"})
     assert found["RAY_ADDRESS"] == "127.0.0.1:6379"
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")

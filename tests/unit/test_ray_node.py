@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,32 @@ def test_a_worker_takes_the_given_token_or_the_copied_file(tmp_path: Path) -> No
     assert members_token(settings(NIBBLE_CLUSTER_TOKEN="given"), environ, "it") == "given"
     (tmp_path / TOKEN_FILE).write_text("copied\n")
     assert members_token(settings(), environ, "it") == "copied"
+
+
+@pytest.mark.parametrize("content", [b"", b"two words", b"two\nlines", b"\xff\xfe", b"nul\x00"])
+def test_a_file_without_a_token_is_one_error_that_does_not_show_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / TOKEN_FILE).write_bytes(content)
+    with pytest.raises(NibbleError, match="holds no token") as caught:
+        members_token(settings(), {"NIBBLE_CACHE_DIR": str(tmp_path)}, "it")
+    assert caught.value.code == ExitCode.CONFIG
+    assert "two" not in str(caught.value)
+
+
+def test_a_given_token_that_could_not_be_sent_is_a_usage_error() -> None:
+    with pytest.raises(NibbleError, match="RAY_AUTH_TOKEN is not usable") as caught:
+        settings(RAY_AUTH_TOKEN="hush\nhush")
+    assert caught.value.code == ExitCode.USAGE
+    assert "hush" not in str(caught.value)
+
+
+def test_a_ray_that_never_starts_is_ended_and_exit_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_node, "START_S", 0.3)
+    monkeypatch.setattr(ray_node, "WATCH_S", 0.1)
+    began = time.monotonic()
+    with pytest.raises(NibbleError, match="Ray has not started within") as caught:
+        ray_node._Node(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, "worker", HEAD, []).run()
+    assert caught.value.code == ExitCode.CLUSTER
+    assert time.monotonic() - began < 10
 
 
 def test_a_worker_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
