@@ -53,7 +53,16 @@ def open_bundle(path: Path) -> BinaryIO:
 
 
 def write_bundle(file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None) -> int:
-    """Write a .tar.gz into `file`; how many files it holds."""
+    """Write a .tar.gz into `file`; how many files it holds. Raises NO_FIT where the disk is full."""
+    try:
+        return _write(file, report, environ, model)
+    except OSError as error:
+        what = f"the archive could not be written to its end ({error.strerror or error})"
+        action = "remove it, then name a place with more room with --bundle PATH"
+        raise NibbleError(ExitCode.NO_FIT, what, "", action) from None
+
+
+def _write(file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None) -> int:
     processes = list(_processes())
     redactor = Redactor(_secrets(environ, [one[2] for one in processes]))
     count = 0

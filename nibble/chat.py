@@ -40,6 +40,11 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         raise NibbleError(
             ExitCode.ENGINE_DIED, what, "a running server", "start one with `make serve` and wait for `ready`"
         ) from None
+    except (
+        http.client.HTTPException
+    ) as error:  # vLLM ended in the middle of the answer, or it is no HTTP server
+        what = f"the answer of {host}:{settings.port} broke off ({type(error).__name__})"
+        raise NibbleError(ExitCode.ENGINE_DIED, what, "", "see `nibble status` and `nibble logs`") from None
     finally:
         connection.close()
 
@@ -57,8 +62,9 @@ def _refused(status: int, text: str) -> NibbleError:
         message = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = text[:200]
-    action = "set NIBBLE_API_KEY" if status == 401 else "see `curl 127.0.0.1:8001/status`"
-    return NibbleError(ExitCode.USAGE, f"the server answered {status}: {message}", "", action)
+    action = "set NIBBLE_API_KEY" if status == 401 else "see `nibble status`"
+    what = f"the server answered {status}: {str(message).rstrip('. ')}"
+    return NibbleError(ExitCode.USAGE, what, "", action)
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:

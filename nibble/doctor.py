@@ -32,7 +32,7 @@ from nibble.host import (
     shm_problem,
     vllm_cache,
 )
-from nibble.hub import Access, access
+from nibble.hub import Access, access, in_words
 from nibble.nvfp4_checks import PLUGIN, PLUGIN_GROUP
 from nibble.patching.apply import PatchState, patch_states
 from nibble.patching.series import Series, load_series
@@ -319,7 +319,7 @@ def _head(url: str) -> str | None:
     except urllib.error.HTTPError as error:
         return None if error.code < 500 else f"HTTP {error.code}"
     except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error)) or type(error).__name__
+        return in_words(error)
 
 
 def _key_check(environ: Mapping[str, str]) -> list[Check]:

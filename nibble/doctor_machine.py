@@ -76,7 +76,10 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
     nvcc = shutil.which("nvcc", path=search)
     if nvcc is None:
         return None
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):  # of another architecture, or on a disk that hangs
+        return None
     match = re.search(r"release (\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else None
 

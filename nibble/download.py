@@ -20,7 +20,7 @@ from typing import IO
 
 from nibble.disk import gib
 from nibble.errors import NibbleError
-from nibble.hub import Access, unreachable
+from nibble.hub import Access, in_words, unreachable
 from nibble.model_files import RemoteFile
 
 PART = ".nibble.incomplete"
@@ -86,14 +86,12 @@ class _Transfer:
             if path.exists():  # another process finished it while we waited for the lock
                 part_path.unlink(missing_ok=True)
                 return
+            if part.tell() > self._file.size:  # of another file
+                _empty(part)
             failures, best, last = 0, part.tell(), ""
             while not self._over.is_set():
-                try:
-                    self._request(part)
-                except Exception as error:
-                    if _is_final(error):
-                        raise
-                    last = " ".join(str(error).split())[:120] or type(error).__name__
+                if part.tell() < self._file.size:  # else a pull was killed when it had all of it
+                    last = self._try(part) or last
                 if part.tell() >= self._file.size:
                     part_path.replace(path)
                     return
@@ -102,6 +100,16 @@ class _Transfer:
                 if failures >= TRIES:
                     raise self._gave_up(part.tell(), last)
                 self._over.wait(failures * BACKOFF_S)
+
+    def _try(self, part: IO[bytes]) -> str:
+        """One request, and why it ended early; empty where it did not. Raises what another one would not mend."""
+        try:
+            self._request(part)
+        except Exception as error:
+            if _is_final(error):
+                raise
+            return in_words(error)
+        return ""
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:

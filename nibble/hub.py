@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +114,24 @@ def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
     return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
 
 
+def in_words(error: BaseException) -> str:
+    """Why a server could not be asked, without the numbers of errno; it is the subject of the sentence."""
+    chain = list(_chain(error))
+    for part in chain:
+        if isinstance(part, socket.gaierror):
+            answers = part.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None))
+            return "its name is not known to DNS" if answers else "DNS does not answer"
+        if isinstance(part, ConnectionRefusedError):
+            return "it refused the connection"
+        if isinstance(part, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {part.verify_message}"
+        if isinstance(part, TimeoutError):
+            return "it did not answer in time"
+    last = chain[-1]
+    told = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
+    return " ".join(told.split())[:160] or type(last).__name__
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """An exception and what caused it."""
     current: BaseException | None = error
@@ -166,6 +186,4 @@ def _local_or_network(chain: list[BaseException], model: str, hub: Access) -> Ni
             )
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             return not_writable(hub.cache, part.strerror or "no permission", "HF_HOME")  # type: ignore[union-attr]
-    last = chain[-1]
-    detail = " ".join(str(last).split())[:160] or type(last).__name__
-    return unreachable(detail, model, hub)
+    return unreachable(in_words(chain[0]), model, hub)

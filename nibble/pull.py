@@ -21,7 +21,7 @@ from typing import Any, Literal
 from nibble.disk import free_bytes, gib, is_folder, not_readable, not_writable, unreadable_file, write_problem
 from nibble.download import STALL_VARIABLE, Blobs, fetch_blobs
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached, unreachable
+from nibble.hub import Access, access, hub_error, in_words, is_model_id, not_an_id, not_cached, unreachable
 from nibble.model_files import (
     COMMIT,
     RemoteFile,
@@ -272,10 +272,8 @@ def _fetch(job: Pull, fetch_bytes: int) -> None:
         missing = sorted(_absent(job))
         if mapped.code is ExitCode.MODEL and missing:
             done = len(job.files) - len(missing)
-            detail = " ".join(str(error).split())[:120]
-            mapped = unreachable(
-                f"{missing[0]} failed after {done} of {len(job.files)} files: {detail}", job.model, job.hub
-            )
+            what = f"{missing[0]} failed after {done} of {len(job.files)} files: {in_words(error)}"
+            mapped = unreachable(what, job.model, job.hub)
         raise mapped from error
     if job.revision != job.commit:
         _write_ref(job)

@@ -240,3 +240,9 @@ def test_doctor_writes_the_archive_beside_its_report(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["exit_code"] == done.exit_code
     assert "look through it before you send it" in done.stderr
     assert json.loads(contents(tmp_path / "b.tar.gz")["doctor.json"])["checks"]
+
+
+def test_a_full_disk_is_one_line(environ: dict[str, str]) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(NibbleError) as caught:
+        write_bundle(full, REPORT, environ, None)
+    assert caught.value.code is ExitCode.NO_FIT and "No space left on device" in caught.value.line()

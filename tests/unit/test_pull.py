@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
 from other_users import open_to_others
 
+from nibble import doctor
 from nibble import pull as pull_module
+from nibble.doctor import hub_check
 from nibble.errors import ExitCode, NibbleError
 from nibble.model_files import RemoteFile, cached_snapshot, missing_weights, select
 from nibble.pull import Progress, as_lines, check_disk, pull
@@ -285,7 +288,22 @@ def test_outage_without_the_model_exits_4_naming_the_endpoint(hub: Hub, environ)
 def test_nobody_listening_exits_4(environ) -> None:
     error = refusal("acme/demo", environ | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert error.code is ExitCode.MODEL
-    assert "http://127.0.0.1:9" in error.line()
+    assert "http://127.0.0.1:9 cannot be used (it refused the connection)" in error.line()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(socket.EAI_NONAME, "its name is not known to DNS"), (socket.EAI_AGAIN, "DNS does not answer")],
+)
+def test_a_hub_whose_name_is_not_found_is_told_in_words(environ, monkeypatch, number: int, told: str) -> None:
+    def getaddrinfo(*_: object, **__: object) -> None:
+        raise socket.gaierror(number, "as the C library words it")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    error = refusal("acme/demo", environ | {"HF_ENDPOINT": "http://hub.invalid"})
+    assert f"http://hub.invalid cannot be used ({told})" in error.line()
+    check = hub_check("http://hub.invalid", doctor._head)
+    assert check.what == f"http://hub.invalid cannot be reached ({told})"
 
 
 def test_a_model_withdrawn_from_the_hub_is_not_served_silently_from_the_cache(
@@ -378,30 +396,40 @@ def test_a_pull_that_gave_up_or_was_killed_goes_on_where_it_was(
     assert not list(result.path.parents[1].glob("blobs/*incomplete"))
 
 
-def leave_a_wrong_part(repo: Repo, environ: dict[str, str]) -> None:
-    """1000 bytes that are not the weights', where an earlier pull would have left what it had of them."""
+def leave_a_part(repo: Repo, environ: dict[str, str], content: bytes) -> None:
+    """Where an earlier pull would have left what it had of the weights."""
     blobs = Path(environ["HF_HOME"]) / "hub/models--acme--demo/blobs"
     blobs.mkdir(parents=True)
     part = blobs / f"{repo.entries['model.safetensors'].sha256}.nibble.incomplete"
-    part.write_bytes(b"x" * 1000)
+    part.write_bytes(content)
 
 
 def test_a_part_that_was_damaged_is_found_by_the_sha256_and_fetched_again(
     hub: Hub, model: Path, environ
 ) -> None:
     repo = hub.add("acme/demo", model)
-    leave_a_wrong_part(repo, environ)
+    leave_a_part(repo, environ, b"x" * 1000)
     assert "model.safetensors (sha256" in refusal("acme/demo", environ).line()
     assert pull("acme/demo", None, environ).bytes == 300_000
 
 
+@pytest.mark.parametrize(("length", "fault"), [(1000, "no-ranges"), (300_001, None)])
 def test_a_part_longer_than_the_file_and_a_hub_without_ranges_start_again(
+    hub: Hub, model: Path, environ, length: int, fault
+) -> None:
+    repo = hub.add("acme/demo", model, faults={"model.safetensors": fault} if fault else {})
+    leave_a_part(repo, environ, b"x" * length)
+    path = pull("acme/demo", None, environ).path
+    assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_a_pull_that_was_killed_with_all_of_a_file_fetches_no_byte_of_it(
     hub: Hub, model: Path, environ
 ) -> None:
     repo = hub.add("acme/demo", model)
-    leave_a_wrong_part(repo, environ)
-    repo.faults["model.safetensors"] = "no-ranges"
+    leave_a_part(repo, environ, (model / "model.safetensors").read_bytes())
     path = pull("acme/demo", None, environ).path
+    assert fetched(hub, "model.safetensors") == []
     assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
