@@ -127,16 +127,23 @@ def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     if _is_eager(plan, asked):
         return Expectation("cudagraph_mode", ("NONE",), "eager mode was asked for")
     mode = _compilation_config(asked).get("cudagraph_mode")
+    if not mode and _level(asked) == "0":  # vllm 0.32 config/vllm.py:261
+        return Expectation("cudagraph_mode", ("NONE",), "--optimization-level 0")
     return Expectation("cudagraph_mode", (str(mode),) if mode else (), "--compilation-config" if mode else "")
 
 
 def _compilation(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     if _is_eager(plan, asked):
         return Expectation("compilation_mode", ("NONE",), "eager mode was asked for")
-    config = _compilation_config(asked)
-    if "mode" in config or any(flag in asked for flag in ("-O", "--optimization-level", "-O.mode")):
+    if "mode" in _compilation_config(asked):
         return Expectation("compilation_mode", ("any",), "--compilation-config")
+    if _level(asked) == "0":
+        return Expectation("compilation_mode", ("NONE",), "--optimization-level 0")
     return Expectation("compilation_mode")
+
+
+def _level(asked: Mapping[str, Any]) -> str:
+    return str(asked.get("--optimization-level", ""))
 
 
 def deviations(

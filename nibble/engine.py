@@ -137,13 +137,17 @@ class Engine:
             while not over.is_set():
                 titled = {one.pid: title for one in family(self.pid) if (title := engine_title(one.pid))}
                 for pid in (titled.keys() & seen) - watched - {self.pid}:
-                    known[descriptor := os.pidfd_open(pid)] = f"{titled[pid]} (pid {pid})"
+                    name = f"{titled[pid]} (pid {pid})"
+                    try:
+                        known[descriptor := os.pidfd_open(pid)] = name
+                    except ProcessLookupError:  # it ended since the look
+                        return name
                     poll.register(descriptor, select.POLLIN)
                     watched.add(pid)
                 seen = set(titled)
                 for descriptor, _ in poll.poll(_LOOK_FOR_PROCESSES_MS):
                     return known[descriptor]
-        except OSError:  # it ended between the look and pidfd_open, or the kernel is older than 5.3
+        except OSError:  # the kernel is older than 5.3
             pass
         finally:
             for descriptor in known:

@@ -68,7 +68,7 @@ class Proof:
         self._ran = [report["ran"] | {"activations": activations_of([report])} for report in told]
         for problem in dict.fromkeys(report["problem"] for report in reports if report["problem"]):
             say(f"warning: a worker could not tell all of what runs: {problem}")
-        self._assert_kernels(bool(reports), say)
+        self._assert_kernels(len(reports), say)
         if self._plan.settings.canary == "off":
             self._canary = ("off", ())
         elif is_dummy(self._plan):
@@ -76,12 +76,13 @@ class Proof:
         else:
             self._ask(reports, names, generates, say)
 
-    def _assert_kernels(self, has_reports: bool, say: Callable[[str], None]) -> None:
+    def _assert_kernels(self, reports: int, say: Callable[[str], None]) -> None:
+        self._assertion = ("unknown", ())
+        if reports < (workers := workers_here(self._plan)):
+            installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
+            how = self._plan.settings.kernel_assertion if installed else "warn"
+            self._tell(_silence(reports, workers), how, say)
         if not self._ran:
-            self._assertion = ("unknown", ())
-            if not has_reports:
-                installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
-                self._tell(_silence(), self._plan.settings.kernel_assertion if installed else "warn", say)
             return
         found = deviations(expectations(self._plan, os.environ), self._ran)
         self._assertion = ("failed" if found else "passed", tuple(one.line() for one in found))
@@ -130,14 +131,13 @@ class Proof:
             say(how_to_record(plan, self._api.url))
         Asker(self._api, names[0], WARM_UP_S).warm_up()
         asker = Asker(self._api, names[0], BUDGET_S)
-        tools = "--tool-call-parser" in plan.args
         drafts = "--speculative-config" in plan.args
         floor = plan.recipe.min_acceptance if plan.recipe else None
         return run_canary(
             asker,
             reports,
             references,
-            tools=tools,
+            tools=calls_tools(plan),
             drafts=drafts,
             # vLLM 0.32's engine ends on the CPU when top_k meets drafts (v1/sample/ops/topk_topp_sampler.py:533, without Triton).
             samples=not (drafts and plan.target.device == "cpu"),
@@ -155,6 +155,12 @@ def is_dummy(plan: Plan) -> bool:
     """Whether weights are made up, as for a benchmark."""
     found = plan.args.get("--load-format")
     return found is not None and found.value == "dummy"
+
+
+def calls_tools(plan: Plan) -> bool:
+    """Whether the model may call tools: vLLM 0.32 answers 400 to that unless both are set (renderers/online_renderer.py:264)."""
+    automatic = plan.args.get("--enable-auto-tool-choice")
+    return "--tool-call-parser" in plan.args and automatic is not None and automatic.value is True
 
 
 def read_reports(folder: Path) -> list[Mapping[str, Any]]:
@@ -199,13 +205,20 @@ def _unexpected(found: Deviation) -> NibbleError:
     return found.error("--linear-backend, --moe-backend and --attention-backend ask for a kernel by name")
 
 
-def _silence() -> NibbleError:
-    """Nobody told what ran: an installation without the plugin, or one that leaves it out."""
+def workers_here(plan: Plan) -> int:
+    """How many workers report on this machine, at least: Ray places them itself, and so may data parallelism."""
+    is_placed = plan.topology.mode == "ray" or "--data-parallel-size" in plan.args
+    return 1 if is_placed else plan.topology.ranks_here
+
+
+def _silence(reports: int, workers: int) -> NibbleError:
+    """Not everybody told what ran: an installation without the plugin, or one that leaves it out."""
     allowed = os.environ.get("VLLM_PLUGINS")
     action = "install the nibble-kernels of this nibble (`make setup` does, the image has it)"
     if allowed is not None and PLUGIN not in allowed.split(","):
         action = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-    what = "no worker told which kernels run"
+    who = f"only {reports} of {workers} workers" if reports else "no worker"
+    what = f"{who} told which kernels run"
     return NibbleError(
         ExitCode.CANARY, what, f"a report of vLLM's plugin {PLUGIN}", f"{action}; {STRICT_ACTION}"
     )

@@ -85,20 +85,29 @@ class Asker:
     def has_chat(self) -> bool:
         """Whether the model has a chat template."""
         body = {"model": self.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-        return self._call("/v1/chat/completions", body)[0] == 200
+        status, text = self._call("/v1/chat/completions", body)
+        if status >= 500:
+            raise _refused("/v1/chat/completions", status, text)
+        return status == 200
+
+    def metrics(self) -> str:
+        """What /metrics says."""
+        status, text = self._call("/metrics", None)
+        if status != 200:
+            raise _refused("/metrics", status, text)
+        return text.decode(errors="replace")
 
     def _choice(self, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         status, text = self._call(path, {"model": self.model, **body})
         if status != 200:
-            what = f"{path} was answered {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
-            raise Broken(what) if status >= 500 else NotCompared(what)
+            raise _refused(path, status, text)
         answer = json.loads(text)
         choice = answer["choices"][0]
         if "prompt_logprobs" not in choice:
             choice["prompt_logprobs"] = answer.get("prompt_logprobs")
         return choice, answer.get("prompt_token_ids") or []
 
-    def _call(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+    def _call(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise NotCompared("no time was left")
@@ -114,6 +123,11 @@ def _answer(
     best = tuple(number(top[0]) for top in tops)
     second = tuple(number(top[1]) if len(top) > 1 else -math.inf for top in tops)
     return Answer(text, tuple(prompt), tuple(ids), tuple(own), best, second)
+
+
+def _refused(path: str, status: int, text: bytes) -> Broken | NotCompared:
+    what = f"{path} was answered {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
+    return Broken(what) if status >= 500 else NotCompared(what)
 
 
 def number(value: Any) -> float:

@@ -57,11 +57,11 @@ def _differs_when_sampled(asker: Asker, greedy: Answer) -> str:
     )
 
 
-def first_difference(ids: Sequence[int], greedy: Answer) -> int | None:
+def first_difference(ids: Sequence[int], greedy: Answer, near_tie: float = NEAR_TIE) -> int | None:
     """Where other tokens begin; None where they do not, or begin at a near tie, after which texts may differ."""
     for place, (one, other) in enumerate(zip(ids, greedy.ids, strict=False)):
         if one != other:
-            return None if greedy.best[place] - greedy.runner_up[place] < NEAR_TIE else place
+            return None if greedy.best[place] - greedy.runner_up[place] < near_tie else place
     return None
 
 

@@ -40,9 +40,8 @@ def check_drafts(asker: Asker, floor: float | None) -> Finding:
 
 def counters(asker: Asker) -> dict[str, float]:
     """Drafted and accepted tokens of all engines so far."""
-    status, body = asker.api.call("/metrics")
     found: dict[str, float] = {}
-    for name, value in _COUNTERS.findall(body.decode(errors="replace")) if status == 200 else ():
+    for name, value in _COUNTERS.findall(asker.metrics()):
         found[name] = found.get(name, 0.0) + float(value)
     if len(found) < 2:
         raise NotCompared("/metrics has no counters of drafts")

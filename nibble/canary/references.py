@@ -122,13 +122,14 @@ def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
             f"the log-probs of {asked} and its answer are off by {mean:.3f} nats on average, at most {limit} is rounding",
             mean,
         )
-    return _wrong_answer(asked, case, now), mean
+    return _wrong_answer(asked, case, now, limit), mean
 
 
-def _wrong_answer(asked: str, case: Case, now: Answer) -> str:
+def _wrong_answer(asked: str, case: Case, now: Answer, limit: float) -> str:
     if problem := not_greedy(now):
         return f"{asked}: {problem}"
-    if first_difference(case.answer_ids, now) is not None:
+    # Two tokens, each off by `limit` in opposite directions, change places.
+    if first_difference(case.answer_ids, now, 2 * limit) is not None:
         return f"{asked} was answered {now.text!r}, recorded is {case.answer!r}"
     if now.ids == case.answer_ids and now.text != case.answer:
         return f"the recorded tokens of {asked} became {now.text!r}, recorded is {case.answer!r}: another tokenizer"

@@ -16,7 +16,7 @@ from nibble.canary.asking import Answer, Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
 from nibble.canary.drafts import check_drafts
-from nibble.canary.finding import NotCompared
+from nibble.canary.finding import Broken, NotCompared
 from nibble.canary.layers import activations_of, check_layers
 from nibble.canary.references import (
     FILE,
@@ -150,6 +150,14 @@ def test_what_is_not_as_recorded_fails(more: dict[str, Any], told: str) -> None:
     found = check_references(Scripted(**more), References((CASE,), "here"))
     assert found.verdict == "failed"
     assert told in found.detail
+
+
+def test_where_log_probs_may_differ_by_more_so_may_the_choice_between_two_tokens() -> None:
+    gap = 0.8  # nats between the two best tokens
+    other = Answer("ax", (1, 2), (3, 5), (-0.1, -0.5), (-0.1, -0.5), (-3.0, -0.5 - gap))
+    for limit, verdict in ((MEAN_LIMIT, "failed"), (0.6, "passed")):
+        references = References((CASE,), "here", mean_limit=limit)
+        assert check_references(Scripted(greedy=other), references).verdict == verdict
 
 
 def test_references_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -298,8 +306,28 @@ def test_a_server_that_fails_at_a_plain_request_fails_the_canary() -> None:
     Refusing((500, b"")).warm_up()  # a refusal is for later
     findings = run_canary(Refusing((500, b'{"error": "EngineCore encountered an issue"}')), [], drafts=True)
     asked = {found.mechanism: found for found in findings if found.mechanism != "layers"}
-    assert asked["consistency"].verdict == "failed"
+    assert {found.verdict for found in asked.values()} == {"failed"}
     assert "was answered 500" in asked["consistency"].detail and "EngineCore" in asked["consistency"].detail
+
+
+def test_a_chat_that_fails_is_no_missing_chat_template() -> None:
+    with pytest.raises(Broken, match="/v1/chat/completions was answered 500"):
+        Refusing((500, b"")).has_chat()
+    assert not Refusing((400, b'{"error": "no chat template"}')).has_chat()
+
+
+def test_counters_that_do_not_come_in_time_are_not_compared() -> None:
+    def call(path: str, body: Any = None, timeout_s: float = 5) -> tuple[int, bytes]:
+        raise TimeoutError
+
+    asker = Refusing((200, b""))
+    asker.api = SimpleNamespace(call=call)  # type: ignore[assignment]
+    (_, drafts, *_) = run_canary(asker, [], drafts=True)
+    assert (drafts.mechanism, drafts.verdict, drafts.detail) == (
+        "drafts",
+        "not compared",
+        "no answer in time",
+    )
 
 
 @pytest.mark.parametrize(

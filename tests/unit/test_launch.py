@@ -104,6 +104,7 @@ class Run:
             vllm_environ=dict,
             to_json=dict,
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
+            topology=SimpleNamespace(mode="machine", ranks_here=1),
         )
         sender = threading.Thread(target=self._send, args=(ports[1], signals, when_ready), daemon=True)
         sender.start()
@@ -358,6 +359,21 @@ def test_a_lost_process_of_vllms_that_leaves_the_rest_hanging_ends_it_with_10(
     assert re.search(r"still there 1 s later\); VLLM::Worker \(pid \d+\) ended first", told)
     code, told = run(behave=behave.format(in_flight=0), signals=((6.0, signal.SIGTERM),))
     assert code == 0  # vLLM says that it is healthy without it
+
+
+def test_a_process_that_ends_between_the_look_and_the_watch_is_lost_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        os.kill(pid, signal.SIGKILL)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(launch, "ENGINE_END_S", 0.5)
+    behave = 'running[0] = -1; subprocess.Popen(["VLLM::Worker", "300"], executable="/bin/sleep")'
+    code, told = run(behave=behave)
+    assert code == 10
+    assert re.search(r"VLLM::Worker \(pid \d+\) ended first", told)
 
 
 def test_a_signal_that_comes_just_before_a_wait_is_seen_within_a_second(

@@ -15,8 +15,11 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.readiness import Api
 
 
-def make(folder: Path, *reports: dict[str, Any], strict: str = "strict") -> tuple[proof.Proof, list[str]]:
-    planned = plan()
+def make(
+    folder: Path, *reports: dict[str, Any], strict: str = "strict", **args: Any
+) -> tuple[proof.Proof, list[str]]:
+    planned = plan(**args)
+    planned.topology.ranks_here = int(args.get("tensor_parallel_size", 1))
     planned.settings = SimpleNamespace(debug=False, kernel_assertion=strict, canary="off")
     found = proof.Proof(planned, folder / "proof", Api("127.0.0.1", 9, ""))
     for number, report in enumerate(reports):
@@ -63,6 +66,23 @@ def test_silence_of_an_installed_plugin_ends_the_start_and_that_of_none_is_a_war
                 run(made)
         else:
             assert "no worker told which kernels run" in run(made)[1][0]
+
+
+def test_a_worker_of_several_that_tells_nothing_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof.metadata, "entry_points", lambda **_: [1])
+    with pytest.raises(NibbleError, match="only 1 of 2 workers told which kernels run"):
+        run(make(tmp_path, {"ran": RAN}, tensor_parallel_size=2))
+    (tmp_path / "other").mkdir()
+    made = make(tmp_path / "other", {"ran": RAN}, tensor_parallel_size=2, data_parallel_size=2)
+    assert run(made)[0]["verdict"] == "passed"  # who places these is vLLM
+
+
+def test_a_tool_call_is_asked_for_where_vllm_would_answer_one() -> None:
+    assert proof.calls_tools(plan(tool_call_parser="hermes", enable_auto_tool_choice=True))
+    assert not proof.calls_tools(plan(tool_call_parser="hermes"))
+    assert not proof.calls_tools(plan(tool_call_parser="hermes", enable_auto_tool_choice=False))
 
 
 def test_a_model_the_plugin_does_not_know_is_told_and_ends_nothing(tmp_path: Path) -> None:

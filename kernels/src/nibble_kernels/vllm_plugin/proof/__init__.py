@@ -73,5 +73,8 @@ def write_report(worker: Any, folder: Path) -> None:
         return
     text = json.dumps(make_report(worker))
     scratch = folder / f".worker-{os.getpid()}"
-    scratch.write_text(text)
-    scratch.replace(folder / f"worker-{os.getpid()}.json")
+    try:
+        scratch.write_text(text)
+        scratch.replace(folder / f"worker-{os.getpid()}.json")
+    except OSError as error:
+        logger.warning("no report of what ran: %s cannot be written (%s)", folder, error.strerror)
