@@ -183,9 +183,16 @@ def registered(place: Place, model: str, control_port: int, drain_s: int) -> Ite
             raise _already(place) from None
         record = Record(os.getpid(), this_process(), place.port, control_port, drain_s, model, time.time())
         place.write(record)
-        yield lambda code: place.write(replace(record, exit_code=int(code)))
+        yield lambda code: note_end(place, code)
     finally:
         os.close(descriptor)
+
+
+def note_end(place: Place, code: int) -> None:
+    """Note this process's exit code, where it is the server in the background of that port."""
+    record = place.read()
+    if record is not None and record.pid == os.getpid():
+        place.write(replace(record, exit_code=int(code)))
 
 
 # --- nibble stop ---

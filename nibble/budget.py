@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nibble.checkpoint import Checkpoint, sequence_memory_bytes
-from nibble.hardware import Hardware
+from nibble.hardware import Gpu, Hardware
 from nibble.targets import Target
 
 GIB = 1 << 30
@@ -116,12 +116,18 @@ class DecodeBound:
         return asdict(self)
 
 
-def memory_bytes(target: Target, hardware: Hardware) -> tuple[int | None, int | None]:
-    """(total, available now) bytes of the memory weights live in."""
+def memory_bytes(
+    target: Target, hardware: Hardware, gpus: int | None = None
+) -> tuple[int | None, int | None]:
+    """(total, available now) bytes of the memory weights live in: of the fullest of the first `gpus` GPUs (None: of all)."""
     if is_shared(target) or not hardware.gpus:
         return hardware.memory_total_bytes, hardware.memory_available_bytes
-    smallest = min(hardware.gpus, key=lambda gpu: gpu.memory_bytes or 0)
-    return smallest.memory_bytes, smallest.memory_free_bytes or smallest.memory_bytes
+    fullest = min(hardware.gpus[:gpus], key=lambda gpu: _free_bytes(gpu) or 0)
+    return fullest.memory_bytes, _free_bytes(fullest)
+
+
+def _free_bytes(gpu: Gpu) -> int | None:
+    return gpu.memory_bytes if gpu.memory_free_bytes is None else gpu.memory_free_bytes
 
 
 def is_shared(target: Target) -> bool:
@@ -207,7 +213,7 @@ def make_budget(
     On a CPU all of this machine's ranks, those of `replicas` (data parallelism) too, share one memory, so what each takes
     counts that often.
     """
-    total, available = memory_bytes(target, hardware)
+    total, available = memory_bytes(target, hardware, ranks_here)
     kept, reason = reserve(target, hardware, reserve_bytes)
     ranks = ranks_here if target.memory.kind == "host" else 1
     weights = weights_bytes_per_gpu(checkpoint, gpus_per_model, replicas)

@@ -125,7 +125,7 @@ def _dropped(name: str, problem: str) -> str:
 
 
 def _kept(name: str, problem: str) -> str:
-    return f"warning: the cache entry {name} is damaged ({problem}) and another server uses it: `nibble cache verify`"
+    return f"warning: the cache entry {name} is damaged ({problem}) and stays: another server or user has it"
 
 
 def _make(folder: Path, key: CacheKey) -> None:
@@ -145,7 +145,10 @@ def _write_json(path: Path, data: Any) -> None:
 
 def entries(root: Path) -> list[Entry]:
     """All entries below `root`, the one used last first. A folder without a readable key is listed as unknown."""
-    found = [_entry(folder) for folder in _folders(root)]
+    found: list[Entry] = []
+    for folder in _folders(root):
+        with contextlib.suppress(FileNotFoundError):  # dropped meanwhile
+            found.append(_entry(folder))
     return sorted(found, key=lambda entry: -entry.last_used_s)
 
 
@@ -164,7 +167,7 @@ def _entry(folder: Path) -> Entry:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         kind, parts = "unknown", {}
         last_used_s = folder.stat().st_mtime
-    recorded = (folder / RECORD).exists()
+    recorded = os.path.exists(folder / RECORD)
     return Entry(folder, kind, parts, folder_bytes(folder), last_used_s, recorded, _is_held(folder))
 
 
@@ -181,8 +184,10 @@ def _exclusive(folder: Path) -> int | None:
     """The entry's lock for ourselves alone, or None where somebody holds it."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # no server has ever held it
+    except FileNotFoundError:  # no server has ever held it
         return os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:  # another user's: it may be held
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,6 +224,9 @@ def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
         known = _read_record(folder)
     except (ValueError, KeyError, TypeError, AttributeError):
         yield f"{RECORD} cannot be read"
+        return
+    except PermissionError as error:
+        yield f"{RECORD} cannot be read ({error.strerror})"
         return
     if known is None:
         return

@@ -55,7 +55,7 @@ class MemorySource:
         return Memory(total, available, limited_by, _stalled_percent(pressure))
 
     def kernel_kills(self) -> int:
-        """Processes the kernel's OOM killer has ended: in our limited cgroups where it counts there, else anywhere."""
+        """Processes the kernel's OOM killer has ended, in our limited cgroups and anywhere: only its growth says something."""
         counts = [count for cgroup in self._cgroups if (count := cgroup.kernel_kills()) is not None]
         return sum(counts) + (_counter(self._vmstat, rb"oom_kill") or 0)
 

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.api_key import KeyDecision, resolve_api_key
-from nibble.background import VARIABLE, Place, detach, registered
+from nibble.background import VARIABLE, Place, detach, note_end, registered
 from nibble.breaker import Breaker, Verdict, plan_key
 from nibble.cache_entries import Use
 from nibble.checkpoint import Checkpoint, read_checkpoint
@@ -35,7 +35,7 @@ from nibble.pull import OnProgress, Progress, as_lines, pull
 from nibble.pull_plan import plan_pull, refuse_what_does_not_fit
 from nibble.pull_progress import shown
 from nibble.recipes import load_recipe
-from nibble.settings import Settings, default_of
+from nibble.settings import default_of
 from nibble.start_times import StartTimes
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     if VARIABLE not in environ:
         return _serve(asked, lambda: None)
     code = int(ExitCode.INTERNAL)
-    with registered(place, str(settings.model), settings.control_port, settings.drain_seconds) as note_end:
+    with registered(place, str(settings.model), settings.control_port, settings.drain_seconds) as note:
         try:
             code = _serve(asked, place.log.keep_rotating)
         except NibbleError as error:
             code = int(error.code)
             raise
         finally:
-            note_end(code)
+            note(code)
     return code
 
 
@@ -237,7 +237,7 @@ def _on_disk(plan: Plan, asked: Asked) -> Plan:
     run_checks(
         plan, asked.accepted.environ
     )  # a port in use or a GPU that is not here costs no download either
-    with _download_phase(plan.settings) as on_progress:
+    with _download_phase(asked) as on_progress:
         fetch = _fetch(environ, on_progress)
         folder = fetch(str(plan.settings.model), plan.revision, load_format)
 
@@ -252,7 +252,7 @@ def _from_head(plan: Plan, asked: Asked) -> Plan:
     from nibble.cluster.files import fetch_from_head
 
     environ = hub_environ(asked)
-    with _download_phase(plan.settings):
+    with _download_phase(asked):
         folder = fetch_from_head(plan.settings, environ, str(plan.topology.head), say)
 
     def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
@@ -272,7 +272,7 @@ def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
 
 
 @contextmanager
-def _download_phase(settings: Settings) -> Iterator[OnProgress]:
+def _download_phase(asked: Asked) -> Iterator[OnProgress]:
     """/status and signals while the model comes down; the supervisor takes both over after that."""
     since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress("download", 0, 0)
     lines = as_lines(say)
@@ -287,19 +287,20 @@ def _download_phase(settings: Settings) -> Iterator[OnProgress]:
         found = {"state": "starting", "phase": step.stage, "progress": share, "detail": asdict(step)}
         return found | {"since": since, "pid": os.getpid()}
 
-    control = ControlServer(settings.control_port, status, lambda: False)
+    def stop(signum: int) -> None:
+        """Nothing is served yet, so a stop is a stop; threads of the download would hold up an ordinary exit."""
+        say("stopped while downloading; the next start goes on from here")
+        with suppress(OSError):
+            note_end(_place(asked), ExitCode.OK)
+        os._exit(ExitCode.OK)
+
+    control = ControlServer(asked.settings.control_port, status, lambda: False)
     control.start()
     try:
-        with stop_signals(_stop_download):
+        with stop_signals(stop):
             yield report
     finally:
         control.close()
-
-
-def _stop_download(signum: int) -> None:
-    """Nothing is served yet, so a stop is a stop; threads of the download would hold up an ordinary exit."""
-    say("stopped while downloading; the next start goes on from here")
-    os._exit(ExitCode.OK)
 
 
 def link_moe_configs(plan: Plan) -> None:

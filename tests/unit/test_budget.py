@@ -112,6 +112,17 @@ def test_a_discrete_gpu_keeps_its_fraction_and_vllm_sizes_the_kv_cache(plan: Any
     assert plan(busy, GPU_MEMORY_UTIL="0.5").args[UTILIZATION].value == 0.5
 
 
+def test_the_fullest_of_the_gpus_that_are_used_decides(plan: Any) -> None:
+    def gpus(*free_gib: int) -> Hardware:
+        each = (replace(H200.gpus[0], index=i, memory_free_bytes=gib * GIB) for i, gib in enumerate(free_gib))
+        return replace(H200, gpus=tuple(each))
+
+    both = "TENSOR_PARALLEL_SIZE"
+    assert plan(gpus(139, 100), **{both: "2"}).args[UTILIZATION].value == 0.7
+    assert UTILIZATION not in plan(gpus(139, 100), **{both: "1"}).args
+    assert plan(gpus(0), **{both: "1"}).budget.available_bytes == 0
+
+
 def test_the_kv_cache_is_what_all_sequences_need_and_no_more(plan: Any) -> None:
     for sequences in ("2", "4"):
         found = plan(SPARK, MAX_NUM_SEQS=sequences, MAX_MODEL_LEN="1048576")

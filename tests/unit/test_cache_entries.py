@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from other_users import open_to_others
 
 from nibble.cache_entries import Entry, Use, damage, drop, entries, to_prune
 from nibble.cache_keys import CacheKey, CachePlan
@@ -174,6 +175,25 @@ def test_an_entry_that_a_server_holds_is_neither_dropped_nor_pruned(tmp_path: Pa
         other.communicate("")
     assert not entries(root)[0].is_used
     assert drop(found[0].folder) and not found[0].folder.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_users_entries_are_listed_as_in_use_and_stop_nothing(tmp_path: Path) -> None:
+    keys = (CacheKey("kernels", {"build": "b1"}), CacheKey("graphs", {"build": "b1"}))
+    caches, lines = CachePlan(tmp_path / "engine", keys), list[str]()
+    folder = served(caches, lines)
+    (folder / "lock").chmod(0o600)
+    caches.folder("kernels").chmod(0o700)
+    open_to_others(tmp_path)
+    code = (
+        "import os, sys; from pathlib import Path; from nibble.cache_entries import entries, damage\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "found = entries(Path(sys.argv[1])); print([e.is_used for e in found], *(list(damage(e.folder)) for e in found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, caches.root], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("[True, True]") and "Permission denied" in done.stdout
 
 
 def entry(name: str, days: float, size: int = 10, build: str = "b1", used: bool = False) -> Entry:

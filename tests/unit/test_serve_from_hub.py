@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hub import GOOD_TOKEN, Hub
-from tiny_model import write_model
+from tiny_model import QWEN3, write_model
 
 from nibble import serve as serve_module
+from nibble.breaker import Breaker, plan_key
 from nibble.errors import ExitCode, NibbleError
+from nibble.paths import cache_dir
 from nibble.plan import Plan
 
 
@@ -113,3 +118,46 @@ def test_with_json_the_first_line_on_stdout_is_the_plan_and_where_to_follow_it(
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert first["status"] == f"http://127.0.0.1:{environ['NIBBLE_CONTROL_PORT']}/status"
     assert first["plan"] == json.loads(json.dumps(started[0][0].to_json(), default=str))
+
+
+def test_a_held_start_looks_at_the_checkpoint_again_when_it_is_released(
+    environ, started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "mine")
+    assert serve_module.serve([str(model)], environ) == 0
+    breaker = Breaker(record_of(started[0][0], environ), "mine", print)
+    for _ in range(3):
+        breaker.begin()
+        breaker.end(NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself"))
+
+    def hold(*_: object) -> bool:
+        weights = model / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100])
+        return True
+
+    monkeypatch.setattr(serve_module, "hold", hold)
+    with pytest.raises(NibbleError) as caught:
+        serve_module.serve([str(model)], environ)
+    assert caught.value.code is ExitCode.MODEL and "model.safetensors" in caught.value.line()
+    assert len(started) == 1
+
+
+def record_of(plan: Plan, environ: dict[str, str]) -> Path:
+    return cache_dir(environ) / "crash-loop" / f"{plan_key(plan)}.json"
+
+
+def test_a_server_in_the_background_that_is_stopped_while_it_downloads_ended_as_asked(
+    hub: Hub, environ, tmp_path: Path
+) -> None:
+    large = write_model(tmp_path / "large", QWEN3 | {"vocab_size": 4096})
+    hub.add("acme/large", large, faults={"model.safetensors": "stall"})
+    environ |= {"PATH": os.environ["PATH"], "NIBBLE_CACHE_DIR": str(tmp_path / "nibble")}
+
+    def nibble(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "nibble", *words]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+
+    begun = nibble("serve", "--detach", "acme/large")
+    assert begun.returncode == 0, begun.stderr
+    stopped = nibble("stop")
+    assert (stopped.returncode, "ended with code 0" in stopped.stderr + stopped.stdout) == (0, True)
