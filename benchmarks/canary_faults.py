@@ -64,12 +64,16 @@ def main() -> int:
         "commit": asked.commit or git_commit(),
     }
     data |= {"machine": machine(), "cases": {}}
+    out = asked.out or ROOT / "benchmarks" / "results" / "canary_faults.json"
     with tempfile.TemporaryDirectory(prefix="nibble-faults-") as scratch:
         for name in asked.case or CASES:
-            data["cases"][name] = run_case(name, Path(scratch) / name, not hardware.gpus)
-            print(json.dumps({name: data["cases"][name]}, indent=1), flush=True)
-    out = asked.out or ROOT / "benchmarks" / "results" / "canary_faults.json"
-    out.write_text(json.dumps(data, indent=1) + "\n")
+            try:
+                found = run_case(name, Path(scratch) / name, not hardware.gpus)
+            except NotReady as error:
+                found = {"as_promised": False, "not_ready": str(error)}
+            data["cases"][name] = found
+            print(json.dumps({name: found}, indent=1), flush=True)
+            out.write_text(json.dumps(data, indent=1) + "\n")  # after each case: a lease may end
     print(f"written: {out}")
     return 0 if all(case["as_promised"] for case in data["cases"].values()) else 1
 
@@ -120,11 +124,14 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
         print(server.err.read_text(errors="replace")[-2000:], file=sys.stderr)
 
 
+class NotReady(Exception):
+    """A server that ended or took too long, with the end of its log."""
+
+
 def wait_until_ready(server: Server) -> None:
-    """Exits with its log where it ends or takes too long."""
     while not server.is_ready():
         if server.process.poll() is not None or time.monotonic() - server.started > READY_S:
-            sys.exit(f"not ready: {server.log()[-6000:]}")
+            raise NotReady(server.log()[-6000:])
         time.sleep(0.5)
 
 

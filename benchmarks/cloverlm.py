@@ -52,9 +52,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         folder, more = options.measure
-        found = measure(folder, json.loads(more), options.tokens, options.sequences)
-        print("RESULT " + json.dumps(found))
+        print("RESULT " + json.dumps(measure(folder, json.loads(more), options.tokens, options.sequences)))
         return
+    found = {
+        "machine": machine(),
+        "blocks": options.blocks,
+        "tokens": options.tokens,
+        "sequences": options.sequences,
+    }
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in options.only:
@@ -62,17 +67,10 @@ def main() -> None:
             model = write(Path(folder) / form, form, options.blocks, options.device)
             results[way] = in_a_process(model, more, options.tokens, options.sequences)
             print(f"{way:14} {json.dumps(results[way])}", flush=True)
+            if options.out:  # after each way: a lease may end
+                options.out.write_text(json.dumps(found | {"ways": results}, indent=2) + "\n")
             if form == "bf16":
                 shutil.rmtree(model)  # 8.3 GB
-    found = {
-        "machine": machine(),
-        "blocks": options.blocks,
-        "tokens": options.tokens,
-        "sequences": options.sequences,
-        "ways": results,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def write(folder: Path, form: str, blocks: int, device: str) -> Path:

@@ -70,27 +70,30 @@ def main() -> int:
         logs = options.logs or Path(scratch) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         read_once(model)
-        described = describe_model(model)
-        starts = [
-            Start(side, model, flags, Path(scratch) / side, logs / f"{side}{number + 1}.log").measure()
-            for number in range(1 + options.later)
-            for side in (("vllm", "nibble") if number % 2 == 0 else ("nibble", "vllm"))
-        ]
-    result = {
-        "what": "seconds from exec to the first answered request of one token, and by phase",
-        "command": " ".join(["python", "benchmarks/start_time.py", *words]),
-        "commit": options.commit or git_commit(),
-        "model": described,
-        "machine": machine(),
-        "summary": summary(starts),
-        "goals": GOALS,
-        "starts": starts,
-    }
-    target = next((start["target"] for start in starts if start.get("target")), "unknown")
-    out = options.out or ROOT / "benchmarks" / "results" / f"start_time_{target}.json"
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["summary"], indent=2))
+        result = {
+            "what": "seconds from exec to the first answered request of one token, and by phase",
+            "command": " ".join(["python", "benchmarks/start_time.py", *words]),
+            "commit": options.commit or git_commit(),
+            "model": describe_model(model),
+            "machine": machine(),
+            "goals": GOALS,
+        }
+        starts: list[dict[str, Any]] = []
+        for number in range(1 + options.later):
+            for side in ("vllm", "nibble") if number % 2 == 0 else ("nibble", "vllm"):
+                log = logs / f"{side}{number + 1}.log"
+                starts.append(Start(side, model, flags, Path(scratch) / side, log).measure())
+                write(result | {"summary": summary(starts), "starts": starts}, options.out)
+    print(json.dumps(summary(starts), indent=2))
     return 1 if any(start["seconds"] is None for start in starts) else 0
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """After each start: a lease may end. Without `out` nibble's first start names the target."""
+    target = next((start["target"] for start in result["starts"] if start["target"]), None)
+    if out or target:
+        out = out or ROOT / "benchmarks" / "results" / f"start_time_{target}.json"
+        out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def write_8b(folder: Path) -> Path:

@@ -18,7 +18,7 @@ E2M1_MIDPOINTS = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2
 def fake_nvfp4(x: Tensor) -> Tensor:
     """Round `x` [..., K], K % 16 == 0, to NVFP4 and back, in float32, scaled by the tensor's own maximum.
 
-    Ties go away from even here; they have measure zero for what this is used for.
+    Ties go towards zero here, not to even; they have measure zero for what this is used for.
     """
     groups = x.detach().float().unflatten(-1, (-1, GROUP_SIZE))
     amax = groups.abs().amax(-1, keepdim=True)
@@ -72,7 +72,8 @@ def nvfp4_activations(model: nn.Module) -> Iterator[None]:
 
     def round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = args
-        return (x + (fake_nvfp4(x).to(x.dtype) - x).detach(), *others)
+        # What is added is zero, and has the gradient of x: a sum of x and the difference would be rounded once more.
+        return (fake_nvfp4(x).to(x.dtype) + (x - x.detach()), *others)
 
     hooks = [layer.register_forward_pre_hook(round_input) for layer in (*linears(model), *experts(model))]
     try:

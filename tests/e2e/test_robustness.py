@@ -21,6 +21,8 @@ from malformed import NOT_HTTP, Malformed, malformed
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
+from nibble.hardware import detect
+
 pytestmark = pytest.mark.vllm
 RUNNING, STREAMS = 32, 64  # half of the streams wait when the signal comes
 FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", str(RUNNING))
@@ -31,6 +33,9 @@ NO_OBJECT = b'"structured_outputs": 1'
 
 @pytest.fixture(scope="module")
 def model() -> Path:
+    """With more layers on a GPU, where a stream of the other would be over before anything happened to it."""
+    if detect().gpus:
+        return make_slow_model(ROOT / ".cache" / "slow_model_gpu", layers=48)
     return make_slow_model(ROOT / ".cache" / "slow_model")
 
 

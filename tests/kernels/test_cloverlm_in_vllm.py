@@ -48,7 +48,8 @@ FLOAT32_RMS = 2e-6
 
 def in_vllm(installed: Path, folder: Path, requests: list[dict[str, Any]], **environ: str) -> list[Any]:
     """For each request, batch and prompt the log-probabilities, float64 [positions, vocabulary]."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(installed), **environ}
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, **environ}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
         input=json.dumps(requests),

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import types
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def become(
     default = DEVICES[capability]
     machine = Machine(capability, name or default[0], sm_count or default[1], int(memory_bytes or default[2]))
     scratch = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
+    # At the end of this process alone, also of one that multiprocessing made, which leaves out atexit's.
+    Finalize(None, shutil.rmtree, (scratch, True), exitpriority=1)
     _toolchain(scratch, nvcc, ninja)
     _packages(scratch, cubin, jit_cache)
     _network(online)
