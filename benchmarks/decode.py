@@ -5,7 +5,7 @@
 The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
 of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy,
-the best of four. --profile counts the time of each kernel over the steps of one more run.
+the best of four. --profile counts the time of each kernel over the steps of one more run, for the first three batches.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nibble, 8 MiB ahead": ({}, OURS | {"prefetch_mib": 8}),
     "nibble, 16 MiB ahead": ({}, OURS | {"prefetch_mib": 16}),
     "nibble, 24 MiB ahead": ({}, OURS | {"prefetch_mib": 24}),
+    "nibble, 8 splits": ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}}, OURS),
+    "nibble, FlashAttention 2": ({"attention_config": {"flash_attn_version": 2}}, OURS),
+    "nibble, Triton attention": ({"attention_config": {"backend": "TRITON_ATTN"}}, OURS),
+    "nibble, FlashInfer": ({"attention_config": {"backend": "FLASHINFER"}}, OURS),
     "nibble, experts too": ({}, OURS | {"moe_kernel": "nibble"}),
     "stock, NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
     "nibble, NVFP4 head": ({}, OURS | {"quantize_lm_head": "nvfp4"}),
@@ -87,7 +91,9 @@ def main() -> None:
             print(way, batch, results[way][str(batch)], flush=True)
     for way, worker in workers.items():
         if options.profile:
-            results[way]["profile"] = ask(worker, {"batch": 1, "profile": True})
+            results[way]["profile"] = {
+                str(batch): ask(worker, {"batch": batch, "profile": True}) for batch in options.batches[:3]
+            }
         if worker.stdin:
             worker.stdin.close()
         worker.wait()

@@ -43,7 +43,8 @@ void run_cluster(uint32_t cluster, uint32_t clusters, const Problem& problem, F&
 template <class T, class Operand, class Form>
 void run(const Problem& problem, uint32_t clusters) {
   for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
-    const Share share = share_of(problem.groups, cluster, clusters, problem.groups / clusters);
+    const uint32_t strips = Form::strips(problem.groups);
+    const Share share = share_of(strips, cluster, clusters, strips / clusters);
     run_cluster<Form>(cluster, clusters, problem,
                       [&](uint4* memory) { Multiplier<T, Operand, Form>(problem, share, memory).run(); });
   }

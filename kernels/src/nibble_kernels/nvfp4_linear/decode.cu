@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     extern __shared__ uint4 shared[];
     const uint32_t clusters = gridDim.x / problem.ranks;
     const Share share =
-        share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
+        share_of(problem.strips, blockIdx.x / problem.ranks, clusters, problem.strips_per_cluster);
     Multiplier<T, Operand, Form>(problem, share, shared).run();
   }
 }
@@ -61,13 +61,14 @@ template <class Form>
 float cost(const Problem& p, const Division& division, uint32_t tokens) {
   constexpr float kWeightBytes = 28, kXBytes = 33;                        // a nanosecond
   constexpr float kClusterRound = 900, kBlockRound = 300, kPhase = 1500;  // nanoseconds
-  const uint32_t groups = quotient_up(p.groups, division.clusters),
+  const uint32_t strips = quotient_up(Form::strips(p.groups), division.clusters),
                  chunks = quotient_up(p.chunks, division.ranks);
-  const uint32_t batches = quotient_up(groups, Form::kGroupsPerRound),
+  const uint32_t batches = quotient_up(strips, Form::kStripsPerRound),
                  phases = quotient_up(chunks, division.chunks_per_phase);
   const float x = static_cast<float>(chunks * kChunk * 2 * tokens) / kXBytes;
-  return static_cast<float>(groups * chunks * kTileBytes) / kWeightBytes + x * (phases > 1 ? batches : 1) +
-         batches * (division.ranks > 1 ? kClusterRound : kBlockRound) + (phases - 1) * batches * kPhase;
+  return static_cast<float>(strips * chunks * Form::kStageBytes) / kWeightBytes +
+         x * (phases > 1 ? batches : 1) + batches * (division.ranks > 1 ? kClusterRound : kBlockRound) +
+         (phases - 1) * batches * kPhase;
 }
 
 // `tokens`: as many as x is given room for. The division decides the order of additions and must not depend
@@ -81,7 +82,7 @@ Division division_of(const Run& run, uint32_t tokens) {
     const uint32_t clusters = clusters_at_a_time<T, Operand, Form>(ranks, run.device);
     if (clusters == 0 || ranks > p.chunks) continue;
     const uint32_t chunks = quotient_up(p.chunks, ranks);
-    Division division{ranks, std::min(clusters, p.groups),
+    Division division{ranks, std::min(clusters, Form::strips(p.groups)),
                       chunks_per_phase<Form>(chunks, tokens, run.device)};
     if (!run.division.empty())
       division.chunks_per_phase =
@@ -98,7 +99,8 @@ void multiply_some(Run& run, uint32_t tokens) {
   const Division division = division_of<T, Operand, Form>(run, tokens);
   p.ranks = division.ranks;
   p.chunks_per_phase = division.chunks_per_phase;
-  p.groups_per_cluster = p.groups / division.clusters;
+  p.strips = Form::strips(p.groups);
+  p.strips_per_cluster = p.strips / division.clusters;
   const bool totals = p.ranks > 1 || p.chunks_per_phase < p.chunks;
   uint32_t bytes = Form::shared_bytes(p.chunks_per_phase, p.tokens, totals);
   // Two blocks of a cluster on one multiprocessor would leave another idle.

@@ -5,8 +5,7 @@ lane of a warp has 32 columns of row r and of row r + N / 2, as 16 bytes of code
 codes[group, chunk, half, lane] are those of row 8 group + lane // 4 of the half, columns 128 chunk + 32 (lane % 4) and up.
 
 "Native" codes lie in their words as in the checkpoint, for instructions that convert E2M1 and for float16. Shifted ones lie so
-that few shifts bring them to a bfloat16's place: even columns in a word's lower half, odd ones in its upper half, each pair's
-signs and magnitudes where SIGN_BITS and MAGNITUDE_BITS say.
+that few operations bring them to a bfloat16's place (`BfloatOperand`, mma_operand.cuh): each pair of columns where PAIR_BITS says.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ QUARTERS = 4  # of a chunk: a lane has the columns of one
 CHUNK_BLOCKS = 8
 ONE = 0x38  # 1.0 as E4M3
 SIGN = 0x80
-SIGN_BITS, MAGNITUDE_BITS = (15, 12, 14, 13), (6, 3, 0, 9)  # of pairs 0 to 3, in half a word
+# Where the four bits of a code lie, the least significant first, of the even column of pairs 0 to 3. Those of the odd one lie 16
+# bits further on, around the word's end.
+PAIR_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (29, 30, 26, 27))
 
 
 class PreparedWeight(NamedTuple):
@@ -87,25 +88,25 @@ def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]
 def _shifted(codes: Tensor) -> Tensor:
     words = codes.view(torch.int32)
     shifted = torch.zeros_like(words)
-    for column, sign, magnitude in _places():
-        code = words >> 4 * column
-        shifted |= (code & 7) << magnitude | (code >> 3 & 1) << sign
+    for bit, place in _places():
+        shifted |= (words >> bit & 1) << place
     return shifted.view(torch.uint8)
 
 
 def _shifted_back(codes: Tensor) -> Tensor:
     words = codes.view(torch.int32)
     native = torch.zeros_like(words)
-    for column, sign, magnitude in _places():
-        native |= ((words >> magnitude & 7) | (words >> sign & 1) << 3) << 4 * column
+    for bit, place in _places():
+        native |= (words >> place & 1) << bit
     return native.view(torch.uint8)
 
 
-def _places() -> list[tuple[int, int, int]]:
-    """Of each of a word's columns: the bits where its sign and its magnitude begin."""
+def _places() -> list[tuple[int, int]]:
+    """Of each bit of a word of native codes: where it lies in a word of shifted ones."""
     return [
-        (column, SIGN_BITS[column // 2] + column % 2 * 16, MAGNITUDE_BITS[column // 2] + column % 2 * 16)
+        (4 * column + bit, (place + column % 2 * 16) % 32)
         for column in range(8)
+        for bit, place in enumerate(PAIR_BITS[column // 2])
     ]
 
 

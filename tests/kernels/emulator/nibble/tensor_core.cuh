@@ -208,6 +208,11 @@ inline void mma_halves(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
 }
 
 inline float reciprocal(float x) { return 1.0f / x; }
+inline uint32_t turn_left(uint32_t bits, int by) { return std::rotl(bits, by); }
+template <uint32_t Each, class T>
+const T* element(const T* begin, uint32_t index) {
+  return begin + size_t{index} * Each;
+}
 
 using SharedPlace = uint8_t*;
 inline SharedPlace shared_place(uint8_t* pointer) { return pointer; }

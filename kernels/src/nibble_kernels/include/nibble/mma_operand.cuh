@@ -26,14 +26,16 @@ struct BfloatOperand {
   static constexpr float kUnit = 0x1p7f;
   static constexpr bool kAnyRange = true;  // activations keep their exponents
 
-  // Codes lie so that few operations bring them to a bfloat16's place, where a code without its sign is
-  // 2^-126 of its value, 0.5 as a subnormal number.
+  // A code without its sign is 2^-126 of its value in a bfloat16's place, 0.5 as a subnormal number. Codes
+  // lie so that eight operations bring a word's there: three pairs by turning the word, the last by a product
+  // whose summands share no bit.
   static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pairs)[4]) {
-    constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x01c001c0;
-    pairs[0] = codes & (kSigns | kMagnitudes);
-    pairs[1] = codes << 3 & (kSigns | kMagnitudes);
-    pairs[2] = (codes << 1 & kSigns) | (codes << 6 & kMagnitudes);
-    pairs[3] = (codes << 2 & kSigns) | (codes >> 3 & kMagnitudes);
+    constexpr uint32_t kPlaces = 0x81c081c0, kRest = 0x001b001b, kSpread = 1 << 3 | 1 << 8 | 1 << 14;
+    const uint32_t turned = instruction::turn_left(codes, 6);
+    pairs[0] = codes & kPlaces;
+    pairs[1] = codes << 3 & kPlaces;
+    pairs[2] = turned & kPlaces;
+    pairs[3] = (turned & kRest) * kSpread & kPlaces;
   }
 
   // Times 2^119: f16 and bfloat16 differ by three mantissa bits and the bias of the exponent.

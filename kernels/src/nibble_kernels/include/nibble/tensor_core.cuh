@@ -32,6 +32,13 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return product;
 }
 
+// Written out, since the compiler would see that a mask needs no more than a shift, and make both.
+__device__ __forceinline__ uint32_t turn_left(uint32_t bits, uint32_t by) {
+  uint32_t turned;
+  asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(turned) : "r"(bits), "r"(by));
+  return turned;
+}
+
 __device__ __forceinline__ float reciprocal(float x) {  // within 2^-23
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -63,6 +70,14 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(address));
   return value;
+}
+
+// &begin[index * Each], in one instruction.
+template <uint32_t Each, class T>
+__device__ __forceinline__ const T* element(const T* begin, uint32_t index) {
+  const T* place;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(place) : "r"(index), "n"(Each * sizeof(T)), "l"(begin));
+  return place;
 }
 
 // A place in shared memory, as a number of its own: loads need no more than that.

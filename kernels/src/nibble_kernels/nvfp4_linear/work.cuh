@@ -1,0 +1,162 @@
+// The work of the decode kernel (decode.cuh) and how thread blocks and warps share it.
+#pragma once
+
+#include <algorithm>
+
+#include "nibble/mma_operand.cuh"
+
+namespace nibble::decode {
+
+constexpr uint32_t kChunk = 128;  // columns of a tile
+constexpr uint32_t kGroup = 8;  // rows of the weight's upper half in a group; as many of the lower half join
+constexpr uint32_t kTokenGroup = 8;  // tokens side by side in a tensor core instruction
+constexpr uint32_t kLanes = 32;
+constexpr uint32_t kPieces = 4;    // 16 bytes of x for each of a weight's four words in a lane
+constexpr uint32_t kQuarters = 4;  // of a chunk: a lane has the columns of one
+constexpr uint32_t kItems =
+    kGroup * kTokenGroup;  // pairs of outputs (r, r + N / 2) of a group and a token group
+constexpr uint32_t kTileBytes = 2 * kGroup * kChunk * 9 / 16;
+constexpr uint32_t kPiece = 16384;  // bytes of the next weight, of whose beginning the second cache is asked
+
+struct Problem {
+  const uint4* x;          // [tokens, columns]
+  const uint4* codes;      // [groups, chunks, 2, 32]: weight.py
+  const uint32_t* scales;  // [groups, chunks, 32]
+  const float* column_scale;
+  const void* bias;
+  const void* residual;
+  void* out;
+  float upper_global_scale, lower_global_scale;  // of rows below N / 2 and of the others
+  uint32_t tokens, outputs, columns, chunks, groups;
+  uint32_t ranks;                                         // thread blocks of a cluster
+  uint32_t chunks_per_phase, strips, strips_per_cluster;  // of the smaller share
+  bool silu_mul;
+  const uint8_t* next;  // the weight of the next product, in pieces
+  uint32_t next_pieces, next_bytes;
+};
+
+// kGroups: groups whose tiles of the same columns a warp multiplies together, a strip. kDepth: of these
+// tiles, how many a warp has under way. kStripsPerRound: strips whose sums meet at a time.
+template <bool Small, uint32_t TokenGroups, uint32_t Groups, uint32_t Warps, uint32_t Depth,
+          uint32_t StripsPerRound>
+struct Form {
+  static constexpr bool kSmall = Small;  // for GPUs with little shared memory
+  static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
+  static constexpr uint32_t kGroups = Groups;
+  static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
+  static constexpr uint32_t kStripsPerRound = StripsPerRound;
+  static constexpr uint32_t kBlocks =
+      TokenGroups == 1 ? 2 : 1;  // of a multiprocessor: the next kernel's, too
+  static constexpr uint32_t kSums =
+      Groups * TokenGroups * 2 * kItems;                      // of a strip, or of a warp's part of it
+  static constexpr uint32_t kSlots = Warps + StripsPerRound;  // parts of strips in a round
+  static constexpr uint32_t kStageBytes = Groups * kTileBytes;
+  static constexpr uint32_t kRingBytes = Warps * Depth * kStageBytes;
+  static constexpr uint32_t kSlotBytes = kSlots * kSums * sizeof(float);
+  static constexpr uint32_t kTotalBytes = StripsPerRound * kSums * sizeof(float);
+  static constexpr uint32_t kEndBytes = StripsPerRound * 2 * sizeof(uint32_t);
+  static constexpr uint32_t kRangeBytes = kTokens * sizeof(uint32_t);
+
+  // Rows that x has in shared memory. As many as the form takes, where that gives their places constant
+  // distances; nobody looks at the sums of those past the last token.
+  static constexpr uint32_t x_rows(uint32_t tokens) { return TokenGroups == 1 ? tokens : kTokens; }
+  static constexpr uint32_t strips(uint32_t groups) { return (groups + Groups - 1) / Groups; }
+
+  // With `totals` where a block's sums of a round are not yet the result.
+  static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool totals) {
+    return kRingBytes + kSlotBytes + kEndBytes + kRangeBytes + chunks * x_rows(tokens) * kChunk * 2 +
+           (totals ? kTotalBytes : 0);
+  }
+};
+
+// How many tokens a launch takes, and the warps for them. On SM12x a thread block has 99 KB of shared memory
+// and less bandwidth to keep busy: fewer warps, and more of x at a time.
+struct LargeForms {
+  using Few = Form<false, 1, 1, 16, 3, 32>;
+  using Some = Form<false, 2, 1, 16, 2, 16>;
+  using Many = Form<false, 4, 2, 8, 3, 4>;
+};
+struct SmallForms {
+  using Few = Form<true, 1, 1, 8, 3, 16>;
+  using Some = Form<true, 2, 1, 8, 3, 8>;
+  using Many = Form<true, 4, 1, 8, 2, 4>;
+};
+
+constexpr uint32_t kLeastSharedBytes = 99 * 1024;
+static_assert(SmallForms::Few::shared_bytes(24, SmallForms::Few::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallForms::Some::shared_bytes(11, SmallForms::Some::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallForms::Many::shared_bytes(6, SmallForms::Many::kTokens, true) <= kLeastSharedBytes);
+
+// Whether the target that is compiled for launches a form; the others' kernels are empty.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <class Form>
+constexpr bool kIsLaunched = Form::kSmall;
+#elif defined(__CUDA_ARCH__)
+template <class Form>
+constexpr bool kIsLaunched = !Form::kSmall;
+#else
+template <class Form>
+constexpr bool kIsLaunched = true;
+#endif
+
+// Strips of a thread block.
+struct Share {
+  uint32_t first_strip, strips;
+};
+
+// One of `parts` nearly equal shares, of which `base` strips is the smaller.
+__device__ __forceinline__ Share share_of(uint32_t strips, uint32_t part, uint32_t parts, uint32_t base) {
+  const uint32_t larger = strips - base * parts;
+  return {part * base + min(part, larger), base + (part < larger)};
+}
+
+// n / d for n < 2^21, without the thirty instructions of an integer division: the exact quotient of n + 1/2
+// is further from an integer than what is computed is from it.
+__device__ __forceinline__ uint32_t quotient(uint32_t n, uint32_t d) {
+  return static_cast<uint32_t>((static_cast<float>(n) + 0.5f) *
+                               instruction::reciprocal(static_cast<float>(d)));
+}
+
+// The tiles whose sums meet: some strips by the columns of a phase.
+struct Round {
+  uint32_t first_strip, strips, first_chunk, chunks;
+};
+
+// The rounds of a thread block: phase after phase of some strips, then those of others.
+template <class Form>
+struct Rounds {
+  const Share share;
+  const uint32_t begin, end, chunks_per_phase;  // chunks of this block
+  const uint32_t batches = (share.strips + Form::kStripsPerRound - 1) / Form::kStripsPerRound;
+  const uint32_t batch_base = batches == 1 ? share.strips : quotient(share.strips, batches);
+
+  __device__ __forceinline__ Rounds(const Problem& p, const Share& share, uint32_t rank)
+      : share(share),
+        begin(rank * p.chunks / p.ranks),
+        end((rank + 1) * p.chunks / p.ranks),
+        chunks_per_phase(p.chunks_per_phase) {}
+
+  __device__ __forceinline__ bool one_phase() const { return chunks_per_phase >= end - begin; }
+
+  __device__ __forceinline__ Round of(uint32_t batch, uint32_t first_chunk) const {
+    const Share strips = share_of(share.strips, batch, batches, batch_base);
+    return {share.first_strip + strips.first_strip, strips.strips, first_chunk,
+            min(chunks_per_phase, end - first_chunk)};
+  }
+  // Goes on to the next round; false after the last.
+  __device__ __forceinline__ bool advance(uint32_t& batch, uint32_t& first_chunk) const {
+    first_chunk += chunks_per_phase;
+    if (first_chunk < end) return true;
+    first_chunk = begin;
+    return ++batch < batches;
+  }
+};
+
+// Warps share the steps of a round, a strip's tiles of the same columns each: those of strip 0, then those of
+// strip 1 ... This is the first of a warp.
+template <class Form>
+__device__ __forceinline__ uint32_t first_step(const Round& round, uint32_t warp) {
+  return warp * (round.strips * round.chunks) / Form::kWarps;
+}
+
+}  // namespace nibble::decode
