@@ -64,7 +64,8 @@ def _caller(asked: Asked) -> Caller:
     token = members_token(settings, environ, "asking the cluster")
     head = settings.head_ip or node_address(settings, None)
     address = node_address(settings, settings.head_ip)
-    return Caller(head, token, {**network_environ(address, find_interface(settings, address), ()), **environ})
+    interface = find_interface(settings.cluster_interface, address)
+    return Caller(head, token, {**network_environ(address, interface, ()), **environ})
 
 
 def _ask(caller: Caller) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent
@@ -46,10 +46,9 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
     member.beat()
     refuse(member)
     say(f"rank {rank} of {plan.topology.nodes} at {place.address} ({place.interface}), head {head}")
-    child = {**{name: value for name, value in place.environ.items() if name not in environ}, **environ}
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
-        node = _Headless(plan, member, plan.vllm_environ(child), events, say)
+        node = _Headless(plan, member, lambda: plan.vllm_environ(place.environ), events, say)
         control = ControlServer(settings.control_port, node.status, node.is_ready)
         control.start()
         try:
@@ -68,7 +67,7 @@ class _Headless:
         self,
         plan: Plan,
         member: Member,
-        environ: Mapping[str, str],
+        environ: Callable[[], Mapping[str, str]],
         events: queue.SimpleQueue[Event],
         say: Say,
     ) -> None:
@@ -145,7 +144,7 @@ class _Headless:
                 self._events.get_nowait()
             except queue.Empty:
                 break
-        self._engine = Engine(self._plan.argv(), self._environ, self._events)
+        self._engine = Engine(self._plan.argv(), self._environ(), self._events)
         self._engine.start_reading(_pass_through, self._errors.feed)
 
     def _take_part(self) -> bool:

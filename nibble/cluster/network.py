@@ -112,10 +112,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def find_interface(settings: Settings, address: str) -> str:
-    """The interface of the cluster's traffic. Raises CLUSTER where none has `address`."""
-    if settings.cluster_interface:
-        return settings.cluster_interface
+def find_interface(asked: str | None, address: str) -> str:
+    """The interface of the cluster's traffic: the one that was asked for, else that of `address`. Raises CLUSTER for none."""
+    if asked:
+        return asked
     found = interface_of(address)
     if found is None:
         what = f"no network interface here has the address {address}"

@@ -21,11 +21,25 @@ REACH_S = 3.0
 
 @dataclass(frozen=True)
 class Place:
-    """This node in the network. `environ` is what vLLM, Gloo and NCCL need there; the user's own values win."""
+    """This node in the network. A network that was away may come back as another interface, so that is looked for each time.
+
+    `asked_interface` is the user's (None: the one that has `address`), `given` the user's environment.
+    """
 
     address: str
-    interface: str
-    environ: Mapping[str, str]
+    asked_interface: str | None
+    given: Mapping[str, str]
+
+    @property
+    def interface(self) -> str:
+        """Of the cluster's traffic now. Raises CLUSTER where none has `address`."""
+        return find_interface(self.asked_interface, self.address)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What vLLM, Gloo and NCCL need here now; the user's own values win."""
+        chosen = network_environ(self.address, self.interface, rdma_devices(self.address))
+        return {**chosen, **self.given}
 
     def facts(self) -> dict[str, Any]:
         return collect(self.address, self.interface, self.environ)
@@ -34,9 +48,8 @@ class Place:
 def find_place(settings: Settings, environ: Mapping[str, str], head: str | None) -> Place:
     """`head` is its address, None on the head itself. Raises CLUSTER where this node has no usable address."""
     address = node_address(settings, head)
-    interface = find_interface(settings, address)
-    chosen = network_environ(address, interface, rdma_devices(address))
-    return Place(address, interface, {**chosen, **environ})
+    find_interface(settings.cluster_interface, address)
+    return Place(address, settings.cluster_interface, environ)
 
 
 def node_handlers(place: Place) -> dict[str, Handler]:

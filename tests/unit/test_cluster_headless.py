@@ -45,7 +45,7 @@ class Rank:
         self.member.beat()
         self.member.start()
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.node = _Headless(plan, self.member, {}, events, self.said.append)
+        self.node = _Headless(plan, self.member, dict, events, self.said.append)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from nibble.cluster import commands
+from nibble.cluster import commands, network
 from nibble.cluster.facts import SAME, compare, model_state
 from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
+from nibble.cluster.node import Place
 from nibble.cluster.preflight import Caller, Report, judge, preflight
 from nibble.errors import ExitCode, NibbleError
 from nibble.prepare import read_wishes
@@ -175,6 +176,19 @@ def test_the_interface_is_the_one_that_has_the_address() -> None:
     assert interface_of("198.51.100.7") is None
     assert is_here("127.0.0.1")
     assert not is_here("198.51.100.7")
+
+
+def test_a_network_that_comes_back_as_another_interface_is_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place("10.0.0.2", None, {"NCCL_SOCKET_IFNAME": "ours"})
+    for name in ("eth0", "eth1"):
+        monkeypatch.setattr(network, "interface_of", lambda address, name=name: name)
+        assert place.environ["GLOO_SOCKET_IFNAME"] == place.facts()["interface"] == name
+        assert place.environ["NCCL_SOCKET_IFNAME"] == "ours"
+    monkeypatch.setattr(network, "interface_of", lambda address: None)
+    with pytest.raises(NibbleError, match=r"no network interface here has the address 10\.0\.0\.2"):
+        place.facts()
 
 
 def make_port(sys: Path, name: str, state: str, gids: dict[str, tuple[str, str]]) -> None:
