@@ -8,9 +8,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from containers import hub_cache
 from mtp_model import VOCAB, next_token, write_mtp_model
 from safetensors.torch import load_file, save_file
-from serving import Server
+from serving import ROOT, Server
 
 pytestmark = pytest.mark.vllm
 
@@ -25,8 +26,25 @@ def swap_halves(model: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def answer_and_acceptance(folder: Path, model: Path) -> tuple[list[int], float]:
-    """The tokens of one greedy answer, and the share of drafted tokens that was accepted."""
+def with_recipe(folder: Path, model: Path) -> dict[str, str]:
+    """The variables of a start that finds `model` in the Hugging Face cache as test/mtp, and a recipe for it."""
+    for name in ("targets", "rules", "models", "patches"):
+        (folder / "root").mkdir(parents=True, exist_ok=True)
+        (folder / "root" / name).symlink_to(ROOT / name)
+    recipe = folder / "root/recipes/test/mtp.toml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(
+        '[model]\nid = "test/mtp"\nsource = "made here"\n'
+        '[target.cpu]\nstatus = "reported"\nevidence = "made here"\nmin_acceptance = 0.5\n'
+    )
+    cache = hub_cache(folder / "huggingface", model, "test/mtp")
+    return {"NIBBLE_ROOT": str(folder / "root"), "HF_HOME": str(cache)}
+
+
+def answer_and_acceptance(
+    folder: Path, model: Path | str, verdict: str = "passed", **environ: str
+) -> tuple[list[int], float]:
+    """The tokens of one greedy answer, and the share of drafted tokens that was accepted; `verdict` of the canary on it."""
     speculation = json.dumps({"method": "mtp", "num_speculative_tokens": DRAFTS})
     words = [
         "serve",
@@ -37,13 +55,15 @@ def answer_and_acceptance(folder: Path, model: Path) -> tuple[list[int], float]:
         "--max-model-len",
         "512",
     ]
-    server = Server(folder, words, NIBBLE_CANARY="warn")
+    server = Server(folder, words, NIBBLE_CANARY="warn", **environ)
     try:
         server.wait_until_ready()
         told = server.status()
         assert told is not None
         canary = {found["mechanism"]: found for found in told["canary"]["findings"]}
-        assert canary["drafts"]["verdict"] == "passed", canary
+        assert canary["drafts"]["verdict"] == verdict, canary
+        alarm = "the canary failed: drafts: " in server.log() and "expects 50% at least" in server.log()
+        assert alarm == (verdict == "failed")
         prompt = [7]
         while len(prompt) < 8:
             prompt.append(next_token(prompt[-1]))
@@ -81,10 +101,13 @@ def test_drafts_are_accepted(tmp_path: Path, quantized_fc: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_whose_projection_is_read_wrongly_is_not_accepted(tmp_path: Path) -> None:
+def test_a_draft_whose_projection_is_read_wrongly_is_not_accepted_and_the_canary_says_so(
+    tmp_path: Path,
+) -> None:
     """So that the acceptance above says something about `mtp.fc`; the answer stays right, as every draft is verified."""
     model = write_mtp_model(tmp_path / "model", "qwen3_next")
     swap_halves(model)
-    tokens, acceptance = answer_and_acceptance(tmp_path / "server", model)
+    environ = with_recipe(tmp_path, model)
+    tokens, acceptance = answer_and_acceptance(tmp_path / "server", "test/mtp", "failed", **environ)
     assert [next_token(token) for token in tokens[:-1]] == tokens[1:]
     assert acceptance < 0.05
