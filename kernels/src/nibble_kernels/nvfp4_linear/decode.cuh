@@ -83,62 +83,56 @@ struct Multiplier {
     return (piece ^ token % 2) * kQuarters + quarter;
   }
 
-  // Calls f(place in shared memory, eight elements or zeros past the end of the row) for the columns of a
-  // round. Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
+  // Calls f(place in shared memory, token, column) for 16 bytes of x after the other, those of a thread.
+  // Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
   template <class F>
   __device__ __forceinline__ void for_x(const Round& round, F&& f) const {
-    constexpr uint32_t kAtOnce = Form::kBlocks == 2 ? 6 : 8, kNowhere = ~0u;
     const uint32_t piece = lane / 8, odd = lane / 4 % 2, quarter = lane % kQuarters;
     const uint32_t units = (p.tokens + 1) / 2 * round.chunks;
-    for (uint32_t first = warp; first < units; first += kAtOnce * Form::kWarps) {
-      uint4 elements[kAtOnce];
-      uint32_t places[kAtOnce];
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t unit = first + i * Form::kWarps, pair = quotient(unit, round.chunks);
-        const uint32_t chunk = unit - pair * round.chunks, token = pair * 2 + odd;
-        const uint32_t column = (round.first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
-        const bool is_there = unit < units && token < p.tokens;
-        elements[i] = make_uint4(0, 0, 0, 0);
-        if (is_there && column < p.columns)
-          elements[i] = __ldcg(p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
-        places[i] = is_there ? chunk * x_chunk + token * kXRow + x_place(odd, piece, quarter) : kNowhere;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        if (places[i] != kNowhere) f(places[i], elements[i]);
-      }
+#pragma unroll 1
+    for (uint32_t unit = warp; unit < units; unit += Form::kWarps) {
+      const uint32_t pair = quotient(unit, round.chunks), chunk = unit - pair * round.chunks;
+      const uint32_t token = pair * 2 + odd,
+                     column = (round.first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
+      if (token < p.tokens)
+        f(chunk * x_chunk + token * kXRow + x_place(token, piece, quarter), token, column);
     }
   }
 
-  __device__ __forceinline__ uint32_t token_of(uint32_t place) const {
-    return (place - quotient(place, x_chunk) * x_chunk) / kXRow;
-  }
-
-  // A round's columns of x, in the order in which lanes need them.
+  // A round's columns of x, in the order in which lanes need them, zeros past the end of a row.
   __device__ __forceinline__ void stage_x(const Round& round) const {
-    if constexpr (kConverts) find_ranges(round);
-    for_x(round, [&](uint32_t place, uint4 elements) {
-      if constexpr (kConverts) elements = in_range(elements, token_range[token_of(place)]);
-      x[place] = elements;
+    const auto begin = instruction::shared_place(reinterpret_cast<uint8_t*>(x));
+    for_x(round, [&](uint32_t place, uint32_t token, uint32_t column) {
+      if (column < p.columns) {
+        instruction::copy_once(begin + place * sizeof(uint4),
+                               p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
+      } else {
+        x[place] = make_uint4(0, 0, 0, 0);
+      }
     });
+    instruction::end_copies();
+    instruction::wait_for_copies<0>();
+    if constexpr (kConverts) bring_in_range(round);
     __syncthreads();
   }
 
-  __device__ __forceinline__ void find_ranges(const Round& round) const {
+  // A thread's own elements, as float16.
+  __device__ __forceinline__ void bring_in_range(const Round& round) const {
     for (uint32_t token = threadIdx.x; token < Form::kTokens; token += Form::kThreads) token_range[token] = 0;
     __syncthreads();
-    for_x(round, [&](uint32_t place, const uint4& elements) {
-      const uint32_t token = token_of(place);
+    for_x(round, [&](uint32_t place, uint32_t token, uint32_t) {
       uint32_t largest = 0;
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        const uint32_t pair = word(elements, i) & 0x7fff7fff;
+        const uint32_t pair = word(x[place], i) & 0x7fff7fff;
         largest = max(largest, max(pair & 0xffff, pair >> 16));
       }
       if (largest > token_range[token]) atomicMax(token_range + token, largest);
     });
     __syncthreads();
+    for_x(round, [&](uint32_t place, uint32_t token, uint32_t) {
+      x[place] = in_range(x[place], token_range[token]);
+    });
   }
 
   // bfloat16 as float16, times the row's power of two.
@@ -322,17 +316,15 @@ struct Multiplier {
     Ring<Form> tiles(p, rounds, ring);
     Rows::before_x();
     uint32_t batch = 0, first_chunk = rounds.begin;
-    Round round = rounds.of(batch, first_chunk);
-    stage_x(round);
-    while (true) {
+    for (bool has_x = false;; has_x = rounds.one_phase()) {
+      const Round round = rounds.of(batch, first_chunk);
+      if (!has_x) stage_x(round);
       multiply(round, tiles);
       __syncthreads();
       add_up(round);
       if (p.ranks > 1 && is_last_phase(round)) add_up_cluster(round);
       if (!rounds.advance(batch, first_chunk)) break;
-      round = rounds.of(batch, first_chunk);
       __syncthreads();  // x, sums and ends are over
-      if (!rounds.one_phase()) stage_x(round);
     }
     prefetch_next();
     instruction::wait_for_copies<0>();

@@ -57,9 +57,8 @@ Tensor nvfp4_dequantize_weight(const Tensor& codes, const Tensor& scales, int64_
   for_cuda_type(like.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     for_bool(native, [&](auto is_native) {
-      launch(dequantize<std::conditional_t<decltype(is_native)::value, HalfOperand, BfloatOperand>, T>,
-             grid, dim3(kThreads), 0, current_stream(codes),
-             static_cast<const uint2*>(codes.const_data_ptr()),
+      launch(dequantize<std::conditional_t<decltype(is_native)::value, HalfOperand, BfloatOperand>, T>, grid,
+             dim3(kThreads), 0, current_stream(codes), static_cast<const uint2*>(codes.const_data_ptr()),
              static_cast<const uint8_t*>(scales.const_data_ptr()), static_cast<T*>(out.mutable_data_ptr()),
              static_cast<uint32_t>(rows), static_cast<uint32_t>(blocks));
     });
