@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from gpu_modules import module, write_tree
 
 from nibble.patching import run
 from nibble.patching.tree import Tree, open_tree
+from nibble.paths import root
 
 pytestmark = pytest.mark.vllm
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
@@ -259,3 +262,23 @@ def test_an_nvcc_older_than_the_question_does_not_answer(
     tree = trees.pristine("0.32.0") if "flashinfer" in name else trees.source_tree("0.32.0")
     monkeypatch.syspath_prepend(tree)
     assert state(open_tree(tree), name)[0] == "not applicable"
+
+
+def test_a_pretended_gpu_leaves_no_folder_behind(tmp_path: Path) -> None:
+    """Neither in a process that ends by itself nor in one that multiprocessing forked."""
+    program = """
+import multiprocessing
+from probes.support import fake_cuda
+def pretend(): fake_cuda.become(fake_cuda.SM120)
+child = multiprocessing.get_context("fork").Process(target=pretend)
+child.start(); child.join()
+assert child.exitcode == 0
+pretend()
+"""
+    environ = os.environ | {
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": f"{root()}{os.pathsep}{root() / 'patches'}",
+    }
+    environ |= {"VLLM_PLUGINS": "", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True)
+    assert not list(tmp_path.glob("fake-cuda-*"))
