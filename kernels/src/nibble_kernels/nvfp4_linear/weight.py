@@ -5,7 +5,8 @@ lane of a warp has 32 columns of row r and of row r + N / 2, as 16 bytes of code
 codes[group, chunk, half, lane] are those of row 8 group + lane // 4 of the half, columns 128 chunk + 32 (lane % 4) and up.
 
 "Native" codes lie in their words as in the checkpoint, for instructions that convert E2M1 and for float16. Shifted ones lie so
-that few operations bring them to a bfloat16's place (`BfloatOperand`, mma_operand.cuh): each pair of columns where PAIR_BITS says.
+that few operations bring them to a bfloat16's place (`BfloatOperand` in mma_operand.cuh): each pair of columns where PAIR_BITS
+says.
 """
 
 from __future__ import annotations
