@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
 import tempfile
 import threading
@@ -23,7 +21,7 @@ from nibble.cluster.node import Place, find_place, node_handlers
 from nibble.cluster.ports import GCS_PORT
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.roster import BEAT_S, LOST_S, Roster, lost_node
-from nibble.cluster.token import SECRETS, heads_token, members_token
+from nibble.cluster.token import heads_token, members_token, withhold_from_ray
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.processes import stop_signals
@@ -312,27 +310,6 @@ def least_memory_bytes(plan: Plan) -> int:
     if budget.weights_bytes is None:
         return 0
     return budget.weights_bytes + budget.overhead_bytes + budget.least_kv_bytes
-
-
-def withhold_from_ray(environ: Mapping[str, str]) -> None:
-    """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole environment but for the names
-    in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py).
-    """
-    config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
-    folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
-    path = folder / "ray_non_carry_over_env_vars.json"
-    ours = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", *SECRETS}
-    try:
-        names = set(json.loads(path.read_text())) if path.exists() else set()
-        if ours <= names:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(sorted(names | ours), indent=1))
-        partial.rename(path)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        what = f"{path} cannot be read or written ({error}), and without it secrets would go to every node"
-        raise NibbleError(ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT") from None
 
 
 @contextlib.contextmanager

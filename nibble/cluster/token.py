@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -81,3 +82,24 @@ def _stored_token(path: Path) -> str:
         what = f"the Ray token file {path} is empty or holds no token"
         raise NibbleError(ExitCode.CONFIG, what, "one word", "delete it and start again, or copy the head's")
     return token
+
+
+def withhold_from_ray(environ: Mapping[str, str]) -> None:
+    """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole environment but for the names
+    in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py).
+    """
+    config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
+    folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
+    path = folder / "ray_non_carry_over_env_vars.json"
+    ours = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", *SECRETS}
+    try:
+        names = set(json.loads(path.read_text())) if path.exists() else set()
+        if ours <= names:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(sorted(names | ours), indent=1))
+        partial.rename(path)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        what = f"{path} cannot be read or written ({error}), and without it secrets would go to every node"
+        raise NibbleError(ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT") from None

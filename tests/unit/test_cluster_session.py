@@ -25,8 +25,8 @@ from nibble.cluster.session import (
     Watch,
     least_memory_bytes,
     serve_across,
-    withhold_from_ray,
 )
+from nibble.cluster.token import withhold_from_ray
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
