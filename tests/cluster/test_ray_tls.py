@@ -30,7 +30,10 @@ done
 chmod -R a+rX .
 """
 CERTIFICATE = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2])), timeout=5))"
-JOIN = "import ray, sys; ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2])"
+# Ray itself goes on trying for more than a minute.
+JOIN = (
+    "import ray, signal, sys; signal.alarm(40); ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2])"
+)
 
 
 @pytest.fixture(scope="module")
