@@ -53,6 +53,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nibble, 8 MiB ahead": ({}, OURS | {"prefetch_mib": 8}),
     "nibble, 16 MiB ahead": ({}, OURS | {"prefetch_mib": 16}),
     "nibble, 24 MiB ahead": ({}, OURS | {"prefetch_mib": 24}),
+    "nibble, norms too": ({}, OURS | {"fuse_norms": True}),
+    "nibble, norms too, 16 MiB ahead": ({}, OURS | {"fuse_norms": True, "prefetch_mib": 16}),
     "nibble, 8 splits": ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}}, OURS),
     "nibble, FlashAttention 2": ({"attention_config": {"flash_attn_version": 2}}, OURS),
     "nibble, Triton attention": ({"attention_config": {"backend": "TRITON_ATTN"}}, OURS),

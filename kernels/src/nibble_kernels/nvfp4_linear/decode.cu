@@ -151,7 +151,8 @@ void ask_for(const Tensor& next, int64_t bytes, Problem& problem) {
 Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                            bool native, double global_scale, const std::optional<Tensor>& column_scale,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                           bool silu_mul, bool batch_invariant, const std::vector<int64_t>& division,
+                           const std::optional<Tensor>& norm_weight, double norm_epsilon, bool silu_mul,
+                           bool batch_invariant, const std::vector<int64_t>& division,
                            const std::optional<Tensor>& next, int64_t next_bytes) {
   const Tensor x = torch::stable::contiguous(input);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -168,6 +169,10 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
   problem.upper_global_scale = problem.lower_global_scale = static_cast<float>(global_scale);
   problem.tokens = static_cast<uint32_t>(x.numel() / problem.columns);
   problem.silu_mul = silu_mul;
+  problem.norm_weight = static_cast<const uint4*>(data_or_null(norm_weight));
+  problem.norm_epsilon = static_cast<float>(norm_epsilon);
+  require(!norm_weight || norm_weight->scalar_type() == x.scalar_type(),
+          "x and the norm's weight differ in type");
 
   if (next) ask_for(*next, next_bytes, problem);
 

@@ -7,8 +7,7 @@
 // memory, columns come in phases.
 #pragma once
 
-#include <type_traits>
-
+#include "nvfp4_linear/activations.cuh"
 #include "nvfp4_linear/ring.cuh"
 
 namespace nibble::decode {
@@ -18,50 +17,20 @@ struct Ends {
   uint32_t first, last;
 };
 
-__device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
-  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
-
-// The power of two that brings a row whose largest magnitude has these bits (as bfloat16) to [2^14, 2^15), as
-// the exponent field of a float32; that of its inverse is 254 less it.
-__device__ __forceinline__ uint32_t range_exponent(uint32_t largest) {
-  return min(268 - (largest >> 7), 253u);
-}
-
-// Where tokens lie: one after the other, in x as in the output.
-struct InOrder {
-  // Weights may be read while the previous kernel runs, x may not.
-  static __device__ __forceinline__ void before_x() {
-    instruction::let_next_kernel_start();
-    instruction::wait_for_previous_kernel();
-  }
-  __device__ __forceinline__ uint32_t input(uint32_t token) const { return token; }
-  __device__ __forceinline__ uint32_t output(uint32_t token) const { return token; }
-  __device__ __forceinline__ float weight(uint32_t) const { return 1.0f; }
-};
-
 template <class T, class Operand, class Form, class Rows = InOrder>
 struct Multiplier {
-  static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
+  using Input = Activations<T, Operand, Form, Rows>;
   static constexpr uint32_t kTokenGroups = Form::kTokenGroups, kGroups = Form::kGroups;
-  static constexpr uint32_t kXRow = kChunk / 8;  // 16 bytes each of a row of x in a chunk
   using Sums = float[kGroups][kTokenGroups][4];
 
   const Problem& p;
-  const uint32_t x_chunk = Form::x_rows(p.tokens) * kXRow;
   const Rows rows;
   const Rounds<Form> rounds;
   uint8_t* const ring;
-  float* const slots;           // [slots, sums]
-  Ends* const ends;             // [strips]
-  uint32_t* const token_range;  // [tokens]: largest bits
-  uint4* const x;               // [chunks of the phase, tokens, x_place]
-  float2* const totals;         // [items] of a thread's own, over phases, then for the cluster
+  float* const slots;  // [slots, sums]
+  Ends* const ends;    // [strips]
+  const Input input;
+  float2* const totals;  // [items] of a thread's own, over phases, then for the cluster
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t half = p.outputs / 2;
 
@@ -73,78 +42,8 @@ struct Multiplier {
         ring(reinterpret_cast<uint8_t*>(shared)),
         slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
         ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
-        token_range(reinterpret_cast<uint32_t*>(ends + Form::kStripsPerRound)),
-        x(reinterpret_cast<uint4*>(token_range + Form::kTokens)),
-        totals(reinterpret_cast<float2*>(x + problem.chunks_per_phase * x_chunk)) {}
-
-  // Where a piece of a quarter of a chunk lies in a row of x. Neighbouring tokens have their pieces the other
-  // way round, so that eight lanes read 128 different bytes of shared memory.
-  static __device__ __forceinline__ uint32_t x_place(uint32_t token, uint32_t piece, uint32_t quarter) {
-    return (piece ^ token % 2) * kQuarters + quarter;
-  }
-
-  // Calls f(place in shared memory, token, column) for 16 bytes of x after the other, those of a thread.
-  // Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
-  template <class F>
-  __device__ __forceinline__ void for_x(const Round& round, F&& f) const {
-    const uint32_t piece = lane / 8, odd = lane / 4 % 2, quarter = lane % kQuarters;
-    const uint32_t units = (p.tokens + 1) / 2 * round.chunks;
-#pragma unroll 1
-    for (uint32_t unit = warp; unit < units; unit += Form::kWarps) {
-      const uint32_t pair = quotient(unit, round.chunks), chunk = unit - pair * round.chunks;
-      const uint32_t token = pair * 2 + odd,
-                     column = (round.first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
-      if (token < p.tokens)
-        f(chunk * x_chunk + token * kXRow + x_place(token, piece, quarter), token, column);
-    }
-  }
-
-  // A round's columns of x, in the order in which lanes need them, zeros past the end of a row.
-  __device__ __forceinline__ void stage_x(const Round& round) const {
-    const auto begin = instruction::shared_place(reinterpret_cast<uint8_t*>(x));
-    for_x(round, [&](uint32_t place, uint32_t token, uint32_t column) {
-      if (column < p.columns) {
-        instruction::copy_once(begin + place * sizeof(uint4),
-                               p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
-      } else {
-        x[place] = make_uint4(0, 0, 0, 0);
-      }
-    });
-    instruction::end_copies();
-    instruction::wait_for_copies<0>();
-    if constexpr (kConverts) bring_in_range(round);
-    __syncthreads();
-  }
-
-  // A thread's own elements, as float16.
-  __device__ __forceinline__ void bring_in_range(const Round& round) const {
-    for (uint32_t token = threadIdx.x; token < Form::kTokens; token += Form::kThreads) token_range[token] = 0;
-    __syncthreads();
-    for_x(round, [&](uint32_t place, uint32_t token, uint32_t) {
-      uint32_t largest = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        const uint32_t pair = word(x[place], i) & 0x7fff7fff;
-        largest = max(largest, max(pair & 0xffff, pair >> 16));
-      }
-      if (largest > token_range[token]) atomicMax(token_range + token, largest);
-    });
-    __syncthreads();
-    for_x(round, [&](uint32_t place, uint32_t token, uint32_t) {
-      x[place] = in_range(x[place], token_range[token]);
-    });
-  }
-
-  // bfloat16 as float16, times the row's power of two.
-  static __device__ __forceinline__ uint4 in_range(const uint4& elements, uint32_t largest) {
-    const float factor = __uint_as_float(range_exponent(largest) << 23);
-    const auto convert = [&](uint32_t pair) {
-      const __half2 halves = __floats2half2_rn(__uint_as_float(pair << 16) * factor,
-                                               __uint_as_float(pair & 0xffff0000) * factor);
-      return *reinterpret_cast<const uint32_t*>(&halves);
-    };
-    return make_uint4(convert(elements.x), convert(elements.y), convert(elements.z), convert(elements.w));
-  }
+        input(problem, rows, ends + Form::kStripsPerRound, slots),  // slots are free until the first sums
+        totals(reinterpret_cast<float2*>(input.x + problem.chunks_per_phase * input.chunk_size)) {}
 
   // `even` and `odd`: this lane's first and second piece of x.
   __device__ __forceinline__ void multiply(const Fragment (&tiles)[kGroups], const uint4* even,
@@ -157,7 +56,7 @@ struct Multiplier {
       uint4 b[kTokenGroups];
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i)
-        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * kXRow)];
+        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * Input::kRow)];
 #pragma unroll
       for (uint32_t group = 0; group < kGroups; ++group) {
         uint32_t upper[4], lower[4];
@@ -183,13 +82,16 @@ struct Multiplier {
     // Of tokens past the last, where x has no row for them, the last is multiplied; nobody looks at their
     // sums.
     const uint32_t token = min(lane / 4, Form::x_rows(p.tokens) - 1);
-    const uint4* const first_piece = x + token * kXRow + x_place(token, 0, lane % kQuarters);
-    const uint4* const second_piece = x + token * kXRow + x_place(token, 1, lane % kQuarters);
+    const uint4* const first_piece =
+        input.x + token * Input::kRow + Input::place_of(token, 0, lane % kQuarters);
+    const uint4* const second_piece =
+        input.x + token * Input::kRow + Input::place_of(token, 1, lane % kQuarters);
     const uint32_t first = first_step<Form>(round, warp);
     uint32_t left = first_step<Form>(round, warp + 1) - first;
     uint32_t strip = quotient(first, round.chunks), chunk = first - strip * round.chunks;
     while (true) {
-      const uint4 *even = first_piece + chunk * x_chunk, *odd = second_piece + chunk * x_chunk;
+      const uint4 *even = first_piece + chunk * input.chunk_size,
+                  *odd = second_piece + chunk * input.chunk_size;
       const uint32_t part = min(left, round.chunks - chunk);
       if (lane == 0) {
         if (chunk == 0 && part != 0) ends[strip].first = warp;
@@ -202,8 +104,8 @@ struct Multiplier {
         ring.take(tiles);
         multiply(tiles, even, odd, sums);
         ring.replace();
-        even += x_chunk;
-        odd += x_chunk;
+        even += input.chunk_size;
+        odd += input.chunk_size;
       }
       float2* const slot = reinterpret_cast<float2*>(slots + (warp + strip) * Form::kSums) + lane;
 #pragma unroll
@@ -237,10 +139,9 @@ struct Multiplier {
         sum.y += summand[kItems];
         summand += Form::kSums;
       }
-      if constexpr (kConverts) {  // other phases have other ranges
-        const float undo = __uint_as_float(254 - range_exponent(token_range[token]) << 23);
-        sum.x *= undo;
-        sum.y *= undo;
+      if constexpr (Input::kConverts) {  // other phases have other ranges
+        sum.x *= input.undo(token);
+        sum.y *= input.undo(token);
       }
       if (round.first_chunk != rounds.begin) {
         sum.x += totals[item].x;
@@ -318,7 +219,7 @@ struct Multiplier {
     uint32_t batch = 0, first_chunk = rounds.begin;
     for (bool has_x = false;; has_x = rounds.one_phase()) {
       const Round round = rounds.of(batch, first_chunk);
-      if (!has_x) stage_x(round);
+      if (!has_x) input.stage(round, first_chunk == rounds.begin);
       multiply(round, tiles);
       __syncthreads();
       add_up(round);

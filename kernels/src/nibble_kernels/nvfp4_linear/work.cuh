@@ -25,6 +25,8 @@ struct Problem {
   const float* column_scale;
   const void* bias;
   const void* residual;
+  const uint4* norm_weight;  // [columns], or null: x is multiplied as it is
+  float norm_epsilon;
   void* out;
   float upper_global_scale, lower_global_scale;  // of rows below N / 2 and of the others
   uint32_t tokens, outputs, columns, chunks, groups;
@@ -55,7 +57,7 @@ struct Form {
   static constexpr uint32_t kSlotBytes = kSlots * kSums * sizeof(float);
   static constexpr uint32_t kTotalBytes = StripsPerRound * kSums * sizeof(float);
   static constexpr uint32_t kEndBytes = StripsPerRound * 2 * sizeof(uint32_t);
-  static constexpr uint32_t kRangeBytes = kTokens * sizeof(uint32_t);
+  static constexpr uint32_t kTokenBytes = kTokens * (sizeof(uint32_t) + sizeof(float));  // ranges, norms
 
   // Rows that x has in shared memory. As many as the form takes, where that gives their places constant
   // distances; nobody looks at the sums of those past the last token.
@@ -64,7 +66,7 @@ struct Form {
 
   // With `totals` where a block's sums of a round are not yet the result.
   static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool totals) {
-    return kRingBytes + kSlotBytes + kEndBytes + kRangeBytes + chunks * x_rows(tokens) * kChunk * 2 +
+    return kRingBytes + kSlotBytes + kEndBytes + kTokenBytes + chunks * x_rows(tokens) * kChunk * 2 +
            (totals ? kTotalBytes : 0);
   }
 };

@@ -28,6 +28,7 @@ struct Table {
 
 // Rows of one expert. Its pairs lie anywhere in x and in the output.
 struct ExpertRows {
+  static constexpr bool kHasNorm = false;
   const uint8_t* pairs;
   uint32_t pairs_per_input;
   const float* weights;
