@@ -1,6 +1,6 @@
 """Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of kernels and nibble's, in turns.
 
-    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock nibble ...] [--batches 1 4 8 16 32] [--profile]
+    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock nibble "nibble + norms"] [--batches 1 4] [--profile]
 
 The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
@@ -44,24 +44,22 @@ COMMON: dict[str, Any] = {
         "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"],
     },
 }  # fmt: skip
-# Options of vLLM and of nibble's plugin.
-OURS = {"linear_kernel": "nibble"}
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+# What a way is put together from: options of vLLM, and of nibble's plugin.
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stock": ({}, {}),
     "marlin": ({"linear_backend": "marlin"}, {}),
-    "nibble": ({}, OURS),
-    "nibble, 8 MiB ahead": ({}, OURS | {"prefetch_mib": 8}),
-    "nibble, 16 MiB ahead": ({}, OURS | {"prefetch_mib": 16}),
-    "nibble, 24 MiB ahead": ({}, OURS | {"prefetch_mib": 24}),
-    "nibble, norms too": ({}, OURS | {"fuse_norms": True}),
-    "nibble, norms too, 16 MiB ahead": ({}, OURS | {"fuse_norms": True, "prefetch_mib": 16}),
-    "nibble, 8 splits": ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}}, OURS),
-    "nibble, FlashAttention 2": ({"attention_config": {"flash_attn_version": 2}}, OURS),
-    "nibble, Triton attention": ({"attention_config": {"backend": "TRITON_ATTN"}}, OURS),
-    "nibble, FlashInfer": ({"attention_config": {"backend": "FLASHINFER"}}, OURS),
-    "nibble, experts too": ({}, OURS | {"moe_kernel": "nibble"}),
-    "stock, NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
-    "nibble, NVFP4 head": ({}, OURS | {"quantize_lm_head": "nvfp4"}),
+    "nibble": ({}, {"linear_kernel": "nibble"}),
+    "experts": ({}, {"moe_kernel": "nibble"}),
+    "norms": ({}, {"fuse_norms": True}),
+    "8 MiB ahead": ({}, {"prefetch_mib": 8}),
+    "16 MiB ahead": ({}, {"prefetch_mib": 16}),
+    "24 MiB ahead": ({}, {"prefetch_mib": 24}),
+    "NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
+    "8 splits": ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}}, {}),
+    "FlashAttention 2": ({"attention_config": {"flash_attn_version": 2}}, {}),
+    "Triton attention": ({"attention_config": {"backend": "TRITON_ATTN"}}, {}),
+    "FlashInfer": ({"attention_config": {"backend": "FLASHINFER"}}, {}),
+    "q and k": ({"compilation_config": {"pass_config": {"enable_qk_norm_rope_fusion": True}}}, {}),
 }
 TOKENS_IN, TOKENS_OUT, RUNS = 64, 128, 4
 
@@ -72,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "nibble", "nibble, NVFP4 head"])
+    parser.add_argument("--ways", nargs="+", default=["stock", "nibble", "nibble + NVFP4 head"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -80,6 +78,8 @@ def main() -> None:
     if options.serve:
         answer(options.serve, options.shape, options.batches)
         return
+    for way in options.ways:
+        options_of(way)
     words = [sys.executable, __file__, "--shape", options.shape]
     words += ["--batches", *map(str, options.batches), "--serve"]
     workers = {
@@ -112,6 +112,19 @@ def main() -> None:
         )
 
 
+def options_of(way: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of vLLM and of nibble's plugin, those of all the way's parts."""
+    unknown = set(way.split(" + ")) - set(PARTS)
+    if unknown:
+        raise SystemExit(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}, joined by ' + '")
+    arguments: dict[str, Any] = {}
+    plugin: dict[str, Any] = {}
+    for part in way.split(" + "):
+        arguments |= PARTS[part][0]
+        plugin |= PARTS[part][1]
+    return arguments, plugin
+
+
 def summary(results: dict[str, Any], batches: list[int]) -> None:
     """Milliseconds a step and the ratio to the first way."""
     first = next(iter(results))
@@ -121,7 +134,7 @@ def summary(results: dict[str, Any], batches: list[int]) -> None:
             f"({results[first][str(batch)]['ms_a_step'] / found[str(batch)]['ms_a_step']:.2f}x)"
             for batch in batches
         ]
-        print(f"{way:22}", *cells)
+        print(f"{way:32}", *cells)
 
 
 def wait_for(worker: subprocess.Popen[str]) -> Any:
@@ -146,12 +159,15 @@ def answer(way: str, shape: str, batches: list[int]) -> None:
 
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
-    arguments, plugin = WAYS[way]
+    arguments, plugin = options_of(way)
+    arguments["compilation_config"] = {"cudagraph_capture_sizes": batches} | arguments.get(
+        "compilation_config", {}
+    )
     begin = time.time()
     llm = LLM(
         str(model), skip_tokenizer_init=True, load_format="dummy", max_model_len=1024, max_num_seqs=max(batches),
         gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30, quantization="modelopt_fp4",
-        enable_flashinfer_autotune=False, compilation_config={"cudagraph_capture_sizes": batches},
+        enable_flashinfer_autotune=False,
         additional_config={"nibble": plugin}, **arguments,
     )  # fmt: skip
     say(round(time.time() - begin, 1))
@@ -198,8 +214,8 @@ def profiled(llm: Any, batch: int) -> dict[str, float]:
     times: Counter[str] = Counter()
     for event in found.key_averages():
         times[event.key[:100]] += event.device_time_total / TOKENS_OUT
-    longest = {name: round(time, 2) for name, time in times.most_common(12)}
-    return longest | {"all kernels": round(sum(times.values()), 2)}
+    longest = {name: round(float(time), 2) for name, time in times.most_common(12)}
+    return longest | {"all kernels": round(float(sum(times.values())), 2)}
 
 
 if __name__ == "__main__":

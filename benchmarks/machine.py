@@ -37,10 +37,12 @@ def processor() -> str:
 
 
 def gpus() -> list[dict[str, str]]:
-    """By nvidia-smi; none where it is not there."""
+    """Those that this process may use, by nvidia-smi; none where it is not there."""
     if shutil.which("nvidia-smi") is None:
         return []
     words = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        words += ["-i", visible]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     return [dict(zip(GPU_FIELDS, line.split(", "), strict=True)) for line in lines]
 
