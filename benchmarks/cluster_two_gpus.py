@@ -4,11 +4,12 @@ in network namespaces of their own, without Ray and with it.
     sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2 --out benchmarks/results/cluster_two_gpus.json
     sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only mp ray --out benchmarks/results/cluster_two_gpus.json
 
-Needs root and `ip` (iproute2); what cannot run is named in the results with the reason. Each arrangement takes two to three
-minutes; --out keeps what it has and is written after each. Nodes have their own host names, so that NCCL takes them for two
-machines and their traffic goes through the virtual network between them: the figures show what works and what a slow network
-costs, not what RoCE gives. NVLink multicast is off everywhere. `--cpu` runs the same with two processes on a CPU, for whoever
-changes this file.
+Takes the first two GPUs of CUDA_VISIBLE_DEVICES and leaves the rest of the machine alone: a server outside of the namespaces
+listens on PORT and PORT + 1 below. Needs root and `ip` (iproute2); what cannot run is named in the results with the reason.
+Each arrangement takes two to three minutes; --out keeps what it has and is written after each. Nodes have their own host names,
+so that NCCL takes them for two machines and their traffic goes through the virtual network between them: the figures show what
+works and what a slow network costs, not what RoCE gives. NVLink multicast is off everywhere. `--cpu` runs the same with two
+processes on a CPU, for whoever changes this file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBNET = "10.91.3"
+PORT = 18710  # and the next for /ready: below the range the kernel chooses from, away from vLLM's 8000
 START_S = 300.0
 # A bridge's traffic goes through iptables where Docker has loaded br_netfilter; a plain pair of interfaces does not.
 PAIR = f"""
@@ -55,6 +58,12 @@ NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
+# A virtual machine's memory may grow as it is used, which watchdogs (nibble's, Ray's) take for a shortage.
+ON_GPUS = {"NIBBLE_KV_CACHE_BYTES": str(4 << 30), "NIBBLE_MEMORY_RESERVE_GIB": "0"}
+FOR_RAY = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',  # Ray starts as many idle workers
+}
 FUSED = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
 # What vLLM's CPU platform lacks for this, as in tests/cluster; a "GPU" is then a name for Ray to count.
 ON_CPU = {
@@ -66,10 +75,10 @@ ON_CPU = {
 }
 ASK = """
 import concurrent.futures, json, sys, time, urllib.request
-tokens = int(sys.argv[1])
+tokens, port = map(int, sys.argv[1:])
 def ask(_):
     body = {"model": "default", "prompt": "What is NVFP4?", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    url, kind = "http://127.0.0.1:8000/v1/completions", {"content-type": "application/json"}
+    url, kind = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), kind)
     answer = json.load(urllib.request.urlopen(request, timeout=300))
     return answer["usage"]["completion_tokens"], answer["choices"][0]["text"]
@@ -82,7 +91,7 @@ for streams in (1, 8):
     found[streams] = round(sum(tokens for tokens, _ in done) / (time.perf_counter() - began), 1)
 print(json.dumps({"tokens_per_s": found, "text": ask(0)[1][:80]}))
 """
-IS_READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:8001/ready', timeout=3)"
+IS_READY = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT + 1}/ready', timeout=3)"
 
 
 class Host:
@@ -93,6 +102,8 @@ class Host:
         own = {"NIBBLE_CACHE_DIR": f"{folder}/cache{number}", "VLLM_CONFIG_ROOT": f"{folder}/config{number}"}
         places = (os.path.dirname(sys.executable), os.environ["PATH"], str(_command(folder)))
         own |= {"PATH": ":".join(places), "NIBBLE_ALLOW_ANONYMOUS": "1", "HOST": "127.0.0.1", **NO_MULTICAST}
+        own |= {"PORT": str(PORT), "NIBBLE_CONTROL_PORT": str(PORT + 1)}
+        own |= {"NIBBLE_CANARY": "warn"}  # its references are of one GPU; what it found is in the result
         self.environ = {**os.environ, **own, **environ}
         importable = [self.environ.get("PYTHONPATH", ""), str(ROOT)]
         self.environ["PYTHONPATH"] = ":".join(filter(None, importable))
@@ -166,27 +177,28 @@ def measure(host: Host, server: subprocess.Popen[bytes], log: str, tokens: int) 
             return {"error": [line for line in said if "nibble" in line][-3:], "exit_code": server.poll()}
         time.sleep(1)
     seconds = round(time.monotonic() - began, 1)
-    done = host.python(inside, ASK, str(tokens))
+    done = host.python(inside, ASK, str(tokens), str(PORT))
     if done.returncode:
         return {"error": done.stderr[-500:]}
     said = (host.folder / log).read_text(errors="replace").splitlines()
-    checks = [line for line in said if "preflight:" in line]
-    return {"ready_s": seconds, **json.loads(done.stdout), **({"preflight": checks[-1]} if checks else {})}
+    checks = {name: [line for line in said if f"{name}:" in line] for name in ("preflight", "canary")}
+    last = {name: lines[-2:] for name, lines in checks.items() if lines}
+    return {"ready_s": seconds, **json.loads(done.stdout), **last}
 
 
 class Bench:
     """The arrangements, each a method that returns its result."""
 
-    def __init__(self, model: str, folder: Path, cpu: bool) -> None:
+    def __init__(self, model: str, folder: Path, devices: Sequence[str], cpu: bool) -> None:
         self.words = ("serve", model, "--max-model-len", "1024", *(() if cpu else FUSED))
-        self.folder, self.cpu, self.tokens = folder, cpu, 16 if cpu else 256
-        self.common = ON_CPU if cpu else {}
+        self.folder, self.devices, self.cpu, self.tokens = folder, devices, cpu, 16 if cpu else 256
+        self.common = ON_CPU if cpu else ON_GPUS
 
     def one(self) -> dict[str, Any]:
-        return self._machine("one", "0", "1")
+        return self._machine("one", 1)
 
     def tp2(self) -> dict[str, Any]:
-        return self._machine("tp2", "0,1", "2")
+        return self._machine("tp2", 2)
 
     def mp(self) -> dict[str, Any]:
         first, second = self._nodes()
@@ -210,9 +222,9 @@ class Bench:
                 with ended(server, worker):
                     return measure(first, server, "ray.log", self.tokens)
 
-    def _machine(self, name: str, gpus: str, size: str) -> dict[str, Any]:
-        here = Host(0, self.folder, {**self.common, "CUDA_VISIBLE_DEVICES": gpus})
-        server = here.start(f"{name}.log", *self.words, TENSOR_PARALLEL_SIZE=size)
+    def _machine(self, name: str, size: int) -> dict[str, Any]:
+        here = Host(0, self.folder, {**self.common, "CUDA_VISIBLE_DEVICES": ",".join(self.devices[:size])})
+        server = here.start(f"{name}.log", *self.words, TENSOR_PARALLEL_SIZE=str(size))
         with ended(server):
             return measure(here, server, f"{name}.log", self.tokens)
 
@@ -224,8 +236,9 @@ class Bench:
             "TENSOR_PARALLEL_SIZE": "2",
             "NIBBLE_CLUSTER_MIN_GB_PER_S": "0.01",  # a virtual network
             "NCCL_IB_DISABLE": "1",
+            **FOR_RAY,
         }
-        first, second = ({**environ, "CUDA_VISIBLE_DEVICES": gpu} for gpu in "01")
+        first, second = ({**environ, "CUDA_VISIBLE_DEVICES": one} for one in self.devices)
         return Host(1, self.folder, first), Host(2, self.folder, second)
 
 
@@ -245,10 +258,10 @@ def pair() -> Iterator[None]:
         subprocess.run(remove, capture_output=True, check=False)
 
 
-def gpus() -> list[str]:
+def gpus(devices: Sequence[str]) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    words = ["nvidia-smi", f"--id={','.join(devices)}", "--query-gpu=name", "--format=csv,noheader"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -262,8 +275,12 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
+    if len(devices) < 2:
+        parser.error("CUDA_VISIBLE_DEVICES names one GPU and two are needed")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started
     kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
-    about = {"model": options.model, "gpus": gpus(), "date": time.strftime("%Y-%m-%d")}
+    about = {"model": options.model, "gpus": gpus(devices), "date": time.strftime("%Y-%m-%d")}
     results = dict(kept.get("results", {}))
     with contextlib.ExitStack() as stack:
         if options.folder:
@@ -272,7 +289,7 @@ def main() -> None:
         else:
             made = tempfile.TemporaryDirectory(prefix="nibble-two-gpus-", dir="/var/tmp")
             folder = Path(stack.enter_context(made))
-        bench = Bench(options.model, folder, options.cpu)
+        bench = Bench(options.model, folder, devices, options.cpu)
         arrangements: dict[str, Callable[[], dict[str, Any]]] = {
             "one": bench.one,
             "tp2": bench.tp2,
@@ -282,7 +299,7 @@ def main() -> None:
         for name in options.only or arrangements:
             try:
                 results[name] = arrangements[name]()
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
                 results[name] = {"error": str(error)}
             print(name, json.dumps(results[name]), flush=True)
             if options.out:
