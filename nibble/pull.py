@@ -231,15 +231,17 @@ def _snapshot(job: Pull, dry_run: bool = False) -> Any:
         )
 
 
-def check_disk(model: str, fetch_bytes: int, available_bytes: int, cache: Path) -> None:
-    """Raise NO_FIT unless `fetch_bytes` and the margin fit into `available_bytes`."""
+def check_disk(
+    model: str, fetch_bytes: int, available_bytes: int, cache: Path, variable: str = "HF_HOME"
+) -> None:
+    """Raise NO_FIT unless `fetch_bytes` and the margin fit into `available_bytes`; `variable` moves `cache` elsewhere."""
     needed = fetch_bytes + MARGIN_BYTES
     if fetch_bytes and needed > available_bytes:
         what = (
             f"{model} needs {gib(fetch_bytes)} of disk for its download and {gib(MARGIN_BYTES)} to spare, "
             f"{cache} has {gib(available_bytes)} free: {gib(needed - available_bytes)} too little"
         )
-        raise NibbleError(ExitCode.NO_FIT, what, "", "free space or move the cache with HF_HOME")
+        raise NibbleError(ExitCode.NO_FIT, what, "", f"free space or move the cache with {variable}")
 
 
 def _literal_patterns(files: Iterable[RemoteFile]) -> list[str]:

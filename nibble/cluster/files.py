@@ -24,8 +24,10 @@ from urllib.parse import quote, unquote
 from nibble.cluster.agent import AgentError, Handler, Sender, call, connect
 from nibble.cluster.roster import BEAT_S
 from nibble.cluster.token import members_token
+from nibble.disk import free_bytes
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import cache_dir
+from nibble.pull import check_disk
 from nibble.settings import Settings
 
 CHUNK_BYTES = 4 << 20
@@ -152,20 +154,34 @@ def fetch_model(
     """The model that the agent at `address` offers, complete and verified in `destination`.
 
     What is there already with the right sha256 is kept. Raises AgentError where nothing is offered (400) or nobody answers (0),
-    MODEL where files do not come or arrive wrong.
+    NO_FIT where the rest is more than the disk has free, before any of it comes, MODEL where files do not come or arrive wrong.
     """
     offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
     files = sorted(offer["files"], key=lambda file: str(file["path"]).endswith(_WEIGHTS))
-    for number, file in enumerate(files, 1):
-        target = destination / file["path"]
-        if not _is_below(target, destination):
+    for file in files:
+        if not _is_below(destination / file["path"], destination):
             what = f"the node {address} offers a file outside of the model: {file['path']}"
             raise NibbleError(ExitCode.MODEL, what, "", "do not trust that node")
-        if target.is_file() and describe(destination, Path(file["path"]))["sha256"] == file["sha256"]:
-            continue
-        say(f"fetching {file['path']} from {address} ({number} of {len(files)}, {file['size'] / 1e9:.2f} GB)")
-        _fetch_file(address, token, environ, offer["name"], file, target)
+    absent = [file for file in files if not _is_here(destination, file)]
+    fetch_bytes = sum(max(0, file["size"] - _size(_partial(destination / file["path"]))) for file in absent)
+    model, free = f"the model from {address}", free_bytes(destination)
+    check_disk(model, fetch_bytes, free, destination, "NIBBLE_CACHE_DIR")
+    for number, file in enumerate(absent, 1):
+        say(
+            f"fetching {file['path']} from {address} ({number} of {len(absent)}, {file['size'] / 1e9:.2f} GB)"
+        )
+        _fetch_file(address, token, environ, offer["name"], file, destination / file["path"])
     return destination
+
+
+def _is_here(folder: Path, file: Mapping[str, Any]) -> bool:
+    path = Path(file["path"])
+    return (folder / path).is_file() and describe(folder, path)["sha256"] == file["sha256"]
+
+
+def _partial(target: Path) -> Path:
+    """What has come of `target` so far."""
+    return target.with_name(target.name + PARTIAL)
 
 
 def _is_below(target: Path, folder: Path) -> bool:
@@ -181,7 +197,7 @@ def _fetch_file(
     except OSError as failed:
         what = f"{target.parent} cannot be made ({failed.strerror or failed})"
         raise NibbleError(ExitCode.MODEL, what, "a writable folder", "set NIBBLE_CACHE_DIR") from None
-    partial = target.with_name(target.name + PARTIAL)
+    partial = _partial(target)
     error: Exception = ConnectionError("the connection ended early")
     left, wrong = ATTEMPTS, 0
     while left and wrong < ATTEMPTS:

@@ -89,6 +89,18 @@ def test_a_transfer_that_fails_in_an_unknown_way_ends_too(
     assert (answer["state"], "surrogates" in answer["detail"]) == ("failed", True)
 
 
+def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
+    nodes: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nibble.cluster.files.free_bytes", lambda path: 1 << 30)
+    name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
+    body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "model")}
+    answer = fetched(body)
+    assert answer["state"] == "failed"
+    assert "needs 1.2 MiB of disk for its download and 1.0 GiB to spare" in answer["detail"]
+    assert not (tmp_path / "taker" / "model").exists()
+
+
 def test_a_failed_transfer_is_said_once_and_begins_anew(nodes: None, model: Path, tmp_path: Path) -> None:
     body = {"address": SOURCE, "name": "gone", "folder": str(tmp_path / "taker" / "model")}
     assert fetched(body) == {"state": "failed", "detail": "no model is offered yet"}

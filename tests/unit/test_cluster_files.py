@@ -121,6 +121,26 @@ def test_a_node_that_sends_nothing_is_exit_4(
     assert caught.value.code == ExitCode.MODEL
 
 
+def test_a_disk_too_small_is_refused_with_the_arithmetic_before_a_byte_comes(
+    offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / f"model.safetensors{PARTIAL}").write_bytes(WEIGHTS[:25_000_000])  # does not come again
+    monkeypatch.setattr(files_module, "free_bytes", lambda path: 1 << 30)
+    with pytest.raises(NibbleError) as caught:
+        fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
+    assert caught.value.code == ExitCode.NO_FIT
+    assert "needs 0.6 MiB of disk" in caught.value.what
+    assert f"1.0 GiB to spare, {there} has 1.0 GiB free: 0.6 MiB too little" in caught.value.what
+    assert "NIBBLE_CACHE_DIR" in caught.value.line()
+    assert [path.name for path in there.iterdir()] == [f"model.safetensors{PARTIAL}"]
+    monkeypatch.setattr(files_module, "free_bytes", lambda path: (1 << 30) + 600_002)
+    fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
+    monkeypatch.setattr(files_module, "free_bytes", lambda path: 0)  # all of it is there already
+    fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
+
+
 def test_a_link_that_the_hubs_cache_left_is_replaced_and_its_blob_is_not_touched(
     offers: Offers, tmp_path: Path
 ) -> None:
