@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class GpuState:
     throttled_by: int
 
 
-def gpu_states() -> list[GpuState]:
-    """Every GPU NVML sees; none where there is no driver."""
+def gpu_states(indices: Iterable[int]) -> list[GpuState]:
+    """GPUs by their NVML index; none where the driver does not answer."""
     import pynvml
 
     try:
@@ -40,7 +41,7 @@ def gpu_states() -> list[GpuState]:
     except pynvml.NVMLError:
         return []
     try:
-        return [_state(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_state(pynvml, index) for index in indices]
     except pynvml.NVMLError:
         return []
     finally:

@@ -28,7 +28,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine a plan is made for; `assumed` when it was described (`--target`, NUM_GPUS), not found."""
+    """The machine a plan is made for; `assumed` when it was described (`--target`, NUM_GPUS), not found.
+
+    `gpus` are those that CUDA_VISIBLE_DEVICES leaves, `hidden_gpus` how many it does not.
+    """
 
     gpus: tuple[Gpu, ...]
     driver: str | None
@@ -41,6 +44,7 @@ class Hardware:
     assumed: bool = False
     nvml_error: str | None = None
     memory_limited_by: str = HOST
+    hidden_gpus: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json; of the CPU flags only those vLLM's CPU build asks for."""
@@ -50,7 +54,8 @@ class Hardware:
 
 def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Look at this machine. Never fails: what cannot be read is absent or named in `nvml_error`."""
-    gpus, driver, cuda_driver, error = _nvml(environ)
+    found, driver, cuda_driver, error = _nvml()
+    gpus = visible(found, environ.get("CUDA_VISIBLE_DEVICES"))
     memory = memory_now()
     return Hardware(
         gpus,
@@ -63,6 +68,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
         memory.available_bytes,
         nvml_error=error,
         memory_limited_by=memory.limited_by,
+        hidden_gpus=len(found) - len(gpus),
     )
 
 
@@ -79,7 +85,7 @@ def assume(target: Target, gpu_count: int, here: Hardware) -> Hardware:
     return Hardware(tuple(gpu), None, None, arch, here.cpu_cores, frozenset(), memory, memory, assumed=True)
 
 
-def _nvml(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
+def _nvml() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
     if not (
         Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or Path("/proc/driver/nvidia").exists()
     ):
@@ -94,7 +100,7 @@ def _nvml(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str 
         gpus = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return (
-            visible(tuple(gpus), environ.get("CUDA_VISIBLE_DEVICES")),
+            tuple(gpus),
             _text(pynvml.nvmlSystemGetDriverVersion()),
             f"{cuda // 1000}.{cuda % 1000 // 10}",
             None,

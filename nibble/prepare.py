@@ -150,9 +150,7 @@ def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Tar
         )
     image = asked.accepted.environ.get("NIBBLE_IMAGE")
     if not here.gpus:
-        reason = (
-            f"the GPU driver does not answer: {here.nvml_error}" if here.nvml_error else "no GPU was found"
-        )
+        reason = _why_no_gpu(here, asked.accepted.environ.get("CUDA_VISIBLE_DEVICES", "").strip())
         if image and image != "cpu":
             what = f"this image is for {image} and {reason}"
             raise NibbleError(
@@ -163,6 +161,19 @@ def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Tar
             )
         return load_target("cpu"), Choice("cpu", "this machine", reason)
     return _target_of_gpus(here, image)
+
+
+def _why_no_gpu(here: Hardware, selection: str) -> str:
+    """Raises NO_HARDWARE where `selection`, of CUDA_VISIBLE_DEVICES, names GPUs and none of those that are here."""
+    if here.nvml_error:
+        return f"the GPU driver does not answer: {here.nvml_error}"
+    if not here.hidden_gpus:
+        return "no GPU was found"
+    what = f"CUDA_VISIBLE_DEVICES={selection} leaves none of {here.hidden_gpus} GPUs"
+    if selection in ("", "-1", "NoDevFiles"):
+        return what
+    expected = "indices or UUIDs from `nvidia-smi -L`, a MIG device's excepted"
+    raise NibbleError(ExitCode.NO_HARDWARE, what, expected, "correct or unset CUDA_VISIBLE_DEVICES")
 
 
 def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
