@@ -21,7 +21,7 @@ from nibble.budget import (
 from nibble.cache_keys import CachePlan, cache_environment, is_nobodys_wish, plan_caches
 from nibble.checkpoint import Checkpoint
 from nibble.cloverlm import cloverlm_flags
-from nibble.cluster.topology import Topology, find_topology, topology_flags
+from nibble.cluster.topology import Topology, find_topology, replicas_here, topology_flags
 from nibble.fast_start import fast_start_environment, fast_start_flags
 from nibble.gemma4 import check_gemma4
 from nibble.governor import Limits, limits
@@ -175,15 +175,12 @@ def make_plan(parts: Ingredients) -> Plan:
     check_nvfp4_options(parts.checkpoint, parts.target, values)
     parts = replace(parts, checkpoint=with_served_activations(parts.checkpoint, values))
     check_gemma4(settings, parts.target, parts.checkpoint, values, parts.can_compile)
-    tensor, pipeline = (
-        int(values.get("--tensor-parallel-size", 1)),
-        int(values.get("--pipeline-parallel-size", 1)),
-    )
+    tensor = int(values.get("--tensor-parallel-size", 1))
     gpus_here = len(parts.hardware.gpus) if parts.target.device == "cuda" else None
     topology = find_topology(settings, values, gpus_here)
     flags = topology_flags(topology)
     args = {name: Choice(value, "nibble's default", why) for name, (value, why) in flags.items()} | args
-    check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, pipeline, topology)
+    check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, topology)
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
@@ -246,7 +243,7 @@ def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
     """Where nobody says: what the recipe's evidence used, else as many GPUs as the weights need, else one."""
     if "--tensor-parallel-size" in args or "--pipeline-parallel-size" in args or parts.target.device == "cpu":
         return {}
-    here = len(parts.hardware.gpus)
+    here = len(parts.hardware.gpus) // replicas_here({name: choice.value for name, choice in args.items()})
     reported = parts.recipe.gpus if parts.recipe else None
     if reported and 1 < reported <= here:
         return {"--tensor-parallel-size": Choice(reported, "recipe", f"the evidence is for {reported} GPUs")}  # type: ignore[union-attr]

@@ -120,7 +120,6 @@ def check_parallel(
     hardware: Hardware,
     target: Target,
     tensor_parallel: int,
-    pipeline: int,
     topology: Topology,
 ) -> None:
     """Tensor parallel size against the heads of the model, ranks against the GPUs of the machine."""
@@ -130,12 +129,12 @@ def check_parallel(
         raise NibbleError(
             ExitCode.CONFIG, what, "a divisor of the heads, such as 1, 2 or 4", "change TENSOR_PARALLEL_SIZE"
         )
-    wanted = topology.ranks_here if topology.spans_machines else tensor_parallel * pipeline
+    wanted = topology.ranks_here
     if target.device == "cuda" and wanted > len(hardware.gpus):
         what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"
         raise NibbleError(
             ExitCode.CONFIG,
             what,
             "at most the GPUs of this machine",
-            "lower TENSOR_PARALLEL_SIZE, or serve on several machines (docs/cluster.md)",
+            "lower TENSOR_PARALLEL_SIZE or --data-parallel-size, or serve on several machines (docs/cluster.md)",
         )

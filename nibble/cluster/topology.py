@@ -68,12 +68,21 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     if rank:
         what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is not set"
         raise NibbleError(ExitCode.USAGE, what, "both", "set NIBBLE_NNODES to the number of machines")
-    fits = ranks <= (1 if gpus_here is None else gpus_here)
+    here = tensor * pipeline * replicas_here(values)
+    fits = here <= (1 if gpus_here is None else gpus_here)
     if settings.cluster == "auto" and settings.head_ip and backend is None and not fits:
         return _on_ray(
             settings, ranks, nodes, gpus_here, "HEAD_IP is set and the ranks do not fit this machine"
         )
-    return Topology("machine", ranks, ranks, 1, 0, None, "all ranks are on this machine")
+    reason = "all ranks are on this machine" if here == ranks else "other replicas are servers of their own"
+    return Topology("machine", ranks, here, 1, 0, None, reason)
+
+
+def replicas_here(values: Mapping[str, Any]) -> int:
+    """Data parallel replicas that one server's own flags put on its machine (vllm 0.32 engine/arg_utils.py:2410-2494)."""
+    if "--data-parallel-rank" in values:
+        return 1
+    return int(values.get("--data-parallel-size-local") or values.get("--data-parallel-size") or 1)
 
 
 def _on_ray(settings: Settings, ranks: int, nodes: int, gpus_here: int | None, reason: str) -> Topology:

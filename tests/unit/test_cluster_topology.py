@@ -56,6 +56,15 @@ def test_data_parallel_ranks_are_counted() -> None:
     assert (found.ranks, found.ranks_here) == (4, 2)
 
 
+@pytest.mark.parametrize(("local", "here"), [({}, 8), ({"-size-local": 2}, 4), ({"-rank": 3}, 2)])
+def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, here: int) -> None:
+    values = {**TWO, "--data-parallel-size": 4} | {
+        f"--data-parallel{name}": value for name, value in local.items()
+    }
+    found = find_topology(settings(), values, 8)
+    assert (found.mode, found.ranks, found.ranks_here) == ("machine", 8, here)
+
+
 @pytest.mark.parametrize(
     ("environ", "values", "code", "words"),
     [

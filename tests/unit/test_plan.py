@@ -229,6 +229,8 @@ def test_an_image_without_its_gpu_or_on_another_gpu_is_refused(on: Any) -> None:
 def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(on: Any, tmp_path: Path) -> None:
     on(machine("NVIDIA H200", (9, 0), 2))
     assert "4 GPUs are asked for and 2 are here" in failure("acme/x", TENSOR_PARALLEL_SIZE="4").line()
+    replicas = failure("acme/x", TENSOR_PARALLEL_SIZE="2", VLLM_EXTRA_ARGS="--data-parallel-size 2")
+    assert "4 GPUs are asked for and 2 are here" in replicas.line()
     folder = write_model(tmp_path / "m")
     assert "does not divide the 4 attention heads" in failure(str(folder), TENSOR_PARALLEL_SIZE="3").line()
 
@@ -241,6 +243,8 @@ def test_the_fewest_gpus_that_hold_the_weights_are_taken(on: Any, tmp_path: Path
         on(machine("NVIDIA H200", (9, 0), 4, memory=int(weights * share)))
         found = plan(str(folder)).args.get("--tensor-parallel-size")
         assert (found.value if found else 1) == gpus
+    replicas = plan(str(folder), VLLM_EXTRA_ARGS="--data-parallel-size 2")
+    assert "--tensor-parallel-size" not in replicas.args  # each of the two has two GPUs and needs four
 
 
 def test_a_recipe_for_more_gpus_than_are_here_does_not_apply(on: Any) -> None:
