@@ -142,7 +142,11 @@ def distributed_environment(device: str) -> Iterator[None]:
     """What vLLM's layers need of a process, which they share."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_PLUGINS": ""}
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
 
     torch.set_default_dtype(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
@@ -151,6 +155,7 @@ def distributed_environment(device: str) -> Iterator[None]:
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
             initialize_model_parallel(1)
         yield
+        cleanup_dist_env_and_memory()  # with 4 GPUs in the machine a process that did not do so hung at its end
 
 
 @contextmanager
