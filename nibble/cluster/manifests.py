@@ -21,7 +21,8 @@ Kind = Literal["kuberay", "lws"]
 RAY_VERSION = "2.60.0"  # requirements/cuda.lock
 # The image's own ENTRYPOINT: a process 1 that hands signals on and collects what ended.
 ENTRY = "tini -- /opt/nibble/docker/start.sh"
-# Made by the user: kubectl create secret generic nibble --from-file=api-key --from-file=cluster-token
+# Made by the user: kubectl create secret generic nibble --from-file=api-key --from-file=cluster-token, and hf-token where the
+# model needs one.
 SECRET = "nibble"
 RAY_TOKEN_KEY = (
     "auth_token"  # in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
@@ -109,6 +110,7 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
             pod_ip,
             _value("NIBBLE_CLUSTER", "ray"),
             _secret("NIBBLE_API_KEY", "api-key"),
+            _hub_token(),
             _secret("RAY_AUTH_TOKEN", RAY_TOKEN_KEY, _name(plan)),
             *_settings(plan, environ),
         ],
@@ -161,6 +163,7 @@ def _leader_worker_set(
         _value("NIBBLE_NNODES", str(topology.nodes)),
         _secret("NIBBLE_CLUSTER_TOKEN", "cluster-token"),
         _secret("NIBBLE_API_KEY", "api-key"),
+        _hub_token(),
         *_settings(plan, environ),
     ]
     command = f"exec {ENTRY} serve {_quoted(words)}"
@@ -277,3 +280,9 @@ def _field(name: str, path: str) -> dict[str, Any]:
 
 def _secret(name: str, key: str, secret: str = SECRET) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def _hub_token() -> dict[str, Any]:
+    """For gated and private models; a Secret without that key leaves the variable unset."""
+    reference = {"name": SECRET, "key": "hf-token", "optional": True}
+    return {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}

@@ -75,6 +75,16 @@ def test_the_server_beside_the_ray_head_gets_the_operators_token_too() -> None:
 
 
 @pytest.mark.parametrize("kind", PLACES)
+def test_a_hub_token_comes_from_the_secret_where_it_has_one(kind: str) -> None:
+    containers = [one for pod in pods(made(kind)) for one in pod["containers"]]
+    servers = [one for one in containers if one["name"] == "serve"]
+    for one in servers:
+        reference = {"name": "nibble", "key": "hf-token", "optional": True}
+        assert variables(one)["HF_TOKEN"] == {"secretKeyRef": reference}
+    assert len(servers) == (1 if kind == "kuberay" else 2)
+
+
+@pytest.mark.parametrize("kind", PLACES)
 def test_what_was_set_as_variables_goes_into_the_pods_but_not_what_belongs_to_this_machine(kind: str) -> None:
     given = {"PORT": "9000", "NIBBLE_CLUSTER_WAIT_SECONDS": "900", "NIBBLE_CACHE_DIR": "/here"}
     found = made(kind, **PLACES[kind], **given)

@@ -88,6 +88,18 @@ def test_a_secret_may_come_as_a_file_but_not_twice(tmp_path: Path) -> None:
     assert error.code == ExitCode.CONFIG and "both set" in error.line()
 
 
+def test_a_secret_in_a_variable_may_end_with_its_files_line_break() -> None:
+    """kubectl create secret --from-file hands it on."""
+    given = {
+        "NIBBLE_API_KEY": "nbl-from-a-pod\n",
+        "NIBBLE_CLUSTER_TOKEN": "token-of-all\r\n",
+        "HF_TOKEN": "hf_x\n",
+    }
+    found = load_settings({}, given).settings
+    secrets = [found.api_key, found.ray_auth_token, found.hf_token]
+    assert [one and one.get_secret_value() for one in secrets] == ["nbl-from-a-pod", "token-of-all", "hf_x"]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe\x00", b"x" * 70_000])
 def test_an_unusable_secret_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "token").write_bytes(content)
