@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import KERNELS
-from kernel_cases import (
-    activations,
-    assert_normed_product,
-    assert_rounded_once,
-    packed_weight,
-    values_of,
-)
+from kernel_cases import activations, assert_rounded_once, packed_weight, values_of
 from test_nvfp4_gpu_moe import COLUMNS, EXPERTS, GLOBAL_SCALES, OUTPUTS, choices, expected_sums, experts_of
 from torch import Tensor
 
@@ -80,7 +74,6 @@ def multiply(
         column_scale: Tensor | None = None,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        norm: tuple[Tensor | None, float] = (None, 0.0),
         division: tuple[int, int, int] = (1, 1, 1),
         silu_mul: bool = False,
         following: tuple[Tensor | None, int, int] = (None, 0, 0),
@@ -88,18 +81,8 @@ def multiply(
         weight = prepare_weight(codes, scales, native=not bfloat_operands)
         rows, columns = len(codes), x.shape[1]
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
-        arguments: list[Any] = pointers(
-            x, weight.codes, weight.scales, column_scale, bias, residual, norm[0], out
-        )
-        arguments += [
-            ctypes.c_float(norm[1]),
-            ctypes.c_float(GLOBAL_SCALE),
-            len(x),
-            rows,
-            columns,
-            *division,
-            silu_mul,
-        ]
+        arguments: list[Any] = pointers(x, weight.codes, weight.scales, column_scale, bias, residual, out)
+        arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
         arguments += [*pointers(following[0]), *following[1:]]
         library.multiply_on_the_host(x.dtype == torch.bfloat16, bfloat_operands, *arguments)
         return out
@@ -141,24 +124,6 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply)
     gate, up = (GLOBAL_SCALE * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up + residual.double()
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
-
-
-@pytest.mark.parametrize("operands", ["bfloat16", "float16", "bfloat16 as float16"])
-def test_a_norm_before_the_product_is_vllms(multiply: Multiply, operands: str) -> None:
-    """From whole rows, in shared memory or, where phases and ranks have parts, in memory; a row's end is no full chunk."""
-    dtype = torch.float16 if operands == "float16" else torch.bfloat16
-    for tokens, division in (
-        (1, (2, 1, 1)),
-        (3, (1, 1, 2)),
-        (5, (1, 2, 1)),
-        (11, (2, 1, 1)),
-        (19, (1, 2, 2)),
-    ):
-        codes, scales = packed_weight(48, 1104)
-        x, norm = 30 * activations(tokens, 1104, dtype), (torch.randn(1104).to(dtype), 1e-6)
-        options: dict[str, Any] = {"bfloat_operands": operands == "bfloat16", "division": division}
-        y = multiply(x, codes, scales, norm=norm, **options)
-        assert_normed_product(y, x, norm, GLOBAL_SCALE * values_of(codes, scales))
 
 
 @pytest.mark.parametrize("division", [(2, 1, 1), (2, 2, 2)])

@@ -43,8 +43,7 @@ void run_cluster(uint32_t cluster, uint32_t clusters, const Problem& problem, F&
 template <class T, class Operand, class Form>
 void run(const Problem& problem, uint32_t clusters) {
   for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
-    const uint32_t strips = Form::strips(problem.groups);
-    const Share share = share_of(strips, cluster, clusters, strips / clusters);
+    const Share share = share_of(problem.groups, cluster, clusters, problem.groups / clusters);
     run_cluster<Form>(cluster, clusters, problem,
                       [&](uint4* memory) { Multiplier<T, Operand, Form>(problem, share, memory).run(); });
   }
@@ -105,8 +104,7 @@ extern "C" void multiply_experts_on_the_host(const void* x, const void* codes, c
 
 extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const void* x, const void* codes,
                                      const void* scales, const void* column_scale, const void* bias,
-                                     const void* residual, const void* norm_weight, void* out,
-                                     float norm_epsilon, float global_scale, uint32_t tokens,
+                                     const void* residual, void* out, float global_scale, uint32_t tokens,
                                      uint32_t outputs, uint32_t columns, uint32_t clusters, uint32_t ranks,
                                      uint32_t phases, bool silu_mul, const void* next, uint32_t next_pieces,
                                      uint32_t next_bytes) {
@@ -114,8 +112,6 @@ extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const vo
   problem.column_scale = static_cast<const float*>(column_scale);
   problem.bias = bias;
   problem.residual = residual;
-  problem.norm_weight = static_cast<const uint4*>(norm_weight);
-  problem.norm_epsilon = norm_epsilon;
   problem.upper_global_scale = problem.lower_global_scale = global_scale;
   problem.tokens = tokens;
   problem.next = static_cast<const uint8_t*>(next);

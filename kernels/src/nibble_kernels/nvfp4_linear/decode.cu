@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     extern __shared__ uint4 shared[];
     const uint32_t clusters = gridDim.x / problem.ranks;
     const Share share =
-        share_of(problem.strips, blockIdx.x / problem.ranks, clusters, problem.strips_per_cluster);
+        share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
     Multiplier<T, Operand, Form>(problem, share, shared).run();
   }
 }
@@ -61,14 +61,13 @@ template <class Form>
 float cost(const Problem& p, const Division& division, uint32_t tokens) {
   constexpr float kWeightBytes = 28, kXBytes = 33;                        // a nanosecond
   constexpr float kClusterRound = 900, kBlockRound = 300, kPhase = 1500;  // nanoseconds
-  const uint32_t strips = quotient_up(Form::strips(p.groups), division.clusters),
+  const uint32_t groups = quotient_up(p.groups, division.clusters),
                  chunks = quotient_up(p.chunks, division.ranks);
-  const uint32_t batches = quotient_up(strips, Form::kStripsPerRound),
+  const uint32_t batches = quotient_up(groups, Form::kGroupsPerRound),
                  phases = quotient_up(chunks, division.chunks_per_phase);
   const float x = static_cast<float>(chunks * kChunk * 2 * tokens) / kXBytes;
-  return static_cast<float>(strips * chunks * Form::kStageBytes) / kWeightBytes +
-         x * (phases > 1 ? batches : 1) + batches * (division.ranks > 1 ? kClusterRound : kBlockRound) +
-         (phases - 1) * batches * kPhase;
+  return static_cast<float>(groups * chunks * kTileBytes) / kWeightBytes + x * (phases > 1 ? batches : 1) +
+         batches * (division.ranks > 1 ? kClusterRound : kBlockRound) + (phases - 1) * batches * kPhase;
 }
 
 // `tokens`: as many as x is given room for. The division decides the order of additions and must not depend
@@ -82,7 +81,7 @@ Division division_of(const Run& run, uint32_t tokens) {
     const uint32_t clusters = clusters_at_a_time<T, Operand, Form>(ranks, run.device);
     if (clusters == 0 || ranks > p.chunks) continue;
     const uint32_t chunks = quotient_up(p.chunks, ranks);
-    Division division{ranks, std::min(clusters, Form::strips(p.groups)),
+    Division division{ranks, std::min(clusters, p.groups),
                       chunks_per_phase<Form>(chunks, tokens, run.device)};
     if (!run.division.empty())
       division.chunks_per_phase =
@@ -99,8 +98,7 @@ void multiply_some(Run& run, uint32_t tokens) {
   const Division division = division_of<T, Operand, Form>(run, tokens);
   p.ranks = division.ranks;
   p.chunks_per_phase = division.chunks_per_phase;
-  p.strips = Form::strips(p.groups);
-  p.strips_per_cluster = p.strips / division.clusters;
+  p.groups_per_cluster = p.groups / division.clusters;
   const bool totals = p.ranks > 1 || p.chunks_per_phase < p.chunks;
   uint32_t bytes = Form::shared_bytes(p.chunks_per_phase, p.tokens, totals);
   // Two blocks of a cluster on one multiprocessor would leave another idle.
@@ -151,8 +149,7 @@ void ask_for(const Tensor& next, int64_t bytes, Problem& problem) {
 Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                            bool native, double global_scale, const std::optional<Tensor>& column_scale,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                           const std::optional<Tensor>& norm_weight, double norm_epsilon, bool silu_mul,
-                           bool batch_invariant, const std::vector<int64_t>& division,
+                           bool silu_mul, bool batch_invariant, const std::vector<int64_t>& division,
                            const std::optional<Tensor>& next, int64_t next_bytes) {
   const Tensor x = torch::stable::contiguous(input);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -169,10 +166,6 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
   problem.upper_global_scale = problem.lower_global_scale = static_cast<float>(global_scale);
   problem.tokens = static_cast<uint32_t>(x.numel() / problem.columns);
   problem.silu_mul = silu_mul;
-  problem.norm_weight = static_cast<const uint4*>(data_or_null(norm_weight));
-  problem.norm_epsilon = static_cast<float>(norm_epsilon);
-  require(!norm_weight || norm_weight->scalar_type() == x.scalar_type(),
-          "x and the norm's weight differ in type");
 
   if (next) ask_for(*next, next_bytes, problem);
 

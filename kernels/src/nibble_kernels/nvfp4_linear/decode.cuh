@@ -1,36 +1,67 @@
 // The decode kernel: few rows of activations times an NVFP4 weight, at the speed at which the weight can be
 // read. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
-// A thread block has whole groups of 16 weight rows, one by one or in strips of two. Its warps share their
+// A thread block has whole groups of 16 weight rows, and its warps share their
 // tiles, 16 rows by 128 columns each, in equal ranges, one after the other in memory, and read ahead of what
-// they multiply. A strip's sums meet in shared memory, in a fixed order. Where x does not fit into shared
+// they multiply. A group's sums meet in shared memory, in a fixed order. Where x does not fit into shared
 // memory, columns come in phases.
 #pragma once
 
-#include "nvfp4_linear/activations.cuh"
+#include <type_traits>
+
 #include "nvfp4_linear/ring.cuh"
 
 namespace nibble::decode {
 
-// The warps that have the first and the last step of a strip.
+// The warps that have the first and the last step of a group.
 struct Ends {
   uint32_t first, last;
 };
 
+__device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
+
+// The power of two that brings a row whose largest magnitude has these bits (as bfloat16) to [2^14, 2^15), as
+// the exponent field of a float32; that of its inverse is 254 less it.
+__device__ __forceinline__ uint32_t range_exponent(uint32_t largest) {
+  return min(268 - (largest >> 7), 253u);
+}
+
+// Where tokens lie: one after the other, in x as in the output.
+struct InOrder {
+  // Weights may be read while the previous kernel runs, x may not.
+  static __device__ __forceinline__ void before_x() {
+    instruction::let_next_kernel_start();
+    instruction::wait_for_previous_kernel();
+  }
+  __device__ __forceinline__ uint32_t input(uint32_t token) const { return token; }
+  __device__ __forceinline__ uint32_t output(uint32_t token) const { return token; }
+  __device__ __forceinline__ float weight(uint32_t) const { return 1.0f; }
+};
+
 template <class T, class Operand, class Form, class Rows = InOrder>
 struct Multiplier {
-  using Input = Activations<T, Operand, Form, Rows>;
-  static constexpr uint32_t kTokenGroups = Form::kTokenGroups, kGroups = Form::kGroups;
-  using Sums = float[kGroups][kTokenGroups][4];
+  static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
+  static constexpr uint32_t kTokenGroups = Form::kTokenGroups;
+  static constexpr uint32_t kXRow = kChunk / 8;  // 16 bytes each of a row of x in a chunk
+  using Sums = float[kTokenGroups][4];
 
   const Problem& p;
+  const uint32_t x_chunk = Form::x_rows(p.tokens) * kXRow;
   const Rows rows;
   const Rounds<Form> rounds;
   uint8_t* const ring;
-  float* const slots;  // [slots, sums]
-  Ends* const ends;    // [strips]
-  const Input input;
-  float2* const totals;  // [items] of a thread's own, over phases, then for the cluster
+  float* const slots;           // [slots, sums]
+  Ends* const ends;             // [groups]
+  uint32_t* const token_range;  // [tokens]: largest bits
+  uint4* const x;               // [chunks of the phase, tokens, x_place]
+  float2* const totals;         // [items] of a thread's own, over phases, then for the cluster
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t half = p.outputs / 2;
 
@@ -42,95 +73,162 @@ struct Multiplier {
         ring(reinterpret_cast<uint8_t*>(shared)),
         slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
         ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
-        input(problem, rows, ends + Form::kStripsPerRound, slots),  // slots are free until the first sums
-        totals(reinterpret_cast<float2*>(input.x + problem.chunks_per_phase * input.chunk_size)) {}
+        token_range(reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound)),
+        x(reinterpret_cast<uint4*>(token_range + Form::kTokens)),
+        totals(reinterpret_cast<float2*>(x + problem.chunks_per_phase * x_chunk)) {}
+
+  // Where a piece of a quarter of a chunk lies in a row of x. Neighbouring tokens have their pieces the other
+  // way round, so that eight lanes read 128 different bytes of shared memory.
+  static __device__ __forceinline__ uint32_t x_place(uint32_t token, uint32_t piece, uint32_t quarter) {
+    return (piece ^ token % 2) * kQuarters + quarter;
+  }
+
+  // Calls f(place in shared memory, eight elements or zeros past the end of the row) for the columns of a
+  // round. Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
+  template <class F>
+  __device__ __forceinline__ void for_x(const Round& round, F&& f) const {
+    constexpr uint32_t kAtOnce = Form::kBlocks == 2 ? 6 : 8, kNowhere = ~0u;
+    const uint32_t piece = lane / 8, odd = lane / 4 % 2, quarter = lane % kQuarters;
+    const uint32_t units = (p.tokens + 1) / 2 * round.chunks;
+    for (uint32_t first = warp; first < units; first += kAtOnce * Form::kWarps) {
+      uint4 elements[kAtOnce];
+      uint32_t places[kAtOnce];
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t unit = first + i * Form::kWarps, pair = quotient(unit, round.chunks);
+        const uint32_t chunk = unit - pair * round.chunks, token = pair * 2 + odd;
+        const uint32_t column = (round.first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
+        const bool is_there = unit < units && token < p.tokens;
+        elements[i] = make_uint4(0, 0, 0, 0);
+        if (is_there && column < p.columns)
+          elements[i] = __ldcg(p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
+        places[i] = is_there ? chunk * x_chunk + token * kXRow + x_place(odd, piece, quarter) : kNowhere;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        if (places[i] != kNowhere) f(places[i], elements[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t token_of(uint32_t place) const {
+    return (place - quotient(place, x_chunk) * x_chunk) / kXRow;
+  }
+
+  // A round's columns of x, in the order in which lanes need them.
+  __device__ __forceinline__ void stage_x(const Round& round) const {
+    if constexpr (kConverts) find_ranges(round);
+    for_x(round, [&](uint32_t place, uint4 elements) {
+      if constexpr (kConverts) elements = in_range(elements, token_range[token_of(place)]);
+      x[place] = elements;
+    });
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void find_ranges(const Round& round) const {
+    for (uint32_t token = threadIdx.x; token < Form::kTokens; token += Form::kThreads) token_range[token] = 0;
+    __syncthreads();
+    for_x(round, [&](uint32_t place, const uint4& elements) {
+      const uint32_t token = token_of(place);
+      uint32_t largest = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        const uint32_t pair = word(elements, i) & 0x7fff7fff;
+        largest = max(largest, max(pair & 0xffff, pair >> 16));
+      }
+      if (largest > token_range[token]) atomicMax(token_range + token, largest);
+    });
+    __syncthreads();
+  }
+
+  // bfloat16 as float16, times the row's power of two.
+  static __device__ __forceinline__ uint4 in_range(const uint4& elements, uint32_t largest) {
+    const float factor = __uint_as_float(range_exponent(largest) << 23);
+    const auto convert = [&](uint32_t pair) {
+      const __half2 halves = __floats2half2_rn(__uint_as_float(pair << 16) * factor,
+                                               __uint_as_float(pair & 0xffff0000) * factor);
+      return *reinterpret_cast<const uint32_t*>(&halves);
+    };
+    return make_uint4(convert(elements.x), convert(elements.y), convert(elements.z), convert(elements.w));
+  }
 
   // `even` and `odd`: this lane's first and second piece of x.
-  __device__ __forceinline__ void multiply(const Fragment (&tiles)[kGroups], const uint4* even,
-                                           const uint4* odd, Sums& sums) const {
-    uint32_t scales[kGroups][4];
-#pragma unroll
-    for (uint32_t group = 0; group < kGroups; ++group) Operand::scales(tiles[group].scales, scales[group]);
+  __device__ __forceinline__ void multiply(const Fragment& tile, const uint4* even, const uint4* odd,
+                                           Sums& sums) const {
+    uint32_t scales[4];
+    Operand::scales(tile.scales, scales);
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       uint4 b[kTokenGroups];
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i)
-        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * Input::kRow)];
+        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * kXRow)];
+      uint32_t upper[4], lower[4];
+      Operand::decode(word(tile.upper, piece), upper);
+      Operand::decode(word(tile.lower, piece), lower);
 #pragma unroll
-      for (uint32_t group = 0; group < kGroups; ++group) {
-        uint32_t upper[4], lower[4];
-        Operand::decode(word(tiles[group].upper, piece), upper);
-        Operand::decode(word(tiles[group].lower, piece), lower);
+      for (uint32_t i = 0; i < 4; ++i) {
+        upper[i] = Operand::multiply(upper[i], scales[piece / 2]);
+        lower[i] = Operand::multiply(lower[i], scales[2 + piece / 2]);
+      }
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          upper[i] = Operand::multiply(upper[i], scales[group][piece / 2]);
-          lower[i] = Operand::multiply(lower[i], scales[group][2 + piece / 2]);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kTokenGroups; ++i) {
-          Operand::mma(sums[group][i], upper[0], lower[0], upper[1], lower[1], b[i].x, b[i].y);
-          Operand::mma(sums[group][i], upper[2], lower[2], upper[3], lower[3], b[i].z, b[i].w);
-        }
+      for (uint32_t i = 0; i < kTokenGroups; ++i) {
+        Operand::mma(sums[i], upper[0], lower[0], upper[1], lower[1], b[i].x, b[i].y);
+        Operand::mma(sums[i], upper[2], lower[2], upper[3], lower[3], b[i].z, b[i].w);
       }
     }
   }
 
-  // This warp's steps of a round. A part of a strip has the slot of its number: each warp and each strip
+  // This warp's steps of a round. A part of a group has the slot of its number: each warp and each group
   // begins one.
   __device__ __forceinline__ void multiply(const Round& round, Ring<Form>& ring) const {
     // Of tokens past the last, where x has no row for them, the last is multiplied; nobody looks at their
     // sums.
     const uint32_t token = min(lane / 4, Form::x_rows(p.tokens) - 1);
-    const uint4* const first_piece =
-        input.x + token * Input::kRow + Input::place_of(token, 0, lane % kQuarters);
-    const uint4* const second_piece =
-        input.x + token * Input::kRow + Input::place_of(token, 1, lane % kQuarters);
+    const uint4* const first_piece = x + token * kXRow + x_place(token, 0, lane % kQuarters);
+    const uint4* const second_piece = x + token * kXRow + x_place(token, 1, lane % kQuarters);
     const uint32_t first = first_step<Form>(round, warp);
     uint32_t left = first_step<Form>(round, warp + 1) - first;
-    uint32_t strip = quotient(first, round.chunks), chunk = first - strip * round.chunks;
+    uint32_t group = quotient(first, round.chunks), chunk = first - group * round.chunks;
     while (true) {
-      const uint4 *even = first_piece + chunk * input.chunk_size,
-                  *odd = second_piece + chunk * input.chunk_size;
+      const uint4 *even = first_piece + chunk * x_chunk, *odd = second_piece + chunk * x_chunk;
       const uint32_t part = min(left, round.chunks - chunk);
       if (lane == 0) {
-        if (chunk == 0 && part != 0) ends[strip].first = warp;
-        if (chunk + part == round.chunks) ends[strip].last = warp;
+        if (chunk == 0 && part != 0) ends[group].first = warp;
+        if (chunk + part == round.chunks) ends[group].last = warp;
       }
       Sums sums = {};
 #pragma unroll 1
       for (uint32_t i = part; i != 0; --i) {
-        Fragment tiles[kGroups];
-        ring.take(tiles);
-        multiply(tiles, even, odd, sums);
+        const Fragment tile = ring.take();
+        multiply(tile, even, odd, sums);
         ring.replace();
-        even += input.chunk_size;
-        odd += input.chunk_size;
+        even += x_chunk;
+        odd += x_chunk;
       }
-      float2* const slot = reinterpret_cast<float2*>(slots + (warp + strip) * Form::kSums) + lane;
+      float2* const slot = reinterpret_cast<float2*>(slots + (warp + group) * Form::kSums) + lane;
 #pragma unroll
-      for (uint32_t i = 0; i < kGroups * kTokenGroups; ++i) {
-        const float (&part_sums)[4] = sums[i / kTokenGroups][i % kTokenGroups];
+      for (uint32_t i = 0; i < kTokenGroups; ++i) {
+        const float (&part_sums)[4] = sums[i];
         slot[i * kItems] = make_float2(part_sums[0], part_sums[1]);
         slot[i * kItems + kItems / 2] = make_float2(part_sums[2], part_sums[3]);
       }
       left -= part;
-      if (left == 0) return;  // a warp without steps adds zeros to its strip
+      if (left == 0) return;  // a warp without steps adds zeros to its group
       chunk = 0;
-      ++strip;
+      ++group;
     }
   }
 
-  // Adds up the parts of strips, and the phases. A lane had rows (row, row + N / 2) of tokens 2 quarter and
+  // Adds up the parts of groups, and the phases. A lane had rows (row, row + N / 2) of tokens 2 quarter and
   // 2 quarter + 1; an item is one of those pairs.
   __device__ __forceinline__ void add_up(const Round& round) const {
-    const uint32_t items = round.strips * kGroups * kGroup * p.tokens;
+    const uint32_t items = round.groups * kGroup * p.tokens;
     for (uint32_t item = threadIdx.x; item < items; item += Form::kThreads) {
       const uint32_t row = item % kGroup, group = quotient(item / kGroup, p.tokens),
-                     token = item / kGroup - group * p.tokens, strip = group / kGroups;
-      const Ends end = ends[strip];
-      const float* summand = slots + (end.first + strip) * Form::kSums +
-                             (group % kGroups * kTokenGroups + token / kTokenGroup) * (2 * kItems) +
+                     token = item / kGroup - group * p.tokens;
+      const Ends end = ends[group];
+      const float* summand = slots + (end.first + group) * Form::kSums + token / kTokenGroup * (2 * kItems) +
                              row * kTokenGroup + token % kTokenGroup;
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 4
@@ -139,16 +237,17 @@ struct Multiplier {
         sum.y += summand[kItems];
         summand += Form::kSums;
       }
-      if constexpr (Input::kConverts) {  // other phases have other ranges
-        sum.x *= input.undo(token);
-        sum.y *= input.undo(token);
+      if constexpr (kConverts) {  // other phases have other ranges
+        const float undo = __uint_as_float(254 - range_exponent(token_range[token]) << 23);
+        sum.x *= undo;
+        sum.y *= undo;
       }
       if (round.first_chunk != rounds.begin) {
         sum.x += totals[item].x;
         sum.y += totals[item].y;
       }
       if (p.ranks == 1 && is_last_phase(round)) {
-        write(round.first_strip * kGroups + group, row, token, sum);
+        write(round.first_group + group, row, token, sum);
       } else {
         totals[item] = sum;
       }
@@ -162,7 +261,7 @@ struct Multiplier {
   // Adds up the blocks of a cluster, each for its share of the items.
   __device__ __forceinline__ void add_up_cluster(const Round& round) const {
     instruction::cluster_barrier();
-    const uint32_t items = round.strips * kGroups * kGroup * p.tokens;
+    const uint32_t items = round.groups * kGroup * p.tokens;
     for (uint32_t item = instruction::cluster_rank() * Form::kThreads + threadIdx.x; item < items;
          item += p.ranks * Form::kThreads) {
       float2 sum = make_float2(0.0f, 0.0f);
@@ -172,7 +271,7 @@ struct Multiplier {
         sum.y += part.y;
       }
       const uint32_t group = quotient(item / kGroup, p.tokens);
-      write(round.first_strip * kGroups + group, item % kGroup, item / kGroup - group * p.tokens, sum);
+      write(round.first_group + group, item % kGroup, item / kGroup - group * p.tokens, sum);
     }
     instruction::cluster_barrier();  // the others have read, too
   }
@@ -217,15 +316,17 @@ struct Multiplier {
     Ring<Form> tiles(p, rounds, ring);
     Rows::before_x();
     uint32_t batch = 0, first_chunk = rounds.begin;
-    for (bool has_x = false;; has_x = rounds.one_phase()) {
-      const Round round = rounds.of(batch, first_chunk);
-      if (!has_x) input.stage(round, first_chunk == rounds.begin);
+    Round round = rounds.of(batch, first_chunk);
+    stage_x(round);
+    while (true) {
       multiply(round, tiles);
       __syncthreads();
       add_up(round);
       if (p.ranks > 1 && is_last_phase(round)) add_up_cluster(round);
       if (!rounds.advance(batch, first_chunk)) break;
+      round = rounds.of(batch, first_chunk);
       __syncthreads();  // x, sums and ends are over
+      if (!rounds.one_phase()) stage_x(round);
     }
     prefetch_next();
     instruction::wait_for_copies<0>();

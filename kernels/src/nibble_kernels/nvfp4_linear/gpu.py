@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_linear.reference import dequantize, matmul, rms_norm
+from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 
 __all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize_weight", "nvfp4_weight_linear"]
@@ -27,17 +27,13 @@ def _decode_reference(
     column_scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_epsilon: float,
     silu_mul: bool,
     batch_invariant: bool,
     division: Sequence[int],
     next_codes: Tensor | None,
     next_bytes: int,
 ) -> Tensor:
-    """The specification: float32 throughout, rounded once at the end, but for a norm before it."""
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, norm_epsilon)
+    """The specification: float32 throughout, rounded once at the end."""
     rows = x.reshape(-1, x.shape[-1]).float()
     y = (
         matmul(rows, *stored_weight(PreparedWeight(codes, scales, outputs, native), x.shape[-1]))
@@ -56,22 +52,12 @@ def _decode_reference(
     return y.to(x.dtype)
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    outputs: int,
-    native: bool,
-    global_scale: float,
-    column_scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_epsilon: float,
-    silu_mul: bool,
-    *rest: object,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs // (2 if silu_mul else 1)))
+def _decode_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[5] else 1)))
+
+
+def _linear_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[4] else 1)))
 
 
 def _dequantize_reference(
@@ -94,9 +80,6 @@ def _weight_linear(
     global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_epsilon: float,
     silu_mul: bool,
     batch_invariant: bool,
     next_codes: Tensor | None,
@@ -114,17 +97,13 @@ def _weight_linear(
             global_scale,
             column_scale,
             bias,
-            residual,
-            norm_weight,
-            norm_epsilon,
+            None,
             silu_mul,
             batch_invariant,
             [],
             next_codes,
             next_bytes,
         )
-    if norm_weight is not None:
-        rows = rms_norm(rows, norm_weight, norm_epsilon)
     weight = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
         y = torch.addmm(
@@ -141,16 +120,15 @@ def _weight_linear(
     if silu_mul:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate).mul_(up)
-    y = y.unflatten(0, x.shape[:-1])
-    return y if residual is None else y.add_(residual)
+    return y.unflatten(0, x.shape[:-1])
 
 
 _decode = operator(
     "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_epsilon, bool silu_mul, "
-    "bool batch_invariant, int[] division, Tensor? next_codes, int next_bytes) -> Tensor",
+    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division, "
+    "Tensor? next_codes, int next_bytes) -> Tensor",
     _decode_reference,
-    _fake,
+    _decode_fake,
 )
 _dequantize = operator(
     "nvfp4_dequantize_weight(Tensor codes, Tensor scales, int rows, bool native, int columns, Tensor like) -> Tensor",
@@ -158,12 +136,11 @@ _dequantize = operator(
     lambda codes, scales, rows, native, columns, like: like.new_empty((*codes.shape[:-5], rows, columns)),
 )
 
-LINEAR = operator(
+_linear = operator(
     "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_epsilon, bool silu_mul, "
-    "bool batch_invariant, Tensor? next_codes, int next_bytes) -> Tensor",
+    "Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant, Tensor? next_codes, int next_bytes) -> Tensor",
     _weight_linear,
-    _fake,
+    _linear_fake,
 )
 
 
@@ -174,8 +151,6 @@ def nvfp4_weight_linear(
     *,
     column_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
     silu_mul: bool = False,
     batch_invariant: bool = False,
     next_codes: Tensor | None = None,
@@ -187,18 +162,8 @@ def nvfp4_weight_linear(
     in x's type, exactly, and torch multiplies; the global scale, column factors and bias come after the sum there, too.
     With batch_invariant that happens for no number of rows. silu · mul then has gate and up in x's type.
     """
-    return LINEAR(
-        x,
-        *weight,
-        global_scale,
-        column_scale,
-        bias,
-        residual,
-        *(norm or (None, 0.0)),
-        silu_mul,
-        batch_invariant,
-        next_codes,
-        next_bytes,
+    return _linear(
+        x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant, next_codes, next_bytes
     )
 
 
@@ -210,7 +175,6 @@ def nvfp4_decode_linear(
     column_scale: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
     silu_mul: bool = False,
     batch_invariant: bool = False,
     division: Sequence[int] = (),
@@ -220,8 +184,7 @@ def nvfp4_decode_linear(
     """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul. Made for up to 64 rows.
 
     y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in float32. With silu_mul
-    the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. `norm`, a weight
-    [K] in x's type and an epsilon, puts vLLM's RMSNorm before the product, with its own roundings. K must be
+    the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
     a multiple of 16, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-4, 5-8,
     9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread
     blocks of a cluster, phases of K) is for tests and measurements. `next_bytes` of `next_codes`, the codes of the weight that
@@ -234,7 +197,6 @@ def nvfp4_decode_linear(
         column_scale,
         bias,
         residual,
-        *(norm or (None, 0.0)),
         silu_mul,
         batch_invariant,
         list(division),

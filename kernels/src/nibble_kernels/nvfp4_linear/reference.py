@@ -58,12 +58,3 @@ def nvfp4_linear(
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x [..., K] over its root mean square, times weight [K] of the same type; rounded before the weight and after.
-
-    As vLLM has it (0.32 ir/ops/layernorm.py).
-    """
-    y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight

@@ -11,7 +11,7 @@ struct Fragment {
   uint32_t scales;
 };
 
-// A warp's tiles on their way to shared memory, a strip's of the same columns in a stage. A lane reads
+// A warp's tiles on their way to shared memory, one after the other as they lie in memory. A lane reads
 // nothing but what it fetched itself.
 template <class Form>
 class Ring {
@@ -22,31 +22,27 @@ class Ring {
         codes_(problem.codes + threadIdx.x % kLanes),
         scales_(problem.scales + threadIdx.x % kLanes) {
     const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-    begin_ = instruction::shared_place(shared + warp * (Form::kDepth * Form::kStageBytes) + lane * 16);
+    begin_ = instruction::shared_place(shared + warp * (Form::kDepth * kTileBytes) + lane * 16);
     first_chunk_ = rounds.begin;
     start_run();
 #pragma unroll
     for (uint32_t i = 0; i < Form::kDepth; ++i) {
-      place_ = begin_ + i * Form::kStageBytes;
+      place_ = begin_ + i * kTileBytes;
       fetch();
     }
     place_ = begin_;
   }
 
-  // The oldest stage's tiles; `replace` must follow.
-  __device__ __forceinline__ void take(Fragment (&tiles)[Form::kGroups]) const {
+  // The oldest tile; `replace` must follow.
+  __device__ __forceinline__ Fragment take() const {
     instruction::wait_for_copies<Form::kDepth - 1>();
-#pragma unroll
-    for (uint32_t i = 0; i < Form::kGroups; ++i) {
-      const auto place = place_ + i * kTileBytes;
-      tiles[i] = {instruction::load_shared(place), instruction::load_shared(place + 512),
-                  instruction::load_shared_word(scale_place() + i * kTileBytes)};
-    }
+    return {instruction::load_shared(place_), instruction::load_shared(place_ + 512),
+            instruction::load_shared_word(scale_place())};
   }
 
   __device__ __forceinline__ void replace() {
     fetch();
-    place_ = place_ == begin_ + (Form::kDepth - 1) * Form::kStageBytes ? begin_ : place_ + Form::kStageBytes;
+    place_ = place_ == begin_ + (Form::kDepth - 1) * kTileBytes ? begin_ : place_ + kTileBytes;
   }
 
  private:
@@ -56,21 +52,16 @@ class Ring {
 
   __device__ __forceinline__ void fetch() {
     if (tile_ != run_end_) {
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kGroups; ++i) {
-        const uint32_t tile = tile_ + i * to_next_group_;
-        const uint4* const codes = instruction::element<2 * kLanes>(codes_, tile);
-        instruction::copy_once(place_ + i * kTileBytes, codes);
-        instruction::copy_once(place_ + (i * kTileBytes + 512), codes + kLanes);
-        instruction::copy_word(scale_place() + i * kTileBytes, instruction::element<kLanes>(scales_, tile));
-      }
+      const uint4* const codes = instruction::element<2 * kLanes>(codes_, tile_);
+      instruction::copy_once(place_, codes);
+      instruction::copy_once(place_ + 512, codes + kLanes);
+      instruction::copy_word(scale_place(), instruction::element<kLanes>(scales_, tile_));
       if (++tile_ == run_end_) start_run();
     }
     instruction::end_copies();
   }
 
-  // The next tiles that lie one after the other: to the end of this warp's range, of a phase's columns, or of
-  // a strip of several groups.
+  // The next tiles that lie one after the other: to the end of this warp's range or of a phase's columns.
   __device__ __forceinline__ void start_run() {
     const uint32_t warp = threadIdx.x / kLanes;
     while (!over_) {
@@ -82,15 +73,11 @@ class Ring {
         done_ = 0;
         continue;
       }
-      const uint32_t strip = quotient(first, round.chunks), chunk = first - strip * round.chunks;
-      const bool goes_on = Form::kGroups == 1 && round.chunks == p_.chunks;
-      const uint32_t in_run = goes_on ? left : min(left, round.chunks - chunk);
+      const uint32_t group = quotient(first, round.chunks), chunk = first - group * round.chunks;
+      const uint32_t in_run = round.chunks == p_.chunks ? left : min(left, round.chunks - chunk);
       done_ += in_run;
-      const uint32_t group = (round.first_strip + strip) * Form::kGroups;
-      tile_ = group * p_.chunks + round.first_chunk + chunk;
+      tile_ = (round.first_group + group) * p_.chunks + round.first_chunk + chunk;
       run_end_ = tile_ + in_run;
-      // The last strip may lack a group; its first one then comes twice.
-      to_next_group_ = group + 1 < p_.groups ? p_.chunks : 0;
       return;
     }
   }
@@ -100,7 +87,7 @@ class Ring {
   const uint4* const codes_;
   const uint32_t* const scales_;
   instruction::SharedPlace begin_, place_;
-  uint32_t tile_ = 0, run_end_ = 0, to_next_group_ = 0, done_ = 0, batch_ = 0, first_chunk_ = 0;
+  uint32_t tile_ = 0, run_end_ = 0, done_ = 0, batch_ = 0, first_chunk_ = 0;
   bool over_ = false;
 };
 

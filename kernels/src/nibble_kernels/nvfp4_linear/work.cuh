@@ -25,48 +25,40 @@ struct Problem {
   const float* column_scale;
   const void* bias;
   const void* residual;
-  const uint4* norm_weight;  // [columns], or null: x is multiplied as it is
-  float norm_epsilon;
   void* out;
   float upper_global_scale, lower_global_scale;  // of rows below N / 2 and of the others
   uint32_t tokens, outputs, columns, chunks, groups;
-  uint32_t ranks;                                         // thread blocks of a cluster
-  uint32_t chunks_per_phase, strips, strips_per_cluster;  // of the smaller share
+  uint32_t ranks;                                 // thread blocks of a cluster
+  uint32_t chunks_per_phase, groups_per_cluster;  // of the smaller share
   bool silu_mul;
   const uint8_t* next;  // the weight of the next product, in pieces
   uint32_t next_pieces, next_bytes;
 };
 
-// kGroups: groups whose tiles of the same columns a warp multiplies together, a strip. kDepth: of these
-// tiles, how many a warp has under way. kStripsPerRound: strips whose sums meet at a time.
-template <bool Small, uint32_t TokenGroups, uint32_t Groups, uint32_t Warps, uint32_t Depth,
-          uint32_t StripsPerRound>
+// kDepth: tiles that a warp has under way. kGroupsPerRound: groups whose sums meet at a time.
+template <bool Small, uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound>
 struct Form {
   static constexpr bool kSmall = Small;  // for GPUs with little shared memory
   static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
-  static constexpr uint32_t kGroups = Groups;
   static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
-  static constexpr uint32_t kStripsPerRound = StripsPerRound;
+  static constexpr uint32_t kGroupsPerRound = GroupsPerRound;
   static constexpr uint32_t kBlocks =
-      TokenGroups == 1 ? 2 : 1;  // of a multiprocessor: the next kernel's, too
-  static constexpr uint32_t kSums =
-      Groups * TokenGroups * 2 * kItems;                      // of a strip, or of a warp's part of it
-  static constexpr uint32_t kSlots = Warps + StripsPerRound;  // parts of strips in a round
-  static constexpr uint32_t kStageBytes = Groups * kTileBytes;
-  static constexpr uint32_t kRingBytes = Warps * Depth * kStageBytes;
+      TokenGroups == 1 ? 2 : 1;                                // of a multiprocessor: the next kernel's, too
+  static constexpr uint32_t kSums = TokenGroups * 2 * kItems;  // of a group, or of a warp's part of it
+  static constexpr uint32_t kSlots = Warps + GroupsPerRound;   // parts of groups in a round
+  static constexpr uint32_t kRingBytes = Warps * Depth * kTileBytes;
   static constexpr uint32_t kSlotBytes = kSlots * kSums * sizeof(float);
-  static constexpr uint32_t kTotalBytes = StripsPerRound * kSums * sizeof(float);
-  static constexpr uint32_t kEndBytes = StripsPerRound * 2 * sizeof(uint32_t);
-  static constexpr uint32_t kTokenBytes = kTokens * (sizeof(uint32_t) + sizeof(float));  // ranges, norms
+  static constexpr uint32_t kTotalBytes = GroupsPerRound * kSums * sizeof(float);
+  static constexpr uint32_t kEndBytes = GroupsPerRound * 2 * sizeof(uint32_t);
+  static constexpr uint32_t kRangeBytes = kTokens * sizeof(uint32_t);
 
   // Rows that x has in shared memory. As many as the form takes, where that gives their places constant
   // distances; nobody looks at the sums of those past the last token.
   static constexpr uint32_t x_rows(uint32_t tokens) { return TokenGroups == 1 ? tokens : kTokens; }
-  static constexpr uint32_t strips(uint32_t groups) { return (groups + Groups - 1) / Groups; }
 
   // With `totals` where a block's sums of a round are not yet the result.
   static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool totals) {
-    return kRingBytes + kSlotBytes + kEndBytes + kTokenBytes + chunks * x_rows(tokens) * kChunk * 2 +
+    return kRingBytes + kSlotBytes + kEndBytes + kRangeBytes + chunks * x_rows(tokens) * kChunk * 2 +
            (totals ? kTotalBytes : 0);
   }
 };
@@ -74,14 +66,14 @@ struct Form {
 // How many tokens a launch takes, and the warps for them. On SM12x a thread block has 99 KB of shared memory
 // and less bandwidth to keep busy: fewer warps, and more of x at a time.
 struct LargeForms {
-  using Few = Form<false, 1, 1, 16, 3, 32>;
-  using Some = Form<false, 2, 1, 16, 2, 16>;
-  using Many = Form<false, 4, 2, 8, 3, 4>;
+  using Few = Form<false, 1, 16, 3, 32>;
+  using Some = Form<false, 2, 16, 2, 16>;
+  using Many = Form<false, 4, 8, 3, 8>;
 };
 struct SmallForms {
-  using Few = Form<true, 1, 1, 8, 3, 16>;
-  using Some = Form<true, 2, 1, 8, 3, 8>;
-  using Many = Form<true, 4, 1, 8, 2, 4>;
+  using Few = Form<true, 1, 8, 3, 16>;
+  using Some = Form<true, 2, 8, 3, 8>;
+  using Many = Form<true, 4, 8, 2, 4>;
 };
 
 constexpr uint32_t kLeastSharedBytes = 99 * 1024;
@@ -101,14 +93,14 @@ template <class Form>
 constexpr bool kIsLaunched = true;
 #endif
 
-// Strips of a thread block.
+// Groups of a thread block.
 struct Share {
-  uint32_t first_strip, strips;
+  uint32_t first_group, groups;
 };
 
-// One of `parts` nearly equal shares, of which `base` strips is the smaller.
-__device__ __forceinline__ Share share_of(uint32_t strips, uint32_t part, uint32_t parts, uint32_t base) {
-  const uint32_t larger = strips - base * parts;
+// One of `parts` nearly equal shares, of which `base` groups is the smaller.
+__device__ __forceinline__ Share share_of(uint32_t groups, uint32_t part, uint32_t parts, uint32_t base) {
+  const uint32_t larger = groups - base * parts;
   return {part * base + min(part, larger), base + (part < larger)};
 }
 
@@ -119,18 +111,18 @@ __device__ __forceinline__ uint32_t quotient(uint32_t n, uint32_t d) {
                                instruction::reciprocal(static_cast<float>(d)));
 }
 
-// The tiles whose sums meet: some strips by the columns of a phase.
+// The tiles whose sums meet: some groups by the columns of a phase.
 struct Round {
-  uint32_t first_strip, strips, first_chunk, chunks;
+  uint32_t first_group, groups, first_chunk, chunks;
 };
 
-// The rounds of a thread block: phase after phase of some strips, then those of others.
+// The rounds of a thread block: phase after phase of some groups, then those of others.
 template <class Form>
 struct Rounds {
   const Share share;
   const uint32_t begin, end, chunks_per_phase;  // chunks of this block
-  const uint32_t batches = (share.strips + Form::kStripsPerRound - 1) / Form::kStripsPerRound;
-  const uint32_t batch_base = batches == 1 ? share.strips : quotient(share.strips, batches);
+  const uint32_t batches = (share.groups + Form::kGroupsPerRound - 1) / Form::kGroupsPerRound;
+  const uint32_t batch_base = batches == 1 ? share.groups : quotient(share.groups, batches);
 
   __device__ __forceinline__ Rounds(const Problem& p, const Share& share, uint32_t rank)
       : share(share),
@@ -141,8 +133,8 @@ struct Rounds {
   __device__ __forceinline__ bool one_phase() const { return chunks_per_phase >= end - begin; }
 
   __device__ __forceinline__ Round of(uint32_t batch, uint32_t first_chunk) const {
-    const Share strips = share_of(share.strips, batch, batches, batch_base);
-    return {share.first_strip + strips.first_strip, strips.strips, first_chunk,
+    const Share groups = share_of(share.groups, batch, batches, batch_base);
+    return {share.first_group + groups.first_group, groups.groups, first_chunk,
             min(chunks_per_phase, end - first_chunk)};
   }
   // Goes on to the next round; false after the last.
@@ -154,11 +146,11 @@ struct Rounds {
   }
 };
 
-// Warps share the steps of a round, a strip's tiles of the same columns each: those of strip 0, then those of
-// strip 1 ... This is the first of a warp.
+// Warps share the steps of a round, a tile each: those of group 0, then those of group 1 ... This is the
+// first of a warp.
 template <class Form>
 __device__ __forceinline__ uint32_t first_step(const Round& round, uint32_t warp) {
-  return warp * (round.strips * round.chunks) / Form::kWarps;
+  return warp * (round.groups * round.chunks) / Form::kWarps;
 }
 
 }  // namespace nibble::decode

@@ -28,7 +28,6 @@ struct Table {
 
 // Rows of one expert. Its pairs lie anywhere in x and in the output.
 struct ExpertRows {
-  static constexpr bool kHasNorm = false;
   const uint8_t* pairs;
   uint32_t pairs_per_input;
   const float* weights;
@@ -91,9 +90,8 @@ __device__ __forceinline__ void run_experts(const Problem& all, const Experts& e
   clear_others<T>(all, experts, table);
   if (table.used == 0) return;
   const uint32_t blocks_each = max(1u, gridDim.x / table.used);
-  const uint32_t strips = Form::strips(all.groups);
-  const Share share = share_of(strips, blockIdx.x % blocks_each, blocks_each, strips / blocks_each);
-  if (share.strips == 0) return;
+  const Share share = share_of(all.groups, blockIdx.x % blocks_each, blocks_each, all.groups / blocks_each);
+  if (share.groups == 0) return;
   for (uint32_t i = blockIdx.x / blocks_each; i < table.used; i += gridDim.x / blocks_each) {
     const size_t expert = table.ids[table.first_pair[i]];
     Problem p = all;

@@ -34,10 +34,6 @@ def _ours(use_a16: bool) -> NvFp4LinearKernel:
     """Our GPU kernel. Raises ValueError where it cannot be had."""
     backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
     require_ours("kernel", use_a16, "" if backend == "auto" else f"--linear-backend {backend}")
-    if current_options().fuse_norms:
-        from nibble_kernels.vllm_plugin.fusion import ask_for_fusion  # imports torch's compiler
-
-        ask_for_fusion()
     return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
 

@@ -16,8 +16,7 @@ class Options:
 
     act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2). linear_kernel and
     moe_kernel: vLLM's choice, or ours for NVFP4 weights with unquantized activations on a GPU. prefetch_mib: with ours, how
-    much of the next layer's weight a product brings to the GPU's second cache. fuse_norms: with ours, in compiled models, norms
-    and sums of the residual stream are parts of products.
+    much of the next layer's weight a product brings to the GPU's second cache.
     """
 
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
@@ -26,7 +25,6 @@ class Options:
     linear_kernel: Literal["vllm", "nibble"] = "vllm"
     moe_kernel: Literal["vllm", "nibble"] = "vllm"
     prefetch_mib: Literal[0, 8, 16, 24, 32] = 0
-    fuse_norms: Literal[False, True] = False
 
     @property
     def weights_only(self) -> bool:

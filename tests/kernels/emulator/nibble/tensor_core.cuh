@@ -49,8 +49,6 @@ using std::min;
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
-inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 
 inline float __half2float(__half x) { return std::bit_cast<_Float16>(x.bits); }
