@@ -23,8 +23,10 @@ from typing import Any
 import pytest
 
 from nibble import engine, governor, launch
+from nibble.admission import Admission
 from nibble.api_key import KeyDecision
 from nibble.errors import ExitCode, NibbleError
+from nibble.gate_state import State
 from nibble.governor import UNWATCHED, Limits, limits
 from nibble.memory import Memory
 from nibble.memory_plan import Step
@@ -34,8 +36,8 @@ NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 
 # Talks like vLLM 0.32 as far as the supervisor listens. `behave` is inserted after it serves.
 STAND_IN = """
-import http.server, json, os, signal, subprocess, sys, threading, time
-port = int(sys.argv[1])
+import http.client, http.server, json, os, signal, subprocess, sys, threading, time
+port, control_port = map(int, sys.argv[1:])
 running = [0]
 class Api(http.server.BaseHTTPRequestHandler):
     def do_GET(self): self.reply()
@@ -52,6 +54,14 @@ class Api(http.server.BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
     def log_message(self, *args): pass
 def note(line): print(line, flush=True)
+def until_ready():  # for nibble, not for ourselves: how long that takes depends on the machine's load
+    while True:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", control_port, timeout=5)
+            connection.request("GET", "/ready")
+            if connection.getresponse().status == 200: return
+        except OSError: pass
+        time.sleep(0.02)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 note("(Worker pid=1) INFO 11-21 06:00:00 [x.py:1] Starting to load model m...")
 {before}
@@ -85,7 +95,7 @@ class Run:
     ) -> tuple[int, str]:
         program = STAND_IN.format(before=before, behave=textwrap.dedent(behave), answer=answer)
         ports = [_free_port(), _free_port()]
-        command = [sys.executable, "-c", program, str(ports[0])]
+        command = [sys.executable, "-c", program, *map(str, ports)]
         self._monkeypatch.setattr(engine, "child_command", lambda argv: command)
         settings = SimpleNamespace(
             host="127.0.0.1",
@@ -157,7 +167,7 @@ def test_told_to_stop_with_nothing_running_is_0(run: Run) -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 7])
 def test_an_engine_that_ends_by_itself_is_10_whatever_its_own_code(run: Run, code: int) -> None:
-    ended, told = run(behave=f"time.sleep(0.5); os._exit({code})")
+    ended, told = run(behave=f"until_ready(); os._exit({code})")
     assert ended == ExitCode.ENGINE_DIED
     assert f"vLLM ended by itself in phase ready (exit code {code})" in told
 
@@ -171,7 +181,7 @@ def test_an_engine_that_ends_during_load_is_10_with_the_cause(run: Run) -> None:
 
 
 def test_a_killed_api_server_is_named(run: Run) -> None:
-    code, told = run(behave="time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)")
+    code, told = run(behave="until_ready(); os.kill(os.getpid(), signal.SIGKILL)")
     assert code == 10
     assert "in phase ready (API server killed by SIGKILL)" in told
 
@@ -280,11 +290,10 @@ def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path)
 def test_a_silent_engine_is_reported_once_a_period_and_not_killed(run: Run) -> None:
     code, told = run(before="time.sleep(3.5)", stall_s=1, signals=TERM)
     assert code == 0
-    reports = [line for line in told.splitlines() if "no sign of life" in line]
-    assert 2 <= len(reports) <= 3
-    assert re.search(
-        r"load: no sign of life for [12] s; meanwhile the engine used \d+ s of CPU time", reports[0]
+    reports = re.findall(
+        r"(\w+: no sign of life for \d+ s); meanwhile the engine used \d+ s of CPU time", told
     )
+    assert reports and len(reports) == len(set(reports)), told
 
 
 def test_a_control_port_in_use_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,14 +340,22 @@ def test_memory_below_the_limit_stops_the_engine_at_once_with_7_and_leaves_no_pr
 def test_a_server_that_becomes_ready_with_little_memory_is_paused_until_there_is_more(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = time.monotonic()
+    paused_at: list[float] = []
+    change = launch.Admission.change
+
+    def changed(self: Admission, old: State, new: State, phase: str) -> bool:
+        done = change(self, old, new, phase)
+        if done and new == "paused":
+            paused_at.append(time.monotonic())
+        return done
 
     def read(self: object) -> Memory:
-        return Memory(100, 90 if time.monotonic() - began > 3 else 30)
+        return Memory(100, 90 if paused_at and time.monotonic() - paused_at[0] > 1 else 30)
 
+    monkeypatch.setattr(launch.Admission, "change", changed)
     monkeypatch.setattr(launch.MemorySource, "read", read)
     monkeypatch.setattr(governor, "RESUME_AFTER_S", 0.5)
-    code, told = run(signals=((5.0, signal.SIGTERM),), limit=limits(80))
+    code, told = run(signals=((3.0, signal.SIGTERM),), limit=limits(80))
     assert code == 0
     lines = [line for line in told.splitlines() if "available" in line]
     assert "new requests get 503 until" in lines[0] and "let in again" in lines[1]
