@@ -124,7 +124,7 @@ class Breaker:
 
     def verdict(self) -> Verdict:
         """What the failures so far say about a start now."""
-        return judge([one for one in self._read() if one.process != self._me], time.time())
+        return judge([one for one in self._others() if not one.process], time.time())
 
     def begin(self) -> None:
         """A start begins; a start that never comes back counts as failed."""
@@ -140,9 +140,8 @@ class Breaker:
         self._write(others)
 
     def clear(self) -> None:
-        """A success: nothing is held against this plan any more."""
-        with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        """A success: nothing is held against this plan any more. Starts that still run somewhere else stay on record."""
+        self._write([one for one in self._others() if one.process])
 
     def tripped(self, verdict: Verdict) -> NibbleError:
         """The end of a crash loop."""
@@ -151,24 +150,26 @@ class Breaker:
         return NibbleError(ExitCode.CRASH_LOOP, what, "", action)
 
     def _others(self) -> list[Failure]:
-        return [one for one in self._read() if one.process != self._me]
+        """The record without this start. Only starts that may still run somewhere else have a `process`.
 
-    def _read(self) -> list[Failure]:
-        """The failures on record; starts that still run somewhere else are left out. A damaged record is dropped."""
+        A damaged record is dropped.
+        """
         try:
             found = [_failure(one) for one in json.loads(self.path.read_text())["failures"]]
         except OSError:  # none yet, or a cache that cannot be used: writing says so
             return []
         except (ValueError, KeyError, TypeError) as error:
             self._say(f"warning: {self.path} is damaged and is dropped ({type(error).__name__})")
-            self.clear()
+            self._remove()
             return []
-        over = [one for one in found if not one.process or ended_without_a_word(one.process, self._me)]
-        return [one if one.process == self._me else replace(one, process="") for one in over]
+        others = [one for one in found if one.process != self._me]
+        return [
+            replace(one, process="") if ended_without_a_word(one.process, self._me) else one for one in others
+        ]
 
     def _write(self, failures: Sequence[Failure]) -> None:
         if not failures:
-            return self.clear()
+            return self._remove()
         if not self._can_write:
             return None
         text = json.dumps(
@@ -188,6 +189,10 @@ class Breaker:
                 f"warning: {self.path} cannot be written ({error.strerror}): crash loops are not noticed"
             )
         return None
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 def _failure(entry: Any) -> Failure:

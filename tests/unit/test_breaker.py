@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,19 @@ def test_a_start_that_still_runs_elsewhere_does_not_count() -> None:
     assert not ended_without_a_word(f"{boot} another-container 7 1", me)
     assert ended_without_a_word(f"{boot} {host} 4194305 1", me)
     assert str(os.getpid()) in me
+
+
+def test_a_start_on_another_host_stays_on_record_whatever_this_one_does(breaker: Breaker) -> None:
+    boot = this_process().split(" ")[0]
+    there = asdict(Failure(time.time(), 0, SILENT_END, f"{boot} another-container 7 1"))
+    breaker.path.parent.mkdir()
+    breaker.path.write_text(json.dumps({"failures": [there]}))
+    fail(breaker, 1)
+    assert breaker.verdict().failures == 1
+    fail(breaker, 1, None)
+    breaker.clear()
+    assert breaker.verdict().failures == 0
+    assert json.loads(breaker.path.read_text())["failures"] == [there]
 
 
 class TestKey:
