@@ -58,6 +58,20 @@ def test_many_layers_are_one_entry_a_kind() -> None:
 
 
 @pytest.mark.vllm
+def test_a_check_waits_for_no_other_data_parallel_replica() -> None:
+    """There is no group of them here: asking them would raise."""
+    from nibble_kernels.vllm_plugin.proof.attention import pass_of_this_worker
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.forward_context import get_forward_context
+
+    config = VllmConfig(parallel_config=ParallelConfig(data_parallel_size=2, data_parallel_rank=1))
+    config.parallel_config.is_moe_model = True
+    with pass_of_this_worker(config, 5):
+        metadata = get_forward_context().dp_metadata
+        assert metadata is not None and metadata.num_tokens_across_dp_cpu.tolist() == [5, 5]
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_routing_takes_the_experts_with_the_highest_scores_plus_bias(

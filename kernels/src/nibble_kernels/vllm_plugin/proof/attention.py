@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
@@ -129,8 +131,20 @@ def _forward(
         "attn_metadata": {name: group.build_metadata(metadata, 0)},
         "slot_mapping": {name: metadata.slot_mapping},
     }
-    with set_forward_context(vllm_config=worker.vllm_config, num_tokens=count, **context):
+    with pass_of_this_worker(worker.vllm_config, count, **context):
         return layer(*(value.to(device) for value in qkv))
+
+
+def pass_of_this_worker(config: VllmConfig, tokens: int, **context: Any) -> AbstractContextManager[None]:
+    """The context of a forward pass. Of a mixture of experts vLLM would ask all data parallel replicas for their tokens
+    (vllm 0.32 forward_context.py:317) and wait for ever: they check other layers, or, on other machines, nothing.
+    """
+    replicas = config.parallel_config.data_parallel_size
+    everywhere = torch.full((replicas,), tokens, dtype=torch.int32)
+    given = {"attn_metadata": None, **context}
+    return set_forward_context(
+        vllm_config=config, num_tokens=tokens, num_tokens_across_dp=everywhere, **given
+    )
 
 
 def one_request(worker: Any, group: AttentionGroup, computed: int, count: int) -> CommonAttentionMetadata:

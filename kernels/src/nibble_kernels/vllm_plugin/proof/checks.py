@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from nibble_kernels.vllm_plugin.proof.attention import attention_results
+from nibble_kernels.vllm_plugin.proof.attention import attention_results, pass_of_this_worker
 from nibble_kernels.vllm_plugin.proof.compare import Result, compare, group
 from nibble_kernels.vllm_plugin.proof.formats import generator_of
 from nibble_kernels.vllm_plugin.proof.probes import PROBES, Probe, Unknown
@@ -25,7 +24,7 @@ PLAIN_ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "CPURouter")
 def run_checks(worker: Any) -> list[dict[str, Any]]:
     """One entry for each kind of layer: see compare.group."""
     config, results = worker.vllm_config, []
-    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=1):
+    with set_current_vllm_config(config), pass_of_this_worker(config, 1):
         for probe in PROBES.found:
             results += _guarded(Result(probe.part, probe.kind, probe.name), _weights(probe, worker.device))
         for name, runner in _runners(worker):

@@ -140,7 +140,8 @@ def _experts(name: str, kind: str, module: Any) -> Probe:
     g13, g2 = global_scales(module, "w13_weight"), global_scales(module, "w2_weight")
     if g13 is None or g2 is None or not hasattr(module, "w13_weight_scale"):
         raise Unknown("no reference for this format")
-    if module.moe_config.moe_parallel_config.ep_size > 1 or module.moe_config.has_bias:
+    parallel = module.moe_config.moe_parallel_config
+    if parallel.ep_size > 1 or parallel.dp_size > 1 or module.moe_config.has_bias:
         raise Unknown("experts of several ranks, or with biases")
     w13, w2 = codes_of(module, "w13_weight"), codes_of(module, "w2_weight")
     experts = w13.shape[0]
