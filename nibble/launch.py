@@ -49,6 +49,8 @@ TEARDOWN_S = (
 LOADING_STOP_S = 5.0
 SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
 ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
+# A socket's path has 107 bytes at most (unix(7)), of which vLLM's name takes 37 (vllm 0.32 utils/network_utils.py:177).
+LONGEST_SOCKET_FOLDER = 70
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 
@@ -115,7 +117,7 @@ class Supervisor:
         tls = "--ssl-certfile" in plan.args
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
         self._proof = Proof(plan, self._folder / "proof", self._api)
-        base = plan.vllm_environ(environ) | self._proof.environ()
+        base = _sockets(plan, self._folder) | plan.vllm_environ(environ) | self._proof.environ()
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         self._engine = Engine(
             plan.argv(), child, events
@@ -381,6 +383,16 @@ class Supervisor:
         self._admission.change("starting", "ready" if update.phase == "ready" else "starting", update.phase)
         if update.phase != "ready":  # that is told with more words
             self._display.show(update)
+
+
+def _sockets(plan: Plan, folder: Path) -> dict[str, str]:
+    """Where vLLM's processes make the sockets they meet at: those of a vLLM that was killed go with our folder.
+
+    Ray hands VLLM_* on to machines that do not have it (vllm 0.32 ray/ray_env.py:56).
+    """
+    if plan.topology.mode == "ray" or len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:
+        return {}
+    return {"VLLM_RPC_BASE_PATH": str(folder)}
 
 
 def _temporary_folder() -> Path:

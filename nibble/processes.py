@@ -20,6 +20,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _libc = ctypes.CDLL(None, use_errno=True)
 _GIB = 1 << 30
 REPEAT_S = 1.0
+TRACKER_S = 1.0
 
 
 def become_subreaper() -> None:
@@ -127,18 +128,31 @@ def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
     """SIGKILL everything in `family` until nothing is left; the pids that were killed.
 
     Repeated, because a process can fork between the look and the blow. Processes in uninterruptible sleep (a hung
-    driver) survive `timeout_s`; the caller reports them through `family`.
+    driver) survive `timeout_s`; the caller reports them through `family`. Python's resource trackers may end by
+    themselves: they remove the shared memory of those that were killed.
     """
     killed: set[int] = set()
-    deadline = time.monotonic() + timeout_s
-    while (members := family(session)) and time.monotonic() < deadline:
+    began = time.monotonic()
+    while (members := family(session)) and (past_s := time.monotonic() - began) < timeout_s:
         for member in members:
+            if past_s < TRACKER_S and _is_resource_tracker(member.pid):
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(member.pid, signal.SIGKILL)
                 killed.add(member.pid)
         time.sleep(0.02)
     reap()
     return sorted(killed)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Whether it is the process that CPython's multiprocessing/resource_tracker.py starts."""
+    try:
+        return (
+            b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    except OSError:
+        return False
 
 
 def reap() -> None:

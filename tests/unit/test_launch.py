@@ -287,6 +287,22 @@ def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path)
     assert pid not in {one.pid for one in processes() if one.state != "Z"}
 
 
+def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    behave = f"""
+        from multiprocessing.shared_memory import SharedMemory
+        import socket
+        memory = SharedMemory(create=True, size=4096)
+        meeting = socket.socket(socket.AF_UNIX)
+        meeting.bind(os.environ["VLLM_RPC_BASE_PATH"] + "/" + "u" * 36)
+        running[0] = 1
+        open({str(file)!r}, "w").write(memory.name + " " + meeting.getsockname())
+    """
+    assert run(behave=behave, drain_s=1, signals=TERM)[0] == 143
+    name, path = file.read_text().split()
+    assert not (Path("/dev/shm") / name).exists() and not Path(path).exists()
+
+
 def test_a_silent_engine_is_reported_once_a_period_and_not_killed(run: Run) -> None:
     code, told = run(before="time.sleep(3.5)", stall_s=1, signals=TERM)
     assert code == 0
