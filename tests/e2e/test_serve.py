@@ -149,12 +149,15 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert server.engine_processes() == []
 
 
-def test_a_killed_api_server_exits_10_and_is_named(start: Start) -> None:
+def test_a_killed_api_server_exits_10_and_is_named_and_its_sockets_are_removed(start: Start) -> None:
     server = start().wait_until_ready()
     assert server.engine_pid
+    variables = Path(f"/proc/{server.engine_pid}/environ").read_text().split("\0")
+    folder = Path(dict(one.split("=", 1) for one in variables if one)["VLLM_RPC_BASE_PATH"])
+    assert any(path.is_socket() for path in folder.iterdir())
     os.kill(server.engine_pid, signal.SIGKILL)
     assert server.wait(15) == 10
-    assert server.engine_processes() == []
+    assert server.engine_processes() == [] and not folder.exists()
     last = server.err.read_text().splitlines()[-1]
     assert "vLLM ended by itself in phase ready (API server killed by SIGKILL)" in last
 
