@@ -1,6 +1,6 @@
 """Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of kernels and nibble's, in turns.
 
-    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock nibble "nibble + NVFP4 head"] [--batches 1 4] [--profile]
+    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock "nibble + NVFP4 head"] [--batches 1 4] [--profile]
 
 The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
@@ -50,9 +50,6 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "marlin": ({"linear_backend": "marlin"}, {}),
     "nibble": ({}, {"linear_kernel": "nibble"}),
     "experts": ({}, {"moe_kernel": "nibble"}),
-    "8 MiB ahead": ({}, {"prefetch_mib": 8}),
-    "16 MiB ahead": ({}, {"prefetch_mib": 16}),
-    "24 MiB ahead": ({}, {"prefetch_mib": 24}),
     "NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
     "8 splits": ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}}, {}),
     "FlashAttention 2": ({"attention_config": {"flash_attn_version": 2}}, {}),

@@ -76,14 +76,12 @@ def multiply(
         residual: Tensor | None = None,
         division: tuple[int, int, int] = (1, 1, 1),
         silu_mul: bool = False,
-        following: tuple[Tensor | None, int, int] = (None, 0, 0),
     ) -> Tensor:
         weight = prepare_weight(codes, scales, native=not bfloat_operands)
         rows, columns = len(codes), x.shape[1]
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
         arguments: list[Any] = pointers(x, weight.codes, weight.scales, column_scale, bias, residual, out)
         arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
-        arguments += [*pointers(following[0]), *following[1:]]
         library.multiply_on_the_host(x.dtype == torch.bfloat16, bfloat_operands, *arguments)
         return out
 
@@ -124,19 +122,6 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply)
     gate, up = (GLOBAL_SCALE * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up + residual.double()
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
-
-
-@pytest.mark.parametrize("division", [(2, 1, 1), (2, 2, 2)])
-def test_the_beginning_of_each_piece_of_the_next_weight_is_asked_for_once(
-    multiply: Multiply, division: tuple[int, int, int]
-) -> None:
-    """The host counts in each byte how often; more pieces than warps."""
-    following = torch.zeros(70, 16384, dtype=torch.uint8)
-    codes, scales = packed_weight(48, 640)
-    multiply(
-        activations(3, 640, torch.bfloat16), codes, scales, division=division, following=(following, 70, 384)
-    )
-    assert following[:, :384].eq(1).all() and not following[:, 384:].any()
 
 
 @pytest.mark.parametrize(("tokens", "topk", "blocks"), [(1, 6, 13), (3, 2, 4), (8, 6, 9), (16, 4, 3)])

@@ -21,7 +21,7 @@ OURS: dict[str, Any] = {"linear_kernel": "nibble", "nvfp4_activations": "bf16"}
 def run(
     installed: Path, here: Path, jobs: list[vllm_logprobs.Job], **environ: str
 ) -> tuple[list[Any], list[Any]]:
-    """Results of the jobs, and what of their models was connected."""
+    """Results of the jobs, and which layers of their models come with silu · mul."""
     info = here / "anywhere-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anywhere\nVersion: 1\n")
@@ -29,42 +29,32 @@ def run(
         "[vllm.general_plugins]\nanywhere = gpu_kernel_anywhere:register\n"
     )
     path = f"{installed}:{here}:{Path(gpu_kernel_anywhere.__file__).parent}"
-    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=path, CONNECTED=str(here / "connected"), **environ)
-    return results, [json.loads(line) for line in (here / "connected").read_text().splitlines()]
+    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=path, FUSED=str(here / "fused"), **environ)
+    return results, [json.loads(line) for line in (here / "fused").read_text().splitlines()]
 
 
 OPTIONS = {"max_model_len": 256}
 
 
-def with_options(**options: Any) -> dict[str, Any]:
-    return {"additional_config": {"nibble": OURS | options}}
+OUR_OPTIONS = {"additional_config": {"nibble": OURS}}
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
     return float((torch.tensor(one) - torch.tensor(other)).abs().max())
 
 
-def test_layers_know_their_neighbours_and_answer_as_before(installed: Path, tmp_path: Path) -> None:
-    """Of both forms of checkpoints; silu · mul comes with gate and up."""
+def test_gate_and_up_come_with_silu_mul_and_answer_as_before(installed: Path, tmp_path: Path) -> None:
+    """Of both forms of checkpoints."""
     folders = {
         form: write_checkpoint(tmp_path / form, Shape(), form) for form in ("modelopt", "compressed-tensors")
     }
     jobs: list[vllm_logprobs.Job] = [(str(folder), {}, PROMPT) for folder in folders.values()]
-    jobs += [(str(folder), with_options(prefetch_mib=8), PROMPT) for folder in folders.values()]
-    (modelopt, compressed, *ours), connected = run(installed, tmp_path, jobs)
+    jobs += [(str(folder), OUR_OPTIONS, PROMPT) for folder in folders.values()]
+    (modelopt, compressed, *ours), fused = run(installed, tmp_path, jobs)
     assert largest_difference(ours[0], modelopt) < BF16_ROUNDING
     assert largest_difference(ours[1], compressed) < BF16_ROUNDING
-    layers = [
-        f"model.layers.{i}.{name}"
-        for i in range(Shape().layers)
-        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj.layer", "mlp.down_proj")
-    ]
-    for found in connected[2:]:
-        assert found["next"] == layers[:-1]
-        assert found["silu_mul"] == [
-            name.removesuffix(".layer") for name in layers if name.endswith(".layer")
-        ]
-    assert not any(found["next"] + found["silu_mul"] for found in connected[:2])
+    layers = [f"model.layers.{i}.mlp.gate_up_proj" for i in range(Shape().layers)]
+    assert fused == [[], [], layers, layers]
 
 
 def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: Path) -> None:
@@ -83,9 +73,8 @@ def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: P
 @pytest.mark.slow
 def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) -> None:
     folder = str(write_checkpoint(tmp_path / "model", Shape(), "modelopt"))
-    options = with_options(prefetch_mib=8)
     jobs: list[vllm_logprobs.Job] = [
-        (folder, options | {"enforce_eager": eager}, PROMPT) for eager in (True, False)
+        (folder, OUR_OPTIONS | {"enforce_eager": eager}, PROMPT) for eager in (True, False)
     ]
     (eager, compiled), _ = run(installed, tmp_path, jobs)
     assert largest_difference(eager, compiled) < BF16_ROUNDING

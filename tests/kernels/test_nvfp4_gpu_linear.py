@@ -171,19 +171,6 @@ def test_nan_and_infinity_show(device: str) -> None:
         assert y[[0, 3]].isfinite().all() and not y[1].isfinite().any() and not y[2].isfinite().any()
 
 
-def test_a_look_at_the_next_weight_changes_no_result(device: str) -> None:
-    codes, scales = packed_weight(512, 512)
-    weight, following = prepared(device, codes, scales), prepared(device, *packed_weight(1032, 512))
-    x = activations(3, 512, torch.bfloat16)
-    expected = decode(x, weight)
-    for asked in (0, 100, 1 << 17, 1 << 30):
-        y = decode(x, weight, next_codes=following.codes, next_bytes=asked)
-        assert_same_bits((y,), (expected,), asked)
-    if device == "cuda":
-        with pytest.raises(RuntimeError, match="number of bytes"):
-            decode(x, weight, next_codes=following.codes, next_bytes=-1)
-
-
 def test_no_rows(device: str) -> None:
     weight = prepared(device, *packed_weight(32, 256))
     assert decode(torch.empty(0, 256, dtype=torch.bfloat16), weight).shape == (0, 32)
@@ -251,9 +238,7 @@ def test_operators_are_registered_soundly(device: str) -> None:
     x = activations(5, 96, torch.bfloat16).to(device)
     ops = torch.ops.nibble
     torch.library.opcheck(
-        ops.nvfp4_decode_linear.default, (x, *weight, 1.0, None, None, None, True, False, [], None, 0)
+        ops.nvfp4_decode_linear.default, (x, *weight, 1.0, None, None, None, True, False, [])
     )
-    torch.library.opcheck(
-        ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, True, False, weight.codes, 0)
-    )
+    torch.library.opcheck(ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, True, False))
     torch.library.opcheck(ops.nvfp4_dequantize_weight.default, (*weight, 96, x))

@@ -106,17 +106,13 @@ extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const vo
                                      const void* scales, const void* column_scale, const void* bias,
                                      const void* residual, void* out, float global_scale, uint32_t tokens,
                                      uint32_t outputs, uint32_t columns, uint32_t clusters, uint32_t ranks,
-                                     uint32_t phases, bool silu_mul, const void* next, uint32_t next_pieces,
-                                     uint32_t next_bytes) {
+                                     uint32_t phases, bool silu_mul) {
   Problem problem = problem_of(x, codes, scales, out, outputs, columns, ranks, phases, silu_mul);
   problem.column_scale = static_cast<const float*>(column_scale);
   problem.bias = bias;
   problem.residual = residual;
   problem.upper_global_scale = problem.lower_global_scale = global_scale;
   problem.tokens = tokens;
-  problem.next = static_cast<const uint8_t*>(next);
-  problem.next_pieces = next_pieces;
-  problem.next_bytes = next_bytes;
   if (!bfloat) return run_form<__half, nibble::HalfOperand>(problem, clusters);
   if (bfloat_operands) return run_form<__nv_bfloat16, nibble::BfloatOperand>(problem, clusters);
   run_form<__nv_bfloat16, nibble::HalfOperand>(problem, clusters);

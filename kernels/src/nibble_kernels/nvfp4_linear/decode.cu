@@ -56,11 +56,13 @@ uint32_t clusters_at_a_time(uint32_t ranks, const Device& device) {
 }
 
 // Nanoseconds until the last multiprocessor is through: what it reads of the weight and of x, and what rounds
-// cost. Measured on an H200 (docs/kernels/nvfp4_linear.md); only the proportions matter.
+// cost. Fitted to every division's time for 40 products on an H200 (benchmarks/results/
+// nvfp4_linear_divisions_h200.json): what it chooses takes 0.2 % longer than the best. Only proportions
+// matter.
 template <class Form>
 float cost(const Problem& p, const Division& division, uint32_t tokens) {
-  constexpr float kWeightBytes = 28, kXBytes = 33;                        // a nanosecond
-  constexpr float kClusterRound = 900, kBlockRound = 300, kPhase = 1500;  // nanoseconds
+  constexpr float kWeightBytes = 42, kXBytes = 23.2f;                     // a nanosecond
+  constexpr float kClusterRound = 3400, kBlockRound = 65, kPhase = 2000;  // nanoseconds
   const uint32_t groups = quotient_up(p.groups, division.clusters),
                  chunks = quotient_up(p.chunks, division.ranks);
   const uint32_t batches = quotient_up(groups, Form::kGroupsPerRound),
@@ -136,21 +138,10 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// `bytes` of the next weight's codes are asked for, spread over all of it.
-void ask_for(const Tensor& next, int64_t bytes, Problem& problem) {
-  require(bytes >= 0, "expected a number of bytes, found ", bytes);
-  const int64_t pieces = next.numel() / kPiece;
-  if (pieces == 0) return;
-  problem.next = static_cast<const uint8_t*>(next.const_data_ptr());
-  problem.next_bytes = static_cast<uint32_t>(std::min<int64_t>(bytes / pieces, kPiece) / 128 * 128);
-  problem.next_pieces = problem.next_bytes ? static_cast<uint32_t>(pieces) : 0;
-}
-
 Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                            bool native, double global_scale, const std::optional<Tensor>& column_scale,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                           bool silu_mul, bool batch_invariant, const std::vector<int64_t>& division,
-                           const std::optional<Tensor>& next, int64_t next_bytes) {
+                           bool silu_mul, bool batch_invariant, const std::vector<int64_t>& division) {
   const Tensor x = torch::stable::contiguous(input);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Device device = device_of(x.get_device_index());
@@ -166,8 +157,6 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
   problem.upper_global_scale = problem.lower_global_scale = static_cast<float>(global_scale);
   problem.tokens = static_cast<uint32_t>(x.numel() / problem.columns);
   problem.silu_mul = silu_mul;
-
-  if (next) ask_for(*next, next_bytes, problem);
 
   Run run{problem, device, division, stream};
   for_operands(x, native, [&](auto type, auto operand) {

@@ -304,14 +304,6 @@ struct Multiplier {
     assign(static_cast<T*>(p.out)[place], y);
   }
 
-  // While this kernel ends and others run that read little, memory would be idle. A part of each piece, so
-  // that every block of the next product finds as much of its share in the cache; pieces past the last thread
-  // stay.
-  __device__ __forceinline__ void prefetch_next() const {
-    const uint32_t piece = threadIdx.x * gridDim.x + blockIdx.x;
-    if (piece < p.next_pieces) instruction::prefetch(p.next + size_t{piece} * kPiece, p.next_bytes);
-  }
-
   __device__ __forceinline__ void run() const {
     Ring<Form> tiles(p, rounds, ring);
     Rows::before_x();
@@ -328,7 +320,6 @@ struct Multiplier {
       __syncthreads();  // x, sums and ends are over
       if (!rounds.one_phase()) stage_x(round);
     }
-    prefetch_next();
     instruction::wait_for_copies<0>();
   }
 };

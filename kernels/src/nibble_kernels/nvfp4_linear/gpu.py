@@ -30,8 +30,6 @@ def _decode_reference(
     silu_mul: bool,
     batch_invariant: bool,
     division: Sequence[int],
-    next_codes: Tensor | None,
-    next_bytes: int,
 ) -> Tensor:
     """The specification: float32 throughout, rounded once at the end."""
     rows = x.reshape(-1, x.shape[-1]).float()
@@ -82,8 +80,6 @@ def _weight_linear(
     bias: Tensor | None,
     silu_mul: bool,
     batch_invariant: bool,
-    next_codes: Tensor | None,
-    next_bytes: int,
 ) -> Tensor:
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
@@ -101,8 +97,6 @@ def _weight_linear(
             silu_mul,
             batch_invariant,
             [],
-            next_codes,
-            next_bytes,
         )
     weight = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
@@ -125,8 +119,8 @@ def _weight_linear(
 
 _decode = operator(
     "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division, "
-    "Tensor? next_codes, int next_bytes) -> Tensor",
+    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division) "
+    "-> Tensor",
     _decode_reference,
     _decode_fake,
 )
@@ -138,7 +132,7 @@ _dequantize = operator(
 
 _linear = operator(
     "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant, Tensor? next_codes, int next_bytes) -> Tensor",
+    "Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant) -> Tensor",
     _weight_linear,
     _linear_fake,
 )
@@ -153,8 +147,6 @@ def nvfp4_weight_linear(
     bias: Tensor | None = None,
     silu_mul: bool = False,
     batch_invariant: bool = False,
-    next_codes: Tensor | None = None,
-    next_bytes: int = 0,
 ) -> Tensor:
     """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses when it runs.
 
@@ -162,9 +154,7 @@ def nvfp4_weight_linear(
     in x's type, exactly, and torch multiplies; the global scale, column factors and bias come after the sum there, too.
     With batch_invariant that happens for no number of rows. silu · mul then has gate and up in x's type.
     """
-    return _linear(
-        x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant, next_codes, next_bytes
-    )
+    return _linear(x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant)
 
 
 def nvfp4_decode_linear(
@@ -178,8 +168,6 @@ def nvfp4_decode_linear(
     silu_mul: bool = False,
     batch_invariant: bool = False,
     division: Sequence[int] = (),
-    next_codes: Tensor | None = None,
-    next_bytes: int = 0,
 ) -> Tensor:
     """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul. Made for up to 64 rows.
 
@@ -187,8 +175,7 @@ def nvfp4_decode_linear(
     the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
     a multiple of 16, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-4, 5-8,
     9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread
-    blocks of a cluster, phases of K) is for tests and measurements. `next_bytes` of `next_codes`, the codes of the weight that
-    is multiplied next, are brought to the GPU's second cache meanwhile; that changes no result.
+    blocks of a cluster, phases of K) is for tests and measurements.
     """
     return _decode(
         x,
@@ -200,8 +187,6 @@ def nvfp4_decode_linear(
         silu_mul,
         batch_invariant,
         list(division),
-        next_codes,
-        next_bytes,
     )
 
 

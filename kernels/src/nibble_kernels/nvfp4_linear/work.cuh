@@ -16,7 +16,6 @@ constexpr uint32_t kQuarters = 4;  // of a chunk: a lane has the columns of one
 constexpr uint32_t kItems =
     kGroup * kTokenGroup;  // pairs of outputs (r, r + N / 2) of a group and a token group
 constexpr uint32_t kTileBytes = 2 * kGroup * kChunk * 9 / 16;
-constexpr uint32_t kPiece = 16384;  // bytes of the next weight, of whose beginning the second cache is asked
 
 struct Problem {
   const uint4* x;          // [tokens, columns]
@@ -31,8 +30,6 @@ struct Problem {
   uint32_t ranks;                                 // thread blocks of a cluster
   uint32_t chunks_per_phase, groups_per_cluster;  // of the smaller share
   bool silu_mul;
-  const uint8_t* next;  // the weight of the next product, in pieces
-  uint32_t next_pieces, next_bytes;
 };
 
 // kDepth: tiles that a warp has under way. kGroupsPerRound: groups whose sums meet at a time.
@@ -68,7 +65,7 @@ struct Form {
 struct LargeForms {
   using Few = Form<false, 1, 16, 3, 32>;
   using Some = Form<false, 2, 16, 2, 16>;
-  using Many = Form<false, 4, 8, 3, 8>;
+  using Many = Form<false, 4, 12, 2, 8>;
 };
 struct SmallForms {
   using Few = Form<true, 1, 8, 3, 16>;

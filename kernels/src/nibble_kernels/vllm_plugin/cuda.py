@@ -77,7 +77,7 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
     def apply_weights(
         self, layer: Any, x: Tensor, bias: Tensor | None = None, *, silu_mul: bool = False
     ) -> Tensor:
-        """x [..., K] -> [..., N], or [..., N/2] with silu_mul; a layer's `next_weight` is looked at meanwhile."""
+        """x [..., K] -> [..., N], or [..., N/2] with silu_mul."""
         return nvfp4_weight_linear(
             x,
             PreparedWeight(layer.weight, layer.weight_scale, self.rows, self.native),
@@ -86,8 +86,6 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
             bias=bias,
             silu_mul=silu_mul,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
-            next_codes=getattr(layer, "next_weight", None),
-            next_bytes=getattr(layer, "next_weight_bytes", 0),
         )
 
 

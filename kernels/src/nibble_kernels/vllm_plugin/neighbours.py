@@ -1,11 +1,7 @@
-"""What our GPU kernel does for a layer's neighbours: silu · mul after gate and up, and a look ahead at the next weight.
-
-Both are arranged when all weights of a model are loaded. vLLM makes layers in the order of their use.
-"""
+"""What our GPU kernel does for a layer's neighbour: silu · mul after gate and up. Arranged when a model is loaded."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +11,6 @@ from vllm.model_executor.model_loader import base_loader
 
 from nibble_kernels.vllm_plugin.cuda import NibbleNvFp4LinearKernel
 from nibble_kernels.vllm_plugin.layers import kernel_of
-from nibble_kernels.vllm_plugin.options import current_options
 
 # Whose forward is down_proj(act_fn(gate_up_proj(x))), with nothing in between.
 PLAIN_MLPS = frozenset(
@@ -24,36 +19,28 @@ PLAIN_MLPS = frozenset(
 
 
 def follow_loading() -> None:
-    """Connect the layers of every model that vLLM loads in this process (vllm 0.32 base_loader.py:109)."""
+    """Fuse in every model that vLLM loads in this process (vllm 0.32 base_loader.py:109)."""
     name = "process_weights_after_loading"  # which that module imports for itself
     process = getattr(base_loader, name)
 
-    def process_and_connect(model: nn.Module, *rest: Any) -> None:
+    def process_and_fuse(model: nn.Module, *rest: Any) -> None:
         process(model, *rest)
         config = get_current_vllm_config_or_none()
         has_adapters = config is not None and config.lora_config is not None
-        connect(model, current_options().prefetch_mib << 20, fuses_silu_mul=not has_adapters)
+        if not has_adapters:  # adapters add to gate and up before silu · mul
+            fuse_silu_mul(model)
 
-    setattr(base_loader, name, process_and_connect)
+    setattr(base_loader, name, process_and_fuse)
 
 
-def connect(model: nn.Module, prefetch_bytes: int, *, fuses_silu_mul: bool) -> None:
-    """Tell each layer with our kernel which one is next, and let gate and up of plain MLPs come with silu · mul.
-
-    Adapters add to the output of gate_up_proj, so that silu · mul has to come after them.
-    """
-    layers: list[Any] = [module for module in model.modules() if our_kernel_of(module) is not None]
-    if prefetch_bytes:
-        for layer, following in pairwise(layers):
-            layer.register_buffer("next_weight", following.weight.data, persistent=False)
-            layer.next_weight_bytes = prefetch_bytes
-    if fuses_silu_mul:
-        for mlp in list(model.modules()):
-            if type(mlp).__name__ in PLAIN_MLPS and type(mlp.act_fn) is SiluAndMul:
-                kernel = our_kernel_of(mlp.gate_up_proj)
-                if kernel is not None:
-                    mlp.gate_up_proj = GateUpSiluMul(mlp.gate_up_proj, kernel)
-                    mlp.act_fn = nn.Identity()
+def fuse_silu_mul(model: nn.Module) -> None:
+    """Let gate and up of plain MLPs come with silu · mul."""
+    for mlp in list(model.modules()):
+        if type(mlp).__name__ in PLAIN_MLPS and type(mlp.act_fn) is SiluAndMul:
+            kernel = our_kernel_of(mlp.gate_up_proj)
+            if kernel is not None:
+                mlp.gate_up_proj = GateUpSiluMul(mlp.gate_up_proj, kernel)
+                mlp.act_fn = nn.Identity()
 
 
 def our_kernel_of(layer: Any) -> NibbleNvFp4LinearKernel | None:

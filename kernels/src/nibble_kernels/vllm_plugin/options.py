@@ -15,8 +15,7 @@ class Options:
     """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16 head to NVFP4 at load.
 
     act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2). linear_kernel and
-    moe_kernel: vLLM's choice, or ours for NVFP4 weights with unquantized activations on a GPU. prefetch_mib: with ours, how
-    much of the next layer's weight a product brings to the GPU's second cache.
+    moe_kernel: vLLM's choice, or ours for NVFP4 weights with unquantized activations on a GPU.
     """
 
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
@@ -24,7 +23,6 @@ class Options:
     act_scale_mode: Mode = "token"
     linear_kernel: Literal["vllm", "nibble"] = "vllm"
     moe_kernel: Literal["vllm", "nibble"] = "vllm"
-    prefetch_mib: Literal[0, 8, 16, 24, 32] = 0
 
     @property
     def weights_only(self) -> bool:

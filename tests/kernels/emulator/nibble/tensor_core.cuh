@@ -220,11 +220,6 @@ inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uin
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
 inline void copy_once(SharedPlace to, const uint4* from) { *reinterpret_cast<uint4*>(to) = *from; }
 inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<uint32_t*>(to) = *from; }
-// Counts in each byte how often it was asked for.
-inline void prefetch(const void* from, uint32_t bytes) {
-  const std::lock_guard lock(emulated_block->atomics);
-  for (uint32_t i = 0; i < bytes; ++i) ++const_cast<uint8_t*>(static_cast<const uint8_t*>(from))[i];
-}
 inline uint32_t cluster_rank() { return emulated_block->rank; }
 inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
 inline float2 load_of_rank(const float2* own, uint32_t rank) {

@@ -114,11 +114,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Asks the second cache for bytes, a multiple of 16. Nobody waits for them.
-__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Of the thread blocks of a cluster, whose shared memory all of them may read between two barriers.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
