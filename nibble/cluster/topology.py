@@ -58,6 +58,9 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     Raises USAGE for an address or a number that is missing, CONFIG for contradictions.
     """
     tensor, pipeline, data = sizes(values)
+    if data < 1:
+        what = f"--data-parallel-size is {data}"
+        raise NibbleError(ExitCode.CONFIG, what, "1 or more", "correct or drop --data-parallel-size")
     ranks = tensor * pipeline * data
     nodes, rank = int(values.get("--nnodes") or 1), int(values.get("--node-rank") or 0)
     backend = values.get(BACKEND)
@@ -82,7 +85,8 @@ def replicas_here(values: Mapping[str, Any]) -> int:
     """Data parallel replicas that one server's own flags put on its machine (vllm 0.32 engine/arg_utils.py:2410-2494)."""
     if "--data-parallel-rank" in values:
         return 1
-    return int(values.get("--data-parallel-size-local") or values.get("--data-parallel-size") or 1)
+    given = values.get("--data-parallel-size-local") or values.get("--data-parallel-size") or 1
+    return max(1, int(given))  # vLLM allows 0 local ones: an API alone
 
 
 def _on_ray(settings: Settings, ranks: int, nodes: int, gpus_here: int | None, reason: str) -> Topology:

@@ -56,7 +56,9 @@ def test_data_parallel_ranks_are_counted() -> None:
     assert (found.ranks, found.ranks_here) == (4, 2)
 
 
-@pytest.mark.parametrize(("local", "here"), [({}, 8), ({"-size-local": 2}, 4), ({"-rank": 3}, 2)])
+@pytest.mark.parametrize(
+    ("local", "here"), [({}, 8), ({"-size-local": "2"}, 4), ({"-rank": 3}, 2), ({"-size-local": "0"}, 2)]
+)
 def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, here: int) -> None:
     values = {**TWO, "--data-parallel-size": 4} | {
         f"--data-parallel{name}": value for name, value in local.items()
@@ -71,6 +73,7 @@ def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, 
         ({}, {"--nnodes": 2, **TWO}, ExitCode.USAGE, "HEAD_IP"),
         ({"NIBBLE_CLUSTER": "ray"}, TWO, ExitCode.USAGE, "HEAD_IP"),
         ({"HEAD_IP": "h"}, {"--nnodes": 2, "--node-rank": 2, **TWO}, ExitCode.USAGE, "NIBBLE_NODE_RANK is 2"),
+        ({}, {"--data-parallel-size": "0"}, ExitCode.CONFIG, "--data-parallel-size is 0"),
         ({"HEAD_IP": "h"}, {"--node-rank": 1}, ExitCode.USAGE, "NIBBLE_NNODES is not set"),
         ({"HEAD_IP": "h"}, {"--nnodes": 3, **TWO}, ExitCode.CONFIG, "2 ranks cannot be divided over 3"),
         ({"HEAD_IP": "h", "NIBBLE_CLUSTER": "ray"}, {"--nnodes": 2}, ExitCode.CONFIG, "NIBBLE_NNODES is set"),
