@@ -239,6 +239,15 @@ def test_two_ranks_answer_as_one(
 
 
 @pytest.mark.slow
+def test_four_ranks_answer_as_one(installed: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
+    """Each has 7 query heads, and a key head of its own for every one of them."""
+    folder = models.write_bf16(tmp_path / "model", SPLIT)
+    options = FLOAT32 | QUARTET2 | {"tensor_parallel_size": 4}
+    ((four,),) = in_vllm(installed, tmp_path, [request(folder, options)], **TWO_PROCESSES)
+    assert most_agree(answers["split, quartet2"][0], four)
+
+
+@pytest.mark.slow
 def test_two_stages_answer_as_one(installed: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
     folder = models.write_bf16(tmp_path / "model", SPLIT)
     options = FLOAT32 | QUARTET2 | {"pipeline_parallel_size": 2}
