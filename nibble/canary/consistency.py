@@ -1,6 +1,6 @@
 """What the model generates token by token, scored again as one prompt: decode and prefill have to agree, and greedy to be best.
 
-Needs nothing known about the model. Sampling with top_k=1 has to choose what greedy decoding chooses.
+Needs nothing known about the model. Sampling with top_k=1 has to choose the best token too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NEAR_TIE = 0.3  # nats between the best two tokens, below which either may come 
 
 
 def check_consistency(asker: Asker, samples: bool = True) -> Finding:
-    """Greedy tokens against the best ones, against sampling with top_k=1, and their log-probs against a second scoring.
+    """Greedy tokens and those sampled with top_k=1 against the best ones, and log-probs against a second scoring.
 
     Without `samples` nothing is sampled.
     """
     answer = asker.answer(PROMPT, TOKENS, ignore_eos=True)
-    problem = not_greedy(answer) or (_differs_when_sampled(asker, answer) if samples else "")
+    problem = not_greedy(answer) or (_not_best_when_sampled(asker, answer) if samples else "")
     if problem:
         return Finding("consistency", "failed", problem)
     mean = mean_difference(
@@ -36,25 +36,23 @@ def check_consistency(asker: Asker, samples: bool = True) -> Finding:
     return Finding("consistency", "passed", detail)
 
 
-def not_greedy(answer: Answer) -> str:
-    """Why an answer with temperature 0 is none of the likeliest tokens; empty where it is."""
+def not_greedy(answer: Answer, asked: str = "temperature 0") -> str:
+    """Why an answer to what was `asked` is none of the likeliest tokens; empty where it is."""
     for place, (own, best) in enumerate(zip(answer.logprobs, answer.best, strict=True)):
         if math.isnan(own) or math.isnan(best):
             return f"token {place} has no log-prob: the logits are not finite"
         if best - own > NEAR_TIE:
-            return f"temperature 0 chose a token of log-prob {own:.2f} where another has {best:.2f}: the sampler is wrong"
+            return f"{asked} chose a token of log-prob {own:.2f} where another has {best:.2f}: the sampler is wrong"
     return ""
 
 
-def _differs_when_sampled(asker: Asker, greedy: Answer) -> str:
-    """No seed, and no greedy request beside it: vLLM 0.32 then has FlashInfer draw (v1/worker/gpu/sample/sampler.py:304)."""
+def _not_best_when_sampled(asker: Asker, greedy: Answer) -> str:
+    """Judged by its own log-probs: after a near tie the text is another than the greedy one.
+
+    No seed, and no greedy request beside it: vLLM 0.32 then has FlashInfer draw (v1/worker/gpu/sample/sampler.py:304).
+    """
     sampled = asker.answer(greedy.prompt_ids, TOKENS, ignore_eos=True, temperature=1, top_k=1)
-    place = first_difference(sampled.ids, greedy)
-    return (
-        ""
-        if place is None
-        else f"sampling with top_k=1 chose another token than greedy decoding at place {place}"
-    )
+    return not_greedy(sampled, "sampling with top_k=1")
 
 
 def first_difference(ids: Sequence[int], greedy: Answer, near_tie: float = NEAR_TIE) -> int | None:

@@ -114,8 +114,8 @@ def test_decoding_that_agrees_with_a_second_scoring_is_consistent() -> None:
             "not finite",
         ),
         (
-            {"sampled": Answer("ac", (1,), (3, 5), (), (), ())},
-            "top_k=1 chose another token than greedy decoding at place 1",
+            {"sampled": Answer("ac", (1,), (3, 5), (-0.1, -5.0), (-0.1, -0.2), LOW)},
+            "sampling with top_k=1 chose a token of log-prob -5.00 where another has -0.20",
         ),
     ],
 )
@@ -125,12 +125,14 @@ def test_what_is_inconsistent_fails(more: dict[str, Any], told: str) -> None:
     assert told in found.detail
 
 
-def test_at_a_near_tie_sampling_may_choose_the_other() -> None:
-    other = Answer("xy", (1,), (9, 9), (), (), ())
+def test_at_a_near_tie_sampling_may_choose_the_other_and_no_third() -> None:
     tie = Answer("ab", (1,), (3, 4), (-0.7, -0.2), (-0.7, -0.2), (-0.71, -3.0))
-    assert (
-        check_consistency(Scripted(greedy=tie, sampled=other, scored=(-1.0, -0.7, -0.2))).verdict == "passed"
-    )
+    verdicts = {}
+    for own in (-0.71, -5.0):  # of the first token; what follows it is the likeliest
+        other = Answer("xy", (1,), (9, 9), (own, -0.3), (-0.7, -0.3), (-0.71, -3.0))
+        found = check_consistency(Scripted(greedy=tie, sampled=other, scored=(-1.0, -0.7, -0.2)))
+        verdicts[own] = found.verdict
+    assert verdicts == {-0.71: "passed", -5.0: "failed"}
 
 
 CASE = Case("a", (1, 2), "ab", (3, 4), (-1.0, -0.1, -0.2))
