@@ -203,8 +203,10 @@ def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> N
 
 def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_path: Path) -> None:
     write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"]})
-    for form, flags in ((("bf16",), {}), (("fp4",), {"--kv-cache-dtype": Choice("fp8", "command line")})):
-        found = references_of(some_plan(tmp_path, **flags), form)
+    flags = {"--kv-cache-dtype": "fp8", "--tensor-parallel-size": 2}
+    given = [{flag: Choice(value, "command line")} for flag, value in flags.items()]
+    for form, args in ((("bf16",), {}), *((("fp4",), one) for one in given)):
+        found = references_of(some_plan(tmp_path, **args), form)
         assert found is not None
         assert found.mean_limit > MEAN_LIMIT
 
