@@ -5,7 +5,8 @@
 The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
 of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy,
-the best of four. --profile counts the time of each kernel over the steps of one more run, for the first three batches.
+the best of four. --profile counts the time of each kernel over the steps of one more run, for the first three batches. A way
+whose vLLM does not start is named in the results and left out.
 """
 
 from __future__ import annotations
@@ -82,7 +83,14 @@ def main() -> None:
         way: subprocess.Popen([*words, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for way in options.ways
     }
-    results: dict[str, Any] = {way: {"ready_s": wait_for(worker)} for way, worker in workers.items()}
+    results: dict[str, Any] = {}
+    for way, worker in list(workers.items()):
+        try:
+            results[way] = {"ready_s": wait_for(worker)}
+        except EngineEnded as error:
+            results[way] = {"failed": str(error)}
+            del workers[way]
+            print(way, error, flush=True)
     for batch in options.batches:
         for way, worker in workers.items():
             results[way][str(batch)] = ask(worker, {"batch": batch})
@@ -92,10 +100,8 @@ def main() -> None:
             results[way]["profile"] = {
                 str(batch): ask(worker, {"batch": batch, "profile": True}) for batch in options.batches[:3]
             }
-        if worker.stdin:
-            worker.stdin.close()
-        worker.wait()
-    summary(results, options.batches)
+        end(worker)
+    summary({way: results[way] for way in workers}, options.batches)
     if options.out:
         from machine import machine
 
@@ -123,7 +129,7 @@ def options_of(way: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def summary(results: dict[str, Any], batches: list[int]) -> None:
     """Milliseconds a step and the ratio to the first way."""
-    first = next(iter(results))
+    first = next(iter(results), "")
     for way, found in results.items():
         cells = [
             f"{found[str(batch)]['ms_a_step']:.3f} ms "
@@ -133,13 +139,17 @@ def summary(results: dict[str, Any], batches: list[int]) -> None:
         print(f"{way:32}", *cells)
 
 
+class EngineEnded(Exception):
+    """A vLLM that ended before it had answered."""
+
+
 def wait_for(worker: subprocess.Popen[str]) -> Any:
     """The worker's next answer; vLLM writes to the same stream."""
     assert worker.stdout is not None
     for line in worker.stdout:
         if line.startswith("ANSWER "):
             return json.loads(line.removeprefix("ANSWER "))
-    raise SystemExit(f"a vLLM ended with {worker.wait()}")
+    raise EngineEnded(f"its vLLM ended with {worker.wait()}")
 
 
 def ask(worker: subprocess.Popen[str], question: dict[str, Any]) -> Any:
@@ -147,6 +157,17 @@ def ask(worker: subprocess.Popen[str], question: dict[str, Any]) -> Any:
     worker.stdin.write(json.dumps(question) + "\n")
     worker.stdin.flush()
     return wait_for(worker)
+
+
+def end(worker: subprocess.Popen[str]) -> None:
+    """Of what has nothing more to say: vLLM in a process of its own sometimes hangs at its end."""
+    if worker.stdin:
+        worker.stdin.close()
+    try:
+        worker.wait(30)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        worker.wait()
 
 
 def answer(way: str, shape: str, batches: list[int]) -> None:

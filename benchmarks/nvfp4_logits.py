@@ -101,12 +101,18 @@ def main() -> None:
                            for kind, wanted in references.items()}  # fmt: skip
             results.append(result)
             print(json.dumps(result), flush=True)
+        write(options.out, results)
     if not options.only:
         results.append(head_effect(options.device))
         print(json.dumps(results[-1]), flush=True)
-    if options.out:
+        write(options.out, results)
+
+
+def write(out: Path | None, results: list[dict[str, Any]]) -> None:
+    """What there is, after each model: a lent machine may go."""
+    if out:
         about = machine() | {"questions": QUESTIONS}
-        options.out.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+        out.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
 
 
 def head_effect(device: str) -> dict[str, Any]:
@@ -196,8 +202,7 @@ def in_vllm(
         return f"no answer within {TIME_LIMIT_S} s"
     if not file.exists():
         return " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])[-400:]
-    found = torch.load(file)
-    return found
+    return torch.load(file)
 
 
 def score(model: str, arguments: str, out: str) -> None:
