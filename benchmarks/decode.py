@@ -1,12 +1,13 @@
 """Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of kernels and nibble's, in turns.
 
-    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock "nibble + NVFP4 head"] [--batches 1 4] [--profile]
+    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock "nibble + NVFP4 head"] [--batches 1 4]
+        [--prompts 128 2048] [--profile]
 
 The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
 of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy,
-the best of four. --profile counts the time of each kernel over the steps of one more run, for the first three batches. A way
-whose vLLM does not start is named in the results and left out.
+the best of four; then prompts of so many tokens, one at a time, until their first token. --profile counts the time of each kernel
+over the steps of one more run, for the first three batches. A way whose vLLM does not start is named in the results and left out.
 """
 
 from __future__ import annotations
@@ -69,16 +70,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--ways", nargs="+", default=["stock", "nibble", "nibble + NVFP4 head"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[32, 128, 512, 2048])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        answer(options.serve, options.shape, options.batches)
+        answer(options)
         return
     for way in options.ways:
         options_of(way)
     words = [sys.executable, __file__, "--shape", options.shape]
-    words += ["--batches", *map(str, options.batches), "--serve"]
+    words += ["--batches", *map(str, options.batches), "--prompts", *map(str, options.prompts), "--serve"]
     workers = {
         way: subprocess.Popen([*words, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for way in options.ways
@@ -95,6 +97,11 @@ def main() -> None:
         for way, worker in workers.items():
             results[way][str(batch)] = ask(worker, {"batch": batch})
             print(way, batch, results[way][str(batch)], flush=True)
+    for tokens in options.prompts:
+        for way, worker in workers.items():
+            milliseconds = results[way].setdefault("ms_of_a_prompt", {})
+            milliseconds[str(tokens)] = ask(worker, {"prompt": tokens})
+            print(way, "prompt of", tokens, milliseconds[str(tokens)], flush=True)
     for way, worker in workers.items():
         if options.profile:
             results[way]["profile"] = {
@@ -170,19 +177,21 @@ def end(worker: subprocess.Popen[str]) -> None:
         worker.wait()
 
 
-def answer(way: str, shape: str, batches: list[int]) -> None:
+def answer(options: argparse.Namespace) -> None:
     """One vLLM, which answers questions from stdin until there are no more."""
     from vllm import LLM
 
+    way, batches = options.serve, options.batches
     model = Path(tempfile.mkdtemp())
-    (model / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+    (model / "config.json").write_text(json.dumps(COMMON | SHAPES[options.shape]))
     arguments, plugin = options_of(way)
     arguments["compilation_config"] = {"cudagraph_capture_sizes": batches} | arguments.get(
         "compilation_config", {}
     )
     begin = time.time()
     llm = LLM(
-        str(model), skip_tokenizer_init=True, load_format="dummy", max_model_len=1024, max_num_seqs=max(batches),
+        str(model), skip_tokenizer_init=True, load_format="dummy", max_num_seqs=max(batches),
+        max_model_len=max(1024, *options.prompts) + 8,
         gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30, quantization="modelopt_fp4",
         enable_flashinfer_autotune=False,
         additional_config={"nibble": plugin}, **arguments,
@@ -190,7 +199,14 @@ def answer(way: str, shape: str, batches: list[int]) -> None:
     say(round(time.time() - begin, 1))
     for line in sys.stdin:
         question = json.loads(line)
-        say(profiled(llm, question["batch"]) if question.get("profile") else measured(llm, question["batch"]))
+        if "prompt" in question:
+            say(prompted(llm, question["prompt"]))
+        else:
+            say(
+                profiled(llm, question["batch"])
+                if question.get("profile")
+                else measured(llm, question["batch"])
+            )
 
 
 def say(found: Any) -> None:
@@ -220,6 +236,20 @@ def measured(llm: Any, batch: int) -> dict[str, float]:
         "tokens_per_s": round(TOKENS_OUT * batch / best, 1),
         "ms_a_step": round(best / TOKENS_OUT * 1e3, 4),
     }
+
+
+def prompted(llm: Any, tokens: int) -> float:
+    """Milliseconds until the first token of a prompt that nobody has asked before, the best of RUNS after one to warm up."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    times = []
+    for run in range(RUNS + 1):
+        prompt = {"prompt_token_ids": [tokens + run, *((run * 31 + i) % 1000 + 10 for i in range(1, tokens))]}
+        begin = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        times.append(time.perf_counter() - begin)
+    return round(min(times[1:]) * 1e3, 3)
 
 
 def profiled(llm: Any, batch: int) -> dict[str, float]:
