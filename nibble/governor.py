@@ -94,9 +94,12 @@ class Governor:
             self._source.close()
 
     def _look(self, calm_since: float) -> float:
-        """One look; when memory began to be enough."""
-        self._last = memory = self._source.read()
-        self.kernel_has_killed()
+        """One look; when memory began to be enough. Where nothing can be read, the next look counts: the watchdog lives on."""
+        try:
+            self._last = memory = self._source.read()
+            self.kernel_has_killed()
+        except (OSError, KeyError):
+            return calm_since
         action, why = decide(memory, self._limit, self._action == "pause")
         now = time.monotonic()
         if action != "serve" or self._action == "serve":

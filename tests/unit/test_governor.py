@@ -97,6 +97,14 @@ class TestThread:
         time.sleep(0.1)
         assert told.count("stop") == told.count("serve") == 1
 
+    def test_it_lives_on_where_memory_cannot_be_read_for_a_while(
+        self, watched: Path, told: list[str]
+    ) -> None:
+        (watched / "proc/meminfo").write_text("")
+        time.sleep(0.2)
+        machine(watched, available_mib=900)
+        self.wait_for(told, "stop")
+
     def wait_for(self, told: list[str], action: str) -> None:
         deadline = time.monotonic() + 5
         while action not in told:

