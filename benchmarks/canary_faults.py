@@ -23,7 +23,6 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,8 @@ from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
 from serving import Server  # noqa: E402
 
-from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, read_references  # noqa: E402
+from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like  # noqa: E402
 from nibble.hardware import detect  # noqa: E402
-from nibble.proof import LOOSE_LIMIT  # noqa: E402
 from nibble.targets import load_target  # noqa: E402
 
 CASES = ("dense", "experts", "larger", "graphs", "fallback")
@@ -118,22 +116,15 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
         if name == "larger":
             references: References | None = faulty.record(PROMPTS)
         else:
-            references = references_like(ROOT / "models" / model, status["assertion"]["ran"][0])
+            ran = status["assertion"]["ran"][0]
+            files = [ROOT / "models" / model / name for name in (FILE, WEIGHT_ONLY_FILE)]
+            references = references_like(files, tuple(ran["activations"]), "fp8" in ran["kv_cache_dtype"])
         faults = {fault: one_fault(faulty, fault, references) for fault in ("none", *ALL_FAULTS)}
         found["as_promised"] &= all(said.startswith("passed") for said in faults["none"].values())
         return found | {"faults": faults}
     finally:
         server.end()
         print(server.err.read_text(errors="replace")[-2000:], file=sys.stderr)
-
-
-def references_like(folder: Path, ran: dict[str, Any]) -> References | None:
-    """Those recorded with the activations that ran; another KV cache than was recorded with may round to more."""
-    known = [read_references(folder / name) for name in (FILE, WEIGHT_ONLY_FILE)]
-    same = next((one for one in known if one and list(one.activations) == ran["activations"]), None)
-    if same is None or "fp8" not in ran["kv_cache_dtype"]:
-        return same
-    return replace(same, mean_limit=max(same.mean_limit, LOOSE_LIMIT))
 
 
 class NotReady(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from nibble.assertion import STRICT_ACTION, Deviation, deviations, expectations
 from nibble.canary import BUDGET_S, Finding, run_canary
 from nibble.canary.asking import Asker
 from nibble.canary.layers import activations_of
-from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, read_references
+from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_options import asked as plugin_options
 from nibble.paths import root
@@ -27,14 +26,13 @@ if TYPE_CHECKING:
 PLUGIN = "nibble_proof"
 FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
 WARM_UP_S = 600.0  # log-probs are compiled at their first use
-# Flags under which a model's numbers are not those that were recorded, and the mean difference in nats that they are given.
+# Flags under which a model's numbers are not those that were recorded.
 OTHER_NUMBERS = (
     "--kv-cache-dtype",
     "--quantization",
     "--dtype",
     "--hf-overrides",
 )
-LOOSE_LIMIT = 0.6
 ACTION = "--linear-backend, --moe-backend and --attention-backend choose other kernels; NIBBLE_CANARY=warn serves all the same"
 
 
@@ -180,18 +178,12 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     """Those that were recorded with the same activations, if there are such."""
     folder = plan.checkpoint.path if plan.checkpoint is not None else None
     paths = reference_files(str(plan.settings.model), folder)
-    known = [found for path in paths if (found := read_references(path)) is not None]
-    if not known:
-        return None
-    same = next((found for found in known if found.activations == activations), None)
     options = plugin_options({flag: choice.value for flag, choice in plan.args.items()})
     differs = any(flag in plan.args for flag in OTHER_NUMBERS) or "quantize_lm_head" in options
     # Ranks add up parts that are rounded to BF16, which decides about FP4 activations near the middle of two values.
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
-    if same is not None and not differs:
-        return same
-    return replace(same or known[0], mean_limit=max(known[0].mean_limit, LOOSE_LIMIT))
+    return references_like(paths, activations, differs)
 
 
 def how_to_record(plan: Plan, url: str) -> str:

@@ -55,14 +55,6 @@ def _not_best_when_sampled(asker: Asker, greedy: Answer) -> str:
     return not_greedy(sampled, "sampling with top_k=1")
 
 
-def first_difference(ids: Sequence[int], greedy: Answer, near_tie: float = NEAR_TIE) -> int | None:
-    """Where other tokens begin; None where they do not, or begin at a near tie, after which texts may differ."""
-    for place, (one, other) in enumerate(zip(ids, greedy.ids, strict=False)):
-        if one != other:
-            return None if greedy.best[place] - greedy.runner_up[place] < near_tie else place
-    return None
-
-
 def mean_difference(found: Sequence[float], expected: Sequence[float]) -> float:
     """Mean |difference| in nats; NaN where any is NaN."""
     return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / max(1, len(expected))
