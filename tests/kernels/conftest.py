@@ -40,6 +40,15 @@ def of_make_setup() -> Path | None:
     return Path(sysconfig.get_path("purelib")) if same and machine.compiler and not cuda_targets() else None
 
 
+def build_folder() -> Path:
+    """Where these sources are installed for this Python, torch and GPU."""
+    digest = hashlib.sha256(f"{torch.__version__} {cuda_targets()} {sys.version}".encode())
+    for path in sorted(KERNELS.glob("*.*")) + sorted((KERNELS / "src").rglob("*")):
+        if path.suffix in {".py", ".toml", ".h", ".cuh", ".cpp", ".cu"}:
+            digest.update(path.read_bytes())
+    return REPO / ".cache/kernels" / digest.hexdigest()[:16]
+
+
 @pytest.fixture(scope="session")
 def installed() -> Path:
     """A folder with the package in it, compiled for this machine."""
@@ -47,11 +56,7 @@ def installed() -> Path:
         return folder
     if not shutil.which("c++"):
         pytest.skip("no C++ compiler here")
-    digest = hashlib.sha256(f"{torch.__version__} {cuda_targets()} {sys.version}".encode())
-    for path in sorted(KERNELS.glob("*.*")) + sorted((KERNELS / "src").rglob("*")):
-        if path.suffix in {".py", ".toml", ".h", ".cuh", ".cpp", ".cu"}:
-            digest.update(path.read_bytes())
-    folder = REPO / ".cache/kernels" / digest.hexdigest()[:16]
+    folder = build_folder()
 
     def install(scratch: Path) -> None:
         for old in folder.parent.glob("*"):

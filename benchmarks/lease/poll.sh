@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# poll.sh SECONDS: wait so long, or until nothing runs any more, then show how far the lanes are; results come back in $OUT.
+end=$((SECONDS + $1))
+while ((SECONDS < end)) && pgrep -f benchmarks/lease/ | grep -qv "^$$\$"; do sleep 1; done
+date +%T
+nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
+tail -n 12 /tmp/R/steps
+find /tmp/R /tmp/cluster -maxdepth 2 -name "*.log" -printf "%T@ %p\n" 2>/dev/null | sort -rn | head -n 9 | while read -r _ log; do
+  echo "== ${log}"
+  tail -n 4 "${log}" | cut -c 1-240
+done
+tar -C /tmp -czf "${OUT:-/tmp}/results.tgz" R

@@ -1,0 +1,12 @@
+# Sourced by the lanes: `step NAME LIMIT_S COMMAND …`, its output in /tmp/R/NAME.log, its end in /tmp/R/steps.
+# shellcheck shell=bash disable=SC1091,SC2034
+source /tmp/environ
+cd /tmp/repo || exit
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+step() {
+  local name=$1 limit=$2 begun=${SECONDS} code=0
+  shift 2
+  echo "$(date +%T) begins ${name}" >>/tmp/R/steps
+  timeout -k 5 "${limit}" "$@" >"/tmp/R/${name}.log" 2>&1 || code=$?
+  echo "$(date +%T) ended  ${name} with ${code} after $((SECONDS - begun)) s" >>/tmp/R/steps
+}

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# What needs both GPUs, once the others have let go of them.
+set -uo pipefail
+# shellcheck source=benchmarks/lease/steps.sh
+source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
+((gpus > 1)) || exit 0
+until [[ -e /tmp/R/timing.done && -e /tmp/R/checks.done ]]; do sleep 1; done
+export CUDA_VISIBLE_DEVICES=0,1
+cp benchmarks/results/cluster_two_gpus.json /tmp/R/
+step cluster 420 python3 benchmarks/cluster_two_gpus.py --only ray one --folder /tmp/cluster --out /tmp/R/cluster_two_gpus.json
+step clover_tp 300 python3 -m pytest -p no:cacheprovider -m gpu -q tests/kernels/test_cloverlm_on_the_gpu.py -k two_gpus
