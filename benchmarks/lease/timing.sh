@@ -14,3 +14,4 @@ unset VLLM_ENABLE_V1_MULTIPROCESSING
 step cloverlm 400 python3 benchmarks/cloverlm.py --out /tmp/R/cloverlm.json
 touch /tmp/R/timing.done
 step mtp_step 200 python3 benchmarks/mtp_step.py --drafts 0 3 --out /tmp/R/mtp_step.json
+step weight_loading 150 python3 benchmarks/weight_loading.py --device cuda --out /tmp/R/weight_loading_cuda.json
