@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.scale_layout import check_layout
@@ -51,16 +53,33 @@ def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
 
 def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
     """A warning where vLLM will not load nibble's plugin; raises CONFIG where the plan needs it."""
-    allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        what, action = "VLLM_PLUGINS leaves nibble's plugin out", f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-    elif not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
-        what, action = "nibble-kernels, which has nibble's vLLM plugin, is not installed", "run `make setup`"
-    else:
+    missing = _missing_plugin(child)
+    if missing is None:
         return []
+    what, action = missing
     options = asked({name: choice.value for name, choice in plan.args.items()})
     reasons = [*options, *(["CloverLM"] if is_cloverlm(plan.checkpoint) else [])]
     if reasons or plan.target.device == "cpu":
         needed = f"for {', '.join(reasons)}" if reasons else "for NVFP4 on the CPU"
         raise NibbleError(ExitCode.CONFIG, f"{what}, and it is needed {needed}", "", action)
     return [f"warning: {what}: fused projections whose parts have different scales compute wrongly; {action}"]
+
+
+def missing_gpu_kernels(child: Mapping[str, str]) -> str:
+    """Why vLLM, with the environment `child`, has no compiled GPU kernel of nibble's; or nothing. Imports no torch."""
+    if missing := _missing_plugin(child):
+        return missing[0]
+    package = find_spec("nibble_kernels")
+    folders = package.submodule_search_locations if package else None
+    compiled = [file for folder in folders or () for file in Path(folder).glob("_cuda.*so")]
+    return "" if compiled else "nibble-kernels was installed without its CUDA kernels"
+
+
+def _missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
+    """Why vLLM will not load nibble's plugin, and what to do."""
+    allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return "VLLM_PLUGINS leaves nibble's plugin out", f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+    if not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
+        return "nibble-kernels, which has nibble's vLLM plugin, is not installed", "run `make setup`"
+    return None

@@ -26,6 +26,7 @@ from nibble.fast_start import fast_start_environment, fast_start_flags
 from nibble.gemma4 import check_gemma4
 from nibble.governor import Limits, limits
 from nibble.hardware import Hardware
+from nibble.linear_kernel import choose_linear_kernel, linear_kernel_flags
 from nibble.memory_plan import Step, plan_memory
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, choose_alias
@@ -184,6 +185,8 @@ def make_plan(parts: Ingredients) -> Plan:
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
+    kernel = choose_linear_kernel(parts, args)
+    args |= linear_kernel_flags(kernel, args)
     args |= quantization_override(parts.checkpoint, args)
     memory = plan_memory(parts, args, topology)
     args |= memory.flags
@@ -220,7 +223,7 @@ def make_plan(parts: Ingredients) -> Plan:
         checkpoint_note=parts.checkpoint_note,
         recipe=parts.recipe,
         settings=settings,
-        choices=_choices(parts),
+        choices=_choices(parts) | ({"linear_kernel": kernel} if kernel else {}),
         args=args,
         env=env,
         rules=tuple(rule.id for rule in risks.rules),

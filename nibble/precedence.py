@@ -64,6 +64,7 @@ class Ingredients:
     build: str = ""  # what is installed here (build_id.py); empty: a plan for another machine
     vllm: str = ""
     can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
+    without_gpu_kernels: str = ""  # why nibble's cannot run here; empty also where that is not known
 
 
 def join_layers(parts: Ingredients) -> Choices:
@@ -163,7 +164,8 @@ def _switches(parts: Ingredients, *layers: str) -> Choices:
         for flag, value in GEMMA4_FLAGS[settings.gemma4_attention].items():
             found[flag] = Choice(value, str(origins["gemma4_attention"]), GEMMA4_REASON)
     ours = {name: getattr(settings, name) for name in NVFP4_OPTIONS if origins[name].layer in layers}
-    if ours := {name: value for name, value in ours.items() if value != default_of(name)}:
+    # vLLM's kernel is the plugin's own default, and `auto` is not for it to know (linear_kernel.py).
+    if ours := {name: value for name, value in ours.items() if value not in (default_of(name), "vllm")}:
         source = " and ".join(str(origins[name]) for name in ours)
         found[NVFP4_FLAG] = Choice({"nibble": ours}, source, NVFP4_REASON)
     return found

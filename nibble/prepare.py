@@ -18,6 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.gemma4 import has_flashinfer_compiler
 from nibble.hardware import Hardware, assume, detect
 from nibble.moe_configs import installed_configs
+from nibble.nvfp4_checks import missing_gpu_kernels
 from nibble.paths import demo_models, root
 from nibble.plan import Plan, make_plan
 from nibble.precedence import Choice, Ingredients, file_flags
@@ -91,6 +92,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
     extra = read_flags(split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema)
     for flags, source in ((extra, "VLLM_EXTRA_ARGS"), (file_flags(asked.loaded), str(settings.config))):
         _check_limits(flags, source)
+    for_vllm = {**asked.loaded.file_env, **asked.accepted.environ}
     parts = Ingredients(
         loaded=asked.loaded,
         accepted=asked.accepted,
@@ -109,6 +111,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         build="" if hardware.assumed else build_id(),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
+        without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
     )
     return make_plan(parts)
 

@@ -119,12 +119,13 @@ class Settings(BaseSettings):
     quantize_lm_head: Literal["off", "nvfp4"] = _option("off", "Engine",
         "`nvfp4` quantizes an unquantized output head when it is loaded.", "NIBBLE_QUANTIZE_LM_HEAD",
         flag="--quantize-lm-head", expected="off or nvfp4")
-    linear_kernel: Literal["vllm", "nibble"] = _option("vllm", "Engine",
-        "Which kernel multiplies NVFP4 weights with BF16 activations on a GPU: vLLM's choice, or `nibble`'s, made for few tokens"
-        " at a time (docs/kernels/nvfp4_linear.md has its measurements).", "NIBBLE_LINEAR_KERNEL", flag="--linear-kernel",
-        expected="vllm or nibble")
+    linear_kernel: Literal["auto", "vllm", "nibble"] = _option("auto", "Engine",
+        "Which kernel multiplies NVFP4 weights with BF16 activations on a GPU: vLLM's choice (`vllm`), `nibble`'s, made for few"
+        " tokens at a time, or the faster one as measured for this target and MAX_NUM_SEQS (docs/kernels/nvfp4_linear.md).",
+        "NIBBLE_LINEAR_KERNEL", flag="--linear-kernel", expected="auto, vllm or nibble")
     moe_kernel: Literal["vllm", "nibble"] = _option("vllm", "Engine",
-        "The same for a model's NVFP4 experts.", "NIBBLE_MOE_KERNEL", flag="--moe-kernel", expected="vllm or nibble")
+        "Which kernel multiplies a model's NVFP4 experts so: vLLM's choice, or `nibble`'s.", "NIBBLE_MOE_KERNEL",
+        flag="--moe-kernel", expected="vllm or nibble")
     act_scale_mode: Literal["token", "batch-pow2", "batch"] = _option("token", "Engine",
         "What the scale of CloverLM's NVFP4 activations is made for: each `token`, the batch (`batch`, as its authors have it) or"
         " the batch's power of two (`batch-pow2`).", "NIBBLE_ACT_SCALE_MODE", flag="--act-scale-mode",

@@ -1,0 +1,259 @@
+"""NIBBLE_LINEAR_KERNEL=auto: whose kernel multiplies NVFP4 weights in a plan, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+from tiny_checkpoint import linear, tensors, write_checkpoint
+from tiny_model import MODELOPT_NVFP4
+
+from nibble import nvfp4_checks, prepare
+from nibble.assertion import expectations
+from nibble.hardware import Gpu, Hardware
+from nibble.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
+from nibble.nvfp4_checks import check_plugin
+from nibble.paths import root
+from nibble.plan import Plan
+from nibble.prepare import plan_for, read_wishes
+
+FLAG = "--additional-config"
+OURS = {"nibble": {"linear_kernel": "nibble"}}
+W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
+W4A16: dict[str, Any] = {
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
+}
+THEIRS = ("marlin", "humming")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+GIB = 1 << 30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m", tensors("nvfp4"), W4A4)
+
+
+def plan(model: Path | str, *words: str, target: str = "hopper", **environ: str) -> Plan:
+    given = {"MAX_NUM_SEQS": "4", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"} | environ
+    return plan_for(read_wishes([str(model), "--target", target, *words], given))
+
+
+def reason(found: Plan, kernel: str) -> str:
+    """Why it is that kernel, of a plan that tells vLLM so."""
+    told = found.args[FLAG].value.get("nibble", {}) if FLAG in found.args else {}
+    assert told.get("linear_kernel", "vllm") == found.choices["linear_kernel"].value == kernel
+    return found.choices["linear_kernel"].reason
+
+
+def test_by_default_few_rows_on_hopper_are_for_nibbles_kernel_and_the_plan_says_why(model: Path) -> None:
+    found = plan(model)
+    assert found.args[FLAG].value == OURS
+    assert reason(found, "nibble") == f"a decode step has up to 4 rows; {CROSSOVER}"
+    assert plan(model, NIBBLE_LINEAR_KERNEL="auto").args[FLAG].value == OURS
+
+
+def test_the_crossover_is_the_one_that_was_measured() -> None:
+    file = re.findall(r"benchmarks/\S+\.json", CROSSOVER)[0]
+    results = json.loads((root() / file).read_text())["results"]
+    ratios = [(one["rows"], min(map(one["us"].get, THEIRS)) / one["us"]["nibble"]) for one in results]
+    assert all(ratio > 1 for rows, ratio in ratios if rows <= MOST_ROWS)
+    assert geometric_mean([ratio for rows, ratio in ratios if rows == TOO_MANY_ROWS]) < 1
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "words"),
+    [
+        ("w4a16", W4A16, ()),
+        ("nvfp4", W4A4, ("--nvfp4-activations", "bf16")),
+        ("nvfp4", W4A4 | EXPERTS, ()),
+        ("nvfp4", W4A4, ("--enable-lora",)),
+    ],
+    ids=["W4A16", "BF16 activations", "dense part of a mixture of experts", "with adapters"],
+)
+def test_every_nvfp4_checkpoint_is_weight_only_on_hopper(
+    tmp_path: Path, form: str, config: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    reason(plan(write_checkpoint(tmp_path / "m", tensors(form), config), *words), "nibble")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "words", "rows"),
+    [
+        (MOST_ROWS, (), MOST_ROWS),
+        (MOST_ROWS + 1, (), MOST_ROWS + 1),
+        (MOST_ROWS // 4, ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), MOST_ROWS),
+        (MOST_ROWS // 4, ("--speculative-config", '{"method": "ngram", "num-speculative-tokens": 4}'), MOST_ROWS // 4 * 5),
+        (MOST_ROWS // 4, ("--spec-method", "ngram", "--spec-tokens", "4"), MOST_ROWS // 4 * 5),
+    ],
+)  # fmt: skip
+def test_rows_are_sequences_times_a_token_and_its_drafts(
+    model: Path, sequences: int, words: tuple[str, ...], rows: int
+) -> None:
+    found = plan(model, *words, MAX_NUM_SEQS=str(sequences))
+    why = reason(found, "nibble" if rows <= MOST_ROWS else "vllm")
+    assert why == f"a decode step has up to {rows} rows; {CROSSOVER}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sequences"),
+    [
+        ((), ""),
+        (("--spec-method", "mtp"), "4"),
+        (("--diffusion-config", '{"canvas_length": 256}'), "4"),
+    ],
+)
+def test_rows_that_vllm_decides_are_for_its_own_kernel(
+    model: Path, words: tuple[str, ...], sequences: str
+) -> None:
+    why = reason(plan(model, *words, MAX_NUM_SEQS=sequences), "vllm")
+    assert why.startswith("how many rows a decode step has is left to vLLM") and CROSSOVER in why
+
+
+def test_a_diffusion_model_has_more_rows_than_sequences(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", tensors("nvfp4"), W4A4 | {"canvas_length": 256})
+    assert "left to vLLM" in reason(plan(folder), "vllm")
+
+
+@pytest.mark.parametrize("target", ["gb10", "sm120", "b200"])
+def test_where_it_has_not_run_nibbles_kernel_is_not_chosen(model: Path, target: str) -> None:
+    for words in ((), ("--nvfp4-activations", "bf16")):
+        assert "has run on hopper only" in reason(plan(model, *words, target=target), "vllm")
+
+
+def test_what_has_no_nvfp4_product_on_a_gpu_has_no_choice(model: Path, tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain", tensors("bf16"))
+    for found in (plan(model, target="cpu"), plan(plain)):
+        assert "linear_kernel" not in found.choices and FLAG not in found.args
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"VLLM_EXTRA_ARGS": "--linear-backend marlin"},
+        {"VLLM_EXTRA_ARGS": "--kernel-config.linear_backend marlin"},
+        {"VLLM_NVFP4_GEMM_BACKEND": "marlin"},
+    ],
+    ids=str,
+)
+def test_auto_gives_way_to_a_linear_backend(model: Path, given: dict[str, str]) -> None:
+    assert reason(plan(model, **given), "vllm") == "--linear-backend marlin names another"
+
+
+def test_what_the_user_names_is_taken_whatever_the_rows(model: Path) -> None:
+    assert reason(plan(model, "--linear-kernel", "vllm"), "vllm") == "asked for"
+    many = plan(model, NIBBLE_LINEAR_KERNEL="nibble", MAX_NUM_SEQS="64")
+    assert reason(many, "nibble") == "asked for"
+    assert many.choices["linear_kernel"].source == "environment NIBBLE_LINEAR_KERNEL"
+    told = plan(model, FLAG, '{"nibble": {"linear_kernel": "vllm"}}')
+    assert told.choices["linear_kernel"].value == "vllm"
+    assert told.args[FLAG].value == {"nibble": {"linear_kernel": "vllm"}}
+
+
+def test_auto_over_a_files_kernel_chooses_by_itself(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "nibble.toml"
+    file.write_text('linear_kernel = "nibble"\n')
+    many = {"NIBBLE_CONFIG": str(file), "MAX_NUM_SEQS": "64"}
+    reason(plan(model, **many), "nibble")
+    reason(plan(model, NIBBLE_LINEAR_KERNEL="auto", **many), "vllm")
+
+
+def test_what_else_the_plugin_is_told_is_kept(model: Path) -> None:
+    found = plan(model, "--quantize-lm-head", "nvfp4", FLAG, '{"other": 1}')
+    both = {"other": 1, "nibble": {"quantize_lm_head": "nvfp4", "linear_kernel": "nibble"}}
+    assert found.args[FLAG].value == both
+    assert found.args[FLAG].source.endswith(" + nibble's default")
+
+
+def test_the_kernel_that_auto_chose_is_the_one_expected_to_run(model: Path) -> None:
+    def allowed(found: Plan) -> tuple[str, ...]:
+        return next(want.allowed for want in expectations(found, {}) if want.part == "linear")
+
+    assert allowed(plan(model)) == ("NibbleNvFp4LinearKernel",)
+    assert "HummingNvFp4LinearKernel" in allowed(plan(model, MAX_NUM_SEQS="64"))
+
+
+def test_a_checkpoint_that_is_not_here_yet_is_not_decided_about() -> None:
+    assert reason(plan("acme/x-NVFP4"), "vllm") == "the checkpoint is unknown until pull"
+
+
+def test_quartet_ii_is_left_to_vllms_kernel(tmp_path: Path) -> None:
+    weights = tensors("quartet2")
+    config = {"model_type": "cloverlm", "architectures": ["CloverLMForCausalLM"]}
+    folder = write_checkpoint(tmp_path / "m", weights, config)
+    (folder / "a.vocab").touch()
+    assert "Quartet II" in reason(plan(folder), "vllm")
+
+
+def test_experts_alone_are_not_linear_layers(tmp_path: Path) -> None:
+    weights = tensors("bf16") | linear("model.layers.0.mlp.experts.0.down_proj", 64, 64, "nvfp4")
+    folder = write_checkpoint(tmp_path / "m", weights, W4A4 | EXPERTS)
+    assert "only experts are NVFP4" in reason(plan(folder), "vllm")
+
+
+def test_rows_that_the_kernel_cannot_divide_are_left_to_vllm(tmp_path: Path) -> None:
+    weights = tensors("nvfp4") | linear("model.layers.0.mlp.up_proj", 72, 64, "nvfp4")
+    folder = write_checkpoint(tmp_path / "m", weights, W4A4)
+    reason(plan(folder), "nibble")
+    why = reason(plan(folder, TENSOR_PARALLEL_SIZE="2"), "vllm")
+    assert why == "model.layers.0.mlp.up_proj has 72 rows, which is no multiple of 16"
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes this an H200 machine with a nibble-kernels of these files; None: without one."""
+    gpu = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0")
+    here = Hardware((gpu,), "580.105.08", "13.0", "x86_64", 8, frozenset(), 128 * GIB, 100 * GIB)
+    monkeypatch.setattr(prepare, "detect", lambda environ: here)
+    point = importlib.metadata.EntryPoint(
+        "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
+    )
+
+    def use(*files: str | None) -> None:
+        folder, spec = tmp_path / "nibble_kernels", ModuleSpec("nibble_kernels", None, is_package=True)
+        folder.mkdir()
+        spec.submodule_search_locations = [str(folder)]
+        for name in filter(None, files):
+            (folder / name).touch()
+        found = files != (None,)
+        monkeypatch.setattr(nvfp4_checks, "entry_points", lambda **_: [point] if found else [])
+        monkeypatch.setattr(nvfp4_checks, "find_spec", lambda name: spec if found else None)
+
+    return use
+
+
+def test_auto_chooses_nibbles_kernel_where_it_is_compiled(model: Path, install: Any) -> None:
+    install("_cpu.abi3.so", "_cuda.abi3.so")
+    reason(plan(model), "nibble")
+
+
+def test_auto_gives_way_where_nibbles_kernel_is_not_compiled(model: Path, install: Any) -> None:
+    install("_cpu.abi3.so")
+    assert reason(plan(model), "vllm") == "nibble-kernels was installed without its CUDA kernels"
+    reason(plan(model, "--linear-kernel", "nibble"), "nibble")
+
+
+def test_auto_gives_way_where_the_plugin_is_not_installed(model: Path, install: Any) -> None:
+    install(None)
+    found = plan(model)
+    assert "is not installed" in reason(found, "vllm")
+    assert ["warning: " in line for line in check_plugin(found, {})] == [True]  # as without the option
+
+
+def test_auto_gives_way_where_vllm_is_told_to_leave_the_plugin_out(
+    model: Path, install: Any, tmp_path: Path
+) -> None:
+    install("_cuda.abi3.so")
+    assert "VLLM_PLUGINS leaves" in reason(plan(model, VLLM_PLUGINS="other"), "vllm")
+    reason(plan(model, VLLM_PLUGINS="other,nibble"), "nibble")
+    file = tmp_path / "nibble.toml"
+    file.write_text('[env]\nVLLM_PLUGINS = "other"\n')
+    assert "VLLM_PLUGINS leaves" in reason(plan(model, NIBBLE_CONFIG=str(file)), "vllm")
