@@ -8,7 +8,7 @@ Cases, one start each, most in eager mode because faults are put into Python obj
     experts    nibble-demo-moe-nvfp4, W4A4, with an FP8 KV cache (BF16 on a CPU)
     larger     a generated dense model, W4A16, hidden size 2048, with references recorded while it is healthy
     graphs     nibble-demo-nvfp4 as it is served: compiled, with CUDA graphs; no faults
-    fallback   nibble-demo-nvfp4 with every kernel that the target expects switched off: has to end with exit 8
+    fallback   nibble-demo-nvfp4 with every kernel but vLLM's emulation switched off: has to end with exit 8
 
 Writes what ran, each mechanism's finding on the healthy server, and which mechanism finds which fault. Exit code 1 where a
 healthy server does not pass or the fallback does. The plugin that injects is tests/fixtures/vllm_faults.py.
@@ -38,6 +38,7 @@ from serving import Server  # noqa: E402
 from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like  # noqa: E402
 from nibble.hardware import detect  # noqa: E402
 from nibble.targets import load_target  # noqa: E402
+from nibble.vllm_schema import load_schema  # noqa: E402
 
 CASES = ("dense", "experts", "larger", "graphs", "fallback")
 LARGER = Shape(hidden=2048, intermediate=6144, layers=8, heads=16, kv_heads=8, head_dim=128, vocabulary=1024)
@@ -147,17 +148,14 @@ def one_fault(faulty: Faulty, fault: str, references: References | None) -> dict
 
 
 def fallback(folder: Path) -> dict[str, Any]:
-    """Without the kernels that are expected, vLLM takes another; nibble has to end with exit 8 and name it."""
-    expected = [
-        kernel
-        for target in ("cpu", "hopper", "gb10", "b200")
-        for kernel in load_target(target).expected.get("linear", ())
-    ]
-    names = ",".join(dict.fromkeys(expected))
+    """With the emulation alone left to vLLM, nibble has to end with exit 8 and name it."""
+    names = {*load_schema().linear_kernels, *load_target("cpu").expected["linear"]} - {
+        "EmulationNvFp4LinearKernel"
+    }
     server = Server(
         folder / "server",
         ["serve", "nibble-demo-nvfp4", *EAGER],
-        VLLM_DISABLED_KERNELS=names,
+        VLLM_DISABLED_KERNELS=",".join(sorted(names)),
         **own_environ(),
     )
     try:

@@ -68,7 +68,13 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     read = read_bandwidth()
-    results = []
+    results: list[dict[str, Any]] = []
+    described = {
+        "machine": machine(),
+        "read_gb_per_s": round(read / 1e9),
+        "command": sys.argv,
+        "results": results,
+    }
     print(f"{torch.cuda.get_device_name()}, reads {read / 1e9:.0f} GB/s")
     for rows, columns in SHAPES[options.shapes]:
         shape = (rows, columns)
@@ -79,14 +85,8 @@ def measure(options: argparse.Namespace) -> None:
         for row in found:
             results.append(row)
             print(json.dumps(row), flush=True)
-    if options.out:
-        described = {
-            "machine": machine(),
-            "read_gb_per_s": round(read / 1e9),
-            "command": sys.argv,
-            "results": results,
-        }
-        options.out.write_text(json.dumps(described, indent=1) + "\n")
+        if options.out:  # after each shape: a lent machine may go
+            options.out.write_text(json.dumps(described, indent=1) + "\n")
 
 
 def side_by_side(

@@ -1,6 +1,6 @@
 """The demo models' log-probabilities through every NVFP4 path of a machine, against float32 arithmetic on the same weights.
 
-    python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …]
+    python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …] [--models NAME …]
 
 The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in transformers. Every path
 is a vLLM of its own that scores the same tokens; the same emulation in BF16 arithmetic is there as a yardstick. For each
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--jobs", type=int, default=1, help="vLLMs at a time")
     parser.add_argument("--score", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -84,7 +85,7 @@ def main() -> None:
         if path.device == options.device and (name in options.only or not options.only)
     ]
     results = []
-    for model in MODELS:
+    for model in options.models:
         references = {activations: reference(model, activations) for activations in ("checkpoint", "bf16")}
         with ThreadPoolExecutor(options.jobs) as pool:
             found = dict(

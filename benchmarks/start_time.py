@@ -1,7 +1,8 @@
 """First and later starts by phase: stock `vllm serve` against `nibble serve`, each with caches of its own, in turn.
 
     python benchmarks/start_time.py --write FOLDER
-    python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out FILE] [-- FLAG …]
+    python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out FILE]
+        [--nibble-env NAME=VALUE …] [-- FLAG …]
 
 Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB) into DIR. The first round
 starts with empty caches, the later ones with what it left. Stock vLLM gets the model, a port and FLAG, no plugin; nibble gets
@@ -58,6 +59,9 @@ def main() -> int:
     parser.add_argument("--later", type=int, default=2, help="rounds after the first")
     parser.add_argument("--logs", type=Path, help="keep every start's log here")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--nibble-env", nargs="+", default=[], metavar="NAME=VALUE", help="of nibble's side alone"
+    )
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
@@ -82,7 +86,8 @@ def main() -> int:
         for number in range(1 + options.later):
             for side in ("vllm", "nibble") if number % 2 == 0 else ("nibble", "vllm"):
                 log = logs / f"{side}{number + 1}.log"
-                starts.append(Start(side, model, flags, Path(scratch) / side, log).measure())
+                given = dict(pair.split("=", 1) for pair in options.nibble_env) if side == "nibble" else {}
+                starts.append(Start(side, model, flags, Path(scratch) / side, log, given).measure())
                 write(result | {"summary": summary(starts), "starts": starts}, options.out)
     print(json.dumps(summary(starts), indent=2))
     return 1 if any(start["seconds"] is None for start in starts) else 0
@@ -138,6 +143,7 @@ class Start:
     flags: Sequence[str]
     folder: Path
     log: Path
+    given: Mapping[str, str]
     port: int = field(default_factory=free_port)
 
     def measure(self) -> dict[str, Any]:
@@ -205,7 +211,14 @@ class Start:
         own |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         if self.side == "nibble":
             told = {"NIBBLE_CANARY": "warn", "NIBBLE_KERNEL_ASSERTION": "warn"}
-            return {**kept, **own, **told, "PORT": str(self.port), "NIBBLE_CONTROL_PORT": str(free_port())}
+            return {
+                **kept,
+                **own,
+                **told,
+                **self.given,
+                "PORT": str(self.port),
+                "NIBBLE_CONTROL_PORT": str(free_port()),
+            }
         return {**kept, **own, "VLLM_PLUGINS": ""}
 
 

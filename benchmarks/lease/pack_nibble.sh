@@ -32,5 +32,10 @@ mkdir "${scratch}/nibble"
 git -C "${repo}" archive HEAD nibble pyproject.toml | tar -x -C "${scratch}/nibble"
 "${python}" -m pip install -q --no-deps --no-build-isolation --no-index --target "${scratch}/site" "${scratch}/nibble"
 rm -rf "${scratch}/site/nibble" # the tree itself is imported
+# For the network namespaces of cluster_two_gpus.py.
+if ip=$(command -v ip); then
+  cp "${ip}" "${parts}/bin/"
+  ldd "${ip}" | awk '$3 ~ /^\// && $1 !~ /^libc\.so/ {print $3}' | xargs cp -t "${parts}/bin"
+fi
 tar -C "${scratch}/site" -czf "${parts}/nibble.tgz" .
 ls -l "${parts}/nibble.tgz"

@@ -6,6 +6,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 ((gpus > 1)) || exit 0
 until [[ -e /tmp/R/timing.done && -e /tmp/R/checks.done ]]; do sleep 1; done
 export CUDA_VISIBLE_DEVICES=0,1
-cp benchmarks/results/cluster_two_gpus.json /tmp/R/
-step cluster 420 python3 benchmarks/cluster_two_gpus.py --only ray one --folder /tmp/cluster --out /tmp/R/cluster_two_gpus.json
-step clover_tp 300 python3 -m pytest -p no:cacheprovider -m gpu -q tests/kernels/test_cloverlm_on_the_gpu.py -k two_gpus
+step cluster 500 python3 benchmarks/cluster_two_gpus.py --only ray one tp2 mp --folder /tmp/cluster --out /tmp/R/cluster_two_gpus.json
+step clover_tp 200 python3 -m pytest -p no:cacheprovider -m gpu -v --tb=short tests/kernels/test_cloverlm_on_the_gpu.py -k two_gpus

@@ -25,7 +25,8 @@ Errors = dict[str, dict[str, float]]  # of q, k and v to the "original" weights 
 
 
 def run_program(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = os.environ | {"PYTHONPATH": str(installed)}
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, str(PROGRAM), *words], env=environ, capture_output=True, text=True, check=False
     )
