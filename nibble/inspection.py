@@ -16,6 +16,7 @@ from nibble.checkpoint.scale_values import check_values, marlin_flushes, read_fl
 from nibble.checkpoint.source import Source, open_source
 from nibble.checkpoint.vllm_config import declared_config
 from nibble.checkpoint.weights import is_scale, kind_of
+from nibble.cloverlm import is_cloverlm
 from nibble.disk import gib
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_options import is_tied
@@ -53,6 +54,8 @@ class Inspection:
             return f"refused: {self.refusal}"
         if not self.checkpoint.scheme.is_nvfp4:
             return "loads; no layer is NVFP4"
+        if self.layout and self.layout.wrong:
+            return f"loads; {self.layout.wrong} of its weights may have their scales in another layout ({self.scales_read})"
         return f"loads exactly ({self.scales_read})"
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
     problems, layout, flushed = list(checkpoint.problems), None, 0
     if reads_all and folder is not None:
         problems += check_values(folder, nvfp4).problems
-        layout = check_layout(folder, nvfp4)
+        layout = check_layout(folder, nvfp4, is_cloverlm(checkpoint))
         problems += [layout.problem] if layout.problem else []
         flushed = marlin_flushes(folder, nvfp4)
     values = read_floats(source, [weight.global_scale for weight in nvfp4 if weight.global_scale])

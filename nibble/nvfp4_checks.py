@@ -45,7 +45,7 @@ def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
     values = check_values(checkpoint.path, weights)
     for problem in values.problems:
         raise problem.error(checkpoint.where)
-    if problem := check_layout(checkpoint.path, weights).problem:
+    if problem := check_layout(checkpoint.path, weights, is_cloverlm(checkpoint)).problem:
         raise problem.error(checkpoint.where)
     seconds = time.monotonic() - start
     return [f"checked {values.tensors} NVFP4 scale tensors ({gib(values.nbytes)}) in {seconds:.1f} s"]

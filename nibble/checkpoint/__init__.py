@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nibble.checkpoint.exclusions import Modules, read_modules
+from nibble.checkpoint.fused_groups import format_problems
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
 from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
@@ -180,7 +181,7 @@ def _assemble(
         revision=source.revision,
         source_kind=source.kind,
         architecture=next(iter(config.get("architectures") or []), None),
-        model_type=config.get("model_type") or text.get("model_type"),
+        model_type=_model_type(config),
         scheme=scheme,
         weights=weights,
         layers=found,
@@ -239,25 +240,32 @@ def _nvfp4(
         num_layers=num_layers,
     )
     label = _label(scheme, config, hf_quant)
-    w4a4 = [weight for weight in weights if label(weight.module) == "NVFP4"]
+    w4a4 = [weight for weight in weights if label(weight) == "NVFP4"]
     served = [weight for weight in w4a4 if not weight.is_draft] or w4a4
     if served and all(weight.input_scale is None for weight in served):
         scheme, w4a4 = weight_only(scheme), []
     scheme = replace(scheme, is_nvfp4=scheme.is_nvfp4 or bool(weights))  # a map may name none of them
-    return scheme, weights, header_problems(weights, {weight.module for weight in w4a4})
+    modules = {weight.module for weight in w4a4}
+    problems = header_problems(weights, modules)
+    return scheme, weights, problems + format_problems(weights, modules, tensors, str(_model_type(config)))
 
 
 def _label(
     scheme: Scheme, config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None
-) -> Callable[[str], str]:
-    """What the config says of a module: "NVFP4" for W4A4, where it says it."""
+) -> Callable[[Nvfp4Weight], str]:
+    """What the config says of a weight: "NVFP4" for W4A4, where it says it. Of what a map misses, the tensors say it."""
     if scheme.vllm_quantization != "modelopt_mixed":
         label = "NVFP4" if is_w4a4(scheme) else ""
         return lambda _: label
     declared = declared_config(config, hf_quant) or {}
     places = (declared, declared.get("quantization"), (hf_quant or {}).get("quantization"))
     found = (place.get("quantized_layers") for place in places if isinstance(place, Mapping))
-    return labels(next((layers for layers in found if isinstance(layers, Mapping)), {}))
+    named = labels(next((layers for layers in found if isinstance(layers, Mapping)), {}))
+    return lambda weight: named(weight.module) or ("NVFP4" if weight.input_scale else "")
+
+
+def _model_type(config: Mapping[str, Any]) -> str | None:
+    return config.get("model_type") or text_config(config).get("model_type")
 
 
 def _whole(config: Mapping[str, Any], *keys: str) -> int | None:

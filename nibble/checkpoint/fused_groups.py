@@ -1,4 +1,4 @@
-"""Weights that vLLM 0.32 computes as one and their fp32 scales: equal, to be merged exactly, or wrong without that.
+"""Weights that vLLM 0.32 computes as one: of one format, with fp32 scales that are equal, to be merged exactly, or wrong.
 
 Unmended, vLLM takes one scale for all parts of a fused layer: the largest multiplier in ModelOpt's format (modelopt.py
 KNvfp4Static.process), the smallest in compressed-tensors' (the largest divisor, compressed_tensors_w4a4_nvfp4.py:105), and of an
@@ -8,15 +8,17 @@ expert's gate and up the gate's. The error is a gain: a part is multiplied by (s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from nibble.checkpoint.nvfp4 import EXPERT, Nvfp4Weight
+from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.nvfp4 import EXPERT, STACKED_EXPERTS, Nvfp4Weight, Problem, gather
 from nibble.checkpoint.scale_values import NAN, TensorFiles, e4m3_value
+from nibble.errors import ExitCode
 
 # Parts of one fused layer by the ends of their names: packed_modules_mapping of vllm 0.32 models/*.py.
 FUSED: tuple[tuple[str, ...], ...] = (
@@ -24,6 +26,8 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("c_fc_0", "c_fc_1"),
 )  # fmt: skip
 _GROUP_OF = {part: parts for parts in FUSED for part in parts}
+# Models in which these two stay apart (vllm 0.32 minicpm3.py:85, sarvam.py:138).
+_LATENT, _LATENT_APART = ("q_a_proj", "kv_a_proj_with_mqa"), ("minicpm3", "sarvam_mla")
 
 Quality = Literal["equal", "foldable", "column scale", "expert factor", "unread"]
 """How the parts are merged exactly: nothing to do; into the block scales; by a factor an output after the GEMM; by a factor on
@@ -41,6 +45,49 @@ class FusedGroup:
     quality: Quality
     gain_error: float
     worst_part: str
+
+
+def fused_layer(module: str, model_type: str = "") -> str | None:
+    """The layer that vLLM 0.32 builds of `module` and others, all in one format; None for a module that is a layer itself."""
+    if match := EXPERT.match(module):
+        return match[1]
+    parent, _, part = module.rpartition(".")
+    if parent.endswith(".experts"):
+        return parent
+    parts = _GROUP_OF.get(part)
+    if parts is None or (parts == _LATENT and model_type in _LATENT_APART):
+        return None
+    return f"{parent}.{'+'.join(parts)}"
+
+
+def format_problems(
+    weights: Sequence[Nvfp4Weight], w4a4: Container[str], tensors: Mapping[str, TensorInfo], model_type: str
+) -> tuple[Problem, ...]:
+    """Layers with parts in other formats beside NVFP4 ones, which vLLM 0.32 refuses (quant_utils.py:678, modelopt.py:1750,
+    compressed_tensors/utils.py:67) or cannot fill. `w4a4`: modules whose activations are NVFP4 too.
+    """
+    formats = {w.weight.name: "NVFP4" if w.module in w4a4 else "W4A16_NVFP4" for w in weights}
+    first: dict[str, Nvfp4Weight] = {}
+    for weight in weights:
+        if layer := fused_layer(weight.module, model_type):
+            first.setdefault(layer, weight)
+    found = []
+    for tensor in tensors.values():
+        module, _, leaf = tensor.name.rpartition(".")
+        if STACKED_EXPERTS.search(tensor.name):
+            module = tensor.name
+        elif leaf not in ("weight", "weight_packed"):
+            continue
+        layer = fused_layer(module, model_type)
+        if layer not in first:
+            continue
+        other, stored = first[layer], formats.get(tensor.name, tensor.dtype)
+        if stored != formats[other.weight.name]:
+            what = f"is {stored}, and {other.module} is {formats[other.weight.name]}"
+            expected = f"one format for all of {layer}, which vLLM builds as one layer"
+            found.append(Problem("fused formats", ExitCode.CONFIG, tensor.name, tensor.file, what, expected,
+                                 other.is_draft))  # fmt: skip
+    return gather(found)
 
 
 def fused_groups(

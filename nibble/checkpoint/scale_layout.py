@@ -1,29 +1,31 @@
 """Are block scales stored in the layout their label says: row by row, or in tiles of 128x4 (formats.md 6.4)?
 
-Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no error. Two tests, on the first
-rows of some tensors:
+Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no error. Three tests, two of them
+on the first rows of some tensors:
 
 - Four-over-six. A block scaled to 4 has no code of 6, and only such blocks have scales above 256 (formats.md 2.1). In the right
   layout that holds for every block with such a scale, in the wrong one for some half of them.
+- The largest product, of a CloverLM. Four-over-six gives the block with the largest weight the code 6 and the scale 256, or 4 and
+  384, so that code times scale is 1536 somewhere and nowhere more. This reads all of every tensor; one block decides.
 - Rows and columns. Weights differ in size by output and by input channel. In the right layout the variance of the rows' means
   and that of the columns' means of log2(scale), both without the noise of averaging, are largest in sum; the wrong layout mixes
   them. (The rows' variance alone, formats.md 7, is larger in the wrong layout where heads or blocks of input channels differ.)
 
-Random weights without such structure pass both undecided: nothing is refused on weak evidence.
+Random weights without such structure pass undecided: nothing is refused on weak evidence.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Literal
 
-from nibble.checkpoint.nvfp4 import GROUP_SIZE, TILE_COLUMNS, TILE_ROWS, Nvfp4Weight, Problem
-from nibble.checkpoint.scale_values import TensorFiles
+from nibble.checkpoint.nvfp4 import GROUP_SIZE, TILE_COLUMNS, TILE_ROWS, Nvfp4Weight, Problem, gather
+from nibble.checkpoint.scale_values import TensorFiles, e4m3_value
 from nibble.errors import ExitCode
 
 MAX_BYTES = 128 << 10  # of the scales of one tensor, but at least 128 rows
@@ -31,6 +33,11 @@ MAX_TENSORS = 16
 TILE_BYTES = TILE_ROWS * TILE_COLUMNS
 ABOVE_256 = re.compile(rb"[\x79-\x7e]")  # E4M3
 MIN_BLOCKS, MAX_BLOCKS = 16, 256  # for the test of four-over-six
+LARGEST = 1536.0  # code times scale
+FROM_256 = range(0x78, 0x7F)  # E4M3; a smaller scale times 6 is below LARGEST
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGER_CODE = bytes(max(pair & 7, pair >> 4 & 7) for pair in range(256))  # of the two in a byte, without sign
+ZERO_CODES = b"\x00\x08\x80\x88"
 MIN_EFFECT = 0.003  # octaves squared
 MIN_RATIO = 3.0
 
@@ -47,8 +54,14 @@ class LayoutCheck:
     problem: Problem | None
 
 
-def check_layout(folder: Path, weights: Iterable[Nvfp4Weight]) -> LayoutCheck:
-    """Look at up to 16 tensors spread over the checkpoint. A problem needs two that are wrong and none that is right."""
+def check_layout(folder: Path, weights: Iterable[Nvfp4Weight], is_cloverlm: bool = False) -> LayoutCheck:
+    """Look at up to 16 tensors spread over the checkpoint. A problem needs two that are wrong and none that is right.
+
+    Of a packed CloverLM look at every tensor, and one that is wrong is a problem.
+    """
+    weights = list(weights)
+    if is_cloverlm and any(weight.layout == "quartet2" for weight in weights):
+        return _check_products(folder, weights)
     candidates = [
         weight
         for weight in weights
@@ -63,6 +76,54 @@ def check_layout(folder: Path, weights: Iterable[Nvfp4Weight]) -> LayoutCheck:
     if wrong >= 2 and not right:
         problem = _problem(chosen[verdicts.index("wrong")], wrong - 1)
     return LayoutCheck(len(chosen), right, wrong, problem)
+
+
+def _check_products(folder: Path, weights: Sequence[Nvfp4Weight]) -> LayoutCheck:
+    """Packed weights of CloverLM by their largest products."""
+    with TensorFiles(folder) as files:
+        found = [_by_product(files, weight) for weight in weights if weight.scale is not None]
+    problems = gather(problem for problem in found if isinstance(problem, Problem))
+    wrong = sum(1 + problem.others for problem in problems)
+    return LayoutCheck(len(found), found.count("right"), wrong, problems[0] if problems else None)
+
+
+def _by_product(files: TensorFiles, weight: Nvfp4Weight) -> Verdict | Problem:
+    """Scales that are wrong in both layouts are damaged; zeros alone tell nothing."""
+    assert weight.scale is not None
+    if not weight.tiles_evenly:
+        what, expected = (
+            f"is [{weight.rows}, {weight.columns}]",
+            "whole 128x4 tiles of scales: multiples of 128 and 64",
+        )
+        return Problem("tiles", ExitCode.CONFIG, weight.weight.name, weight.weight.file, what, expected)
+    blocks = weight.columns // GROUP_SIZE
+    if weight.scale.nbytes != weight.rows * blocks:  # its header is a problem of its own
+        return "unclear"
+    stored = files.read(weight.scale, 0, weight.scale.nbytes)
+    codes = files.read(weight.weight, 0, weight.weight.nbytes)
+    largest = _largest_product(stored, codes, lambda index: _tiled_block(index, blocks))
+    if largest == LARGEST:
+        return "right"
+    if _largest_product(stored, codes, lambda index: index) == LARGEST:
+        return _problem(weight, 0)
+    if not largest and not (stored.strip(b"\0") and codes.translate(None, ZERO_CODES)):
+        return "unclear"
+    what = f"has {largest:g}" if largest > LARGEST else "has less than 1536"
+    return Problem("product", ExitCode.MODEL, weight.scale.name, weight.scale.file,
+                   f"{what} as its largest code times scale", "1536, as Quartet II makes it")  # fmt: skip
+
+
+def _largest_product(stored: bytes, codes: bytes, block_of: Callable[[int], int]) -> float:
+    """The largest code times scale of blocks with scales from 256 up; `block_of` is the block that a scale belongs to."""
+    largest = 0.0
+    for byte in FROM_256:
+        index = stored.find(byte)
+        while index >= 0:
+            start = block_of(index) * GROUP_SIZE // 2
+            code = max(codes[start : start + GROUP_SIZE // 2].translate(LARGER_CODE))
+            largest = max(largest, MAGNITUDES[code] * e4m3_value(byte))
+            index = stored.find(byte, index + 1)
+    return largest
 
 
 def _problem(weight: Nvfp4Weight, others: int) -> Problem:
@@ -141,6 +202,12 @@ def _four_over_six(
         sum(_is_four(files, weight, *place) for place in listed) / len(large) for listed in places
     )
     return linear, tiled
+
+
+def _tiled_block(index: int, blocks: int) -> int:
+    """Which block, counted row by row, a byte of tiled scales belongs to."""
+    row, block = _tiled_place(index, blocks)
+    return row * blocks + block
 
 
 def _tiled_place(index: int, blocks: int) -> tuple[int, int]:

@@ -50,6 +50,7 @@ OTHER_METHODS: Mapping[str, tuple[int | None, str, bool]] = {
     "hqq": (None, "bf16", False),
     "eetq": (8, "bf16", False),
 }
+COMPRESSED_TENSORS = "compressed-tensors"
 QUARTET2_PRODUCER = "cloverlm_converter"  # writes tiled scales under ModelOpt's names
 VLLM_NAMES = {"auto-round": "inc", "fp-quant": "fp_quant"}
 
@@ -78,19 +79,42 @@ class Scheme:
 
 def detect_scheme(config: Config, hf_quant_config: Config | None, tensors: Tensors | None) -> Scheme:
     """The scheme of a checkpoint from config.json, hf_quant_config.json and, where known, its tensors."""
-    if _text_value(config, "model_type") == "cloverlm" or _producer(hf_quant_config) == QUARTET2_PRODUCER:
-        return _cloverlm(config, hf_quant_config, tensors)
     declared = quantization_config(config)
+    is_cloverlm = _text_value(config, "model_type") == "cloverlm"
+    if QUARTET2_PRODUCER in (_producer(hf_quant_config), _producer(declared)):
+        return _cloverlm(config, hf_quant_config, tensors)
+    if is_cloverlm and not (declared and _is_row_major(declared)):
+        return _cloverlm(config, hf_quant_config, tensors)
+    scheme = _declared(config, declared, hf_quant_config, tensors)
+    return _no_servers(scheme) if is_cloverlm else scheme
+
+
+def _declared(
+    config: Config, declared: Config | None, hf_quant_config: Config | None, tensors: Tensors | None
+) -> Scheme:
+    """The scheme by a config that says what the tensors are."""
     if declared is None and hf_quant_config is not None:
         return _from_hf_quant_config(hf_quant_config, tensors)
     if declared is None:
         return _unquantized(config, tensors)
-    method = str(declared.get("quant_method", "")).lower().replace("_", "-")
-    if method.startswith("modelopt") or (not method and _algorithm(declared)):
+    if _is_modelopt(declared):
         return _modelopt(declared, tensors)
-    if method == "compressed-tensors":
-        return _compressed_tensors(declared)
-    return _other(method, declared)
+    method = _method(declared)
+    return _compressed_tensors(declared) if method == COMPRESSED_TENSORS else _other(method, declared)
+
+
+def _method(declared: Config) -> str:
+    return str(declared.get("quant_method", "")).lower().replace("_", "-")
+
+
+def _is_modelopt(declared: Config) -> bool:
+    method = _method(declared)
+    return method.startswith("modelopt") or (not method and bool(_algorithm(declared)))
+
+
+def _is_row_major(declared: Config) -> bool:
+    """Whether NVFP4 scales lie row by row in the layout that a config names."""
+    return _is_modelopt(declared) or _method(declared) == COMPRESSED_TENSORS
 
 
 def _producer(declared: Config | None) -> str:
@@ -204,12 +228,13 @@ def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
     if algorithm not in MODELOPT:
         known = ", ".join((*MODELOPT, "MIXED_PRECISION"))
         bits = 4 if "4" in algorithm else 8
-        reason = f"vLLM 0.32 reads these ModelOpt algorithms: {known}"
+        reads = f"vLLM 0.32 reads these ModelOpt algorithms: {known}"
+        reason = reads if algorithm else f"its quantization config names no quant_algo; {reads}"
         return Scheme(algorithm or "modelopt", None, bits, "unknown", kv_cache, is_nvfp4="NVFP4" in algorithm,
                       unsupported_reason=reason)  # fmt: skip
     name, vllm_name, bits, activations = MODELOPT[algorithm]
     scheme = Scheme(name, vllm_name, bits, activations, kv_cache, is_nvfp4="NVFP4" in name)
-    if scheme.is_nvfp4 and place.get("group_size") not in (None, 16):
+    if scheme.is_nvfp4 and not _is_16(place.get("group_size")):
         reason = f"its config says groups of {place['group_size']}, and NVFP4 has groups of 16"
         return replace(scheme, unsupported_reason=reason)
     if algorithm == "NVFP4":
@@ -218,6 +243,14 @@ def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
         note = "it is labelled W4A16_NVFP4 and has input_scale tensors, which vLLM ignores"
         return replace(scheme, notes=(note,))
     return scheme
+
+
+def _is_16(group_size: Any) -> bool:
+    """As vLLM 0.32 reads it (modelopt.py:380): nothing is NVFP4's own size, and text is a number."""
+    try:
+        return group_size is None or int(group_size) == 16
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _without_activations(scheme: Scheme, declared: Config) -> Scheme:
@@ -356,3 +389,13 @@ def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Sch
     )  # fmt: skip
     return Scheme("quartet2-packed", "quartet2", 4, "fp4", detail="F4 weights, tiled E4M3 scales",
                   notes=(note,), is_nvfp4=True, unsupported_reason=reason)  # fmt: skip
+
+
+def _no_servers(scheme: Scheme) -> Scheme:
+    """CloverLM in a layout that `nibble convert` reads and no server does."""
+    if scheme.unsupported_reason:
+        return scheme
+    reason = "CloverLM is served from BF16 or Quartet II's packed weights"
+    if scheme.is_nvfp4:
+        reason += "; `nibble convert` makes them with --to quartet-packed"
+    return replace(scheme, unsupported_reason=reason)

@@ -21,7 +21,9 @@ from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight
 from nibble.checkpoint.source import FolderSource, read_json
 from nibble.checkpoint.weights import kind_of
+from nibble.cloverlm import is_cloverlm
 from nibble.convert import quantize
+from nibble.convert.cloverlm import Packing
 from nibble.convert.config import (
     CONFIG_FILE,
     HF_QUANT_FILE,
@@ -85,7 +87,9 @@ def read_wishes(
         try:
             texts = tuple(line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip())
         except (OSError, UnicodeDecodeError) as error:
-            raise NibbleError(ExitCode.USAGE, f"--calibrate {calibrate} cannot be read ({error})") from None
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            what = f"--calibrate {calibrate} cannot be read ({why})"
+            raise NibbleError(ExitCode.USAGE, what, "a file with one text a line") from None
         if not texts:
             raise NibbleError(ExitCode.USAGE, f"--calibrate {calibrate} is empty", "one text a line")
     return Wishes(activations, four_over_six, tuple(exclude), texts)
@@ -105,7 +109,8 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
     found = _read(source)
     assert found.path is not None
     with _beside(dest) as unfinished:
-        count = (_quantize if to == "nvfp4" else _relabel)(found, found.path, unfinished, to, wishes)
+        from_bf16 = _pack if is_cloverlm(found) else _quantize
+        count = (from_bf16 if to == "nvfp4" else _relabel)(found, found.path, unfinished, to, wishes)
         _copy_others(found.path, unfinished, {info.file for info in found.tensors.values()})
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
 
@@ -253,10 +258,7 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
     tensors = found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
-        what = f"{found.id} is {found.scheme.name}"
-        raise NibbleError(
-            ExitCode.CONFIG, what, "BF16, F16 or F32 weights", "NVFP4 changes its layout with --to modelopt"
-        )
+        raise _not_bf16(found, "modelopt")
     parts = quantize.select(tensors, found.hidden_size, wishes.exclude)
     if not parts:
         raise NibbleError(ExitCode.CONFIG, f"{found.id} has no linear layer to quantize", "", "see --exclude")
@@ -272,6 +274,32 @@ def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wis
     write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
     rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
     return len(modules)
+
+
+def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
+    """CloverLM, whose quantization and layout are Quartet II's."""
+    tensors = found.tensors
+    if found.scheme.name != "quartet2-bf16":
+        raise _not_bf16(found, "quartet-packed")
+    if wishes.exclude or wishes.texts:
+        what = "--exclude and --calibrate are not for CloverLM"
+        action = "leave them out: a server quantizes all its weights, and activations as they come"
+        raise NibbleError(ExitCode.USAGE, what, "", action)
+    parts = quantize.select(tensors, found.hidden_size, ())
+    conversion = Packing(
+        {name: part for name, (part,) in parts.items()}, quantize.weight_amax(folder, tensors, parts)
+    )
+    modules = [name.removesuffix(".weight") for name in parts]
+    ignore = ignore_list("quartet-packed", found.config, None, modules, _plain_modules(tensors, modules))
+    write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
+    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    return len(parts)
+
+
+def _not_bf16(found: Checkpoint, layout: Layout) -> NibbleError:
+    what = f"{found.id} is {found.scheme.name}"
+    action = f"NVFP4 changes its layout with --to {layout}"
+    return NibbleError(ExitCode.CONFIG, what, "BF16, F16 or F32 weights", action)
 
 
 def _unquantized(tensors: Mapping[str, TensorInfo], parts: Iterable[str]) -> list[str]:

@@ -128,11 +128,14 @@ def check(weights: Mapping[str, Nvfp4Weight], dest: Layout, keep_input_scales: b
                     "one scale",
                     "choose another source",
                 )
-        if dest == "quartet-packed" and (weight.rows % 128 or weight.columns % 128):
-            what = f"{weight.weight.name} is [{weight.rows}, {weight.columns}]"
-            raise NibbleError(
-                ExitCode.CONFIG,
-                what,
-                "multiples of 128 for quartet-packed",
-                "choose another layout with --to",
-            )
+        if dest == "quartet-packed":
+            check_tiles(weight.weight.name, weight.rows, weight.columns)
+
+
+def check_tiles(name: str, rows: int, columns: int) -> None:
+    """Raise CONFIG for the weight `name` where quartet-packed has no place for it."""
+    if rows % 128 or columns % 128:
+        what = f"{name} is [{rows}, {columns}]"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "multiples of 128 for quartet-packed", "choose another layout with --to"
+        )

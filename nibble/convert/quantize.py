@@ -11,8 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from nibble.checkpoint.fused_groups import FUSED
+from nibble.checkpoint.fused_groups import FUSED, fused_layer
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.nvfp4 import STACKED_EXPERTS
 from nibble.checkpoint.weights import kind_of
 from nibble.convert.files import Read, reader, tensor
 from nibble.errors import ExitCode, NibbleError
@@ -22,7 +23,6 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Not lm_head, embeddings, routers, norms, vision and draft, as ModelOpt's default recipes.
 QUANTIZED_KINDS = ("attention", "linear_attention", "mlp", "moe_experts", "shared_experts")
-_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 Amax = dict[str, float]
 ShareScales = Callable[[Amax], Amax]
@@ -95,16 +95,19 @@ def select(
 ) -> dict[str, tuple[Part, ...]]:
     """The linear layers to quantize by the name of the tensor that holds them; `exclude` are patterns of module names.
 
-    Raises CONFIG for a layer whose K is no multiple of 16, and for stacked experts of an unknown orientation.
+    Raises USAGE for a pattern that matches nothing or a part of a fused layer, CONFIG for a layer whose K is no multiple of 16
+    and for stacked experts of an unknown orientation.
     """
     patterns = tuple(exclude)
-    found = {}
+    found: dict[str, tuple[Part, ...]] = {}
+    left_out: list[str] = []
     for info in tensors.values():
-        parts = [
-            part
-            for part in _parts(info, tensors, hidden_size)
-            if not any(fnmatchcase(part.module, pattern) for pattern in patterns)
-        ]
+        if STACKED_EXPERTS.search(info.name) and _matches(info.name, patterns):  # of any form
+            left_out.append(info.name)
+            continue
+        all_parts = _parts(info, tensors, hidden_size)
+        parts = [part for part in all_parts if not _matches(part.module, patterns)]
+        left_out += [part.module for part in all_parts if part not in parts]
         if not parts:
             continue
         if info.dtype not in TORCH_DTYPES:
@@ -120,7 +123,35 @@ def select(
                 ExitCode.CONFIG, what, "a multiple of 16", f"leave it out: --exclude '{parts[0].module}'"
             )
         found[info.name] = tuple(parts)
+    _check_patterns(patterns, [*left_out, *(name.rpartition(".")[0] for name in tensors)])
+    _check_fused([part.module for parts in found.values() for part in parts], left_out)
     return found
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(patterns: Iterable[str], modules: Iterable[str]) -> None:
+    """Raise USAGE for one that is none of these, lest what it was to leave out is quantized."""
+    known = list(modules)
+    for pattern in patterns:
+        if not any(fnmatchcase(module, pattern) for module in known):
+            expected = "a pattern of whole names, such as '*.down_proj'"
+            raise NibbleError(ExitCode.USAGE, f"--exclude {pattern!r} matches no module", expected)
+
+
+def _check_fused(quantized: Iterable[str], left_out: Iterable[str]) -> None:
+    """Raise USAGE for a layer of vLLM's of which a part would be quantized and another not."""
+    plain = {layer: module for module in left_out if (layer := fused_layer(module))}
+    for module in quantized:
+        if (layer := fused_layer(module)) in plain:
+            raise NibbleError(
+                ExitCode.USAGE,
+                f"--exclude leaves out {plain[layer]} and not {module}",
+                f"all or nothing of {layer}, which vLLM builds as one layer",
+                "leave out the others too, each with an --exclude of its own",
+            )
 
 
 def _parts(info: TensorInfo, tensors: Mapping[str, TensorInfo], hidden_size: int | None) -> list[Part]:
@@ -128,8 +159,8 @@ def _parts(info: TensorInfo, tensors: Mapping[str, TensorInfo], hidden_size: int
         return []
     if info.name.endswith(".weight") and len(info.shape) == 2:
         return [Part(info.name.removesuffix(".weight"), *info.shape)]
-    if len(info.shape) == 3 and (match := _STACKED.search(info.name)):
-        return _stacked(info, match[1], tensors, hidden_size)
+    if len(info.shape) == 3 and STACKED_EXPERTS.search(info.name):
+        return _stacked(info, info.name.rpartition(".")[2], tensors, hidden_size)
     return []
 
 

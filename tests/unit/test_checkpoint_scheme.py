@@ -155,6 +155,30 @@ def test_modelopt_algorithm_unknown_to_vllm_is_unsupported(algorithm: str, tmp_p
     assert "W4A16_NVFP4" in found.unsupported_reason
 
 
+@pytest.mark.parametrize("quantization", [None, {}, {"quant_algo": None, "group_size": 16}])
+def test_a_modelopt_config_without_an_algorithm_is_told_so(quantization: Any, tmp_path: Path) -> None:
+    found = scheme(
+        tmp_path, tensors("nvfp4"), hf={"producer": {"name": "modelopt"}, "quantization": quantization}
+    )
+    assert found.unsupported_reason.startswith("its quantization config names no quant_algo; vLLM 0.32 reads")
+
+
+@pytest.mark.parametrize("size", ["16", 16.0, None])
+def test_a_group_size_that_vllm_reads_as_16_is_fine(size: Any, tmp_path: Path) -> None:
+    assert (
+        scheme(tmp_path / "hf", tensors("nvfp4"), hf=hf_quant("NVFP4", group_size=size)).unsupported_reason
+        == ""
+    )
+    config = modelopt("NVFP4", group_size=size)
+    assert scheme(tmp_path / "config", tensors("nvfp4"), config).unsupported_reason == ""
+
+
+@pytest.mark.parametrize("size", ["32", 32, "sixteen", [16]])
+def test_another_group_size_is_told_as_the_config_has_it(size: Any, tmp_path: Path) -> None:
+    reason = scheme(tmp_path, tensors("nvfp4"), hf=hf_quant("NVFP4", group_size=size)).unsupported_reason
+    assert reason == f"its config says groups of {size}, and NVFP4 has groups of 16"
+
+
 def test_packed_weights_without_any_quantization_config_are_not_called_bf16(tmp_path: Path) -> None:
     found = scheme(tmp_path, tensors("w4a16"))
     assert found.is_nvfp4

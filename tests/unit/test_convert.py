@@ -275,6 +275,25 @@ def test_excluded_modules_stay_and_are_listed(bf16: Path, tmp_path: Path) -> Non
     assert ignore == sorted(["lm_head", *(f"{LAYER}.self_attn.{c}_proj" for c in "kqvo")])
 
 
+def test_a_whole_fused_layer_may_be_excluded_part_by_part(bf16: Path, tmp_path: Path) -> None:
+    wishes = Wishes(exclude=("*.q_proj", "*.[kv]_proj", "lm_head"))
+    made = convert(str(bf16), tmp_path / "made", "nvfp4", wishes).dest
+    found = read_checkpoint(str(made))
+    assert {weight.module.rpartition(".")[2] for weight in found.nvfp4} == {
+        "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert found.problems == ()
+
+
+def test_experts_of_an_unknown_form_may_be_excluded(tmp_path: Path) -> None:
+    tensors = bf16_tensors() | {f"{LAYER}.mlp.experts.gate_up_proj": torch.ones(EXPERTS, H, H).bfloat16()}
+    folder = write(tmp_path / "odd", tensors)
+    line = refused(ExitCode.CONFIG, str(folder), tmp_path / "x", "nvfp4")
+    assert "--exclude '*.experts.*'" in line
+    made = convert(str(folder), tmp_path / "x", "nvfp4", Wishes(exclude=("*.experts.*",))).dest
+    assert tensors_of(made)[f"{LAYER}.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
+
+
 def test_experts_in_one_tensor_become_experts_one_by_one(tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {
         "mlp.experts.gate_up_proj": (EXPERTS, 64, H),
@@ -347,6 +366,37 @@ def test_columns_that_are_no_multiple_of_16_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("pattern", ["down_proj", "*nothing*", "", f"{LAYER}.mlp"])
+def test_a_pattern_that_matches_no_module_is_named(pattern: str, bf16: Path, tmp_path: Path) -> None:
+    wishes = Wishes(exclude=("*.o_proj", pattern))
+    line = refused(ExitCode.USAGE, str(bf16), tmp_path / "x", "nvfp4", wishes)
+    assert f"--exclude {pattern!r} matches no module" in line
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left_out", "other"),
+    [("*.q_proj", "self_attn.q_proj", "self_attn.k_proj"), ("*.up_proj", "mlp.up_proj", "mlp.gate_proj")],
+)
+def test_a_part_of_a_fused_layer_is_not_excluded_alone(
+    pattern: str, left_out: str, other: str, bf16: Path, tmp_path: Path
+) -> None:
+    line = refused(ExitCode.USAGE, str(bf16), tmp_path / "x", "nvfp4", Wishes(exclude=(pattern,)))
+    assert f"--exclude leaves out {LAYER}.{left_out} and not {LAYER}.{other}" in line
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.0.*", "*.experts.*.gate_proj", "*.experts.down_proj"])
+def test_some_experts_of_a_layer_are_not_excluded_alone(pattern: str, tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp.experts.gate_up_proj": (EXPERTS, 64, H),
+        "mlp.experts.down_proj": (EXPERTS, H, 32),
+    }
+    source = {name.replace("_proj.weight", "_proj"): t for name, t in bf16_tensors(shapes).items()}
+    folder = write(tmp_path / "moe", source, CONFIG | {"num_experts": EXPERTS})
+    line = refused(ExitCode.USAGE, str(folder), tmp_path / "x", "nvfp4", Wishes(exclude=(pattern,)))
+    assert f"all or nothing of {LAYER}.mlp.experts, which vLLM builds as one layer" in line
+
+
 def test_quartet_packed_needs_multiples_of_128(tmp_path: Path) -> None:
     folder = write(tmp_path / "bf16", bf16_tensors({"mlp.up_proj": (64, 128)}))
     made = convert(str(folder), tmp_path / "made", "nvfp4").dest
@@ -414,7 +464,8 @@ def test_words_that_do_not_fit_are_one_line(
 ) -> None:
     found = _guarded(lambda: app(["convert", str(bf16), str(tmp_path / "x"), *words], standalone_mode=False))
     assert found == code
-    assert capsys.readouterr().err.count("\n") == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "Errno" not in told
 
 
 # --- interruption ----------------------------------------------------------------------------------------------------

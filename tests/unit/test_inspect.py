@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from dataclasses import replace
 from fractions import Fraction
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cloverlm_models import CloverShape, write_packed
 from hub import Hub
-from test_nvfp4_validation import COMPRESSED, QUARTET2
+from test_nvfp4_validation import COMPRESSED, gaussian_scales, tiled, two_weights
 from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 from typer.testing import CliRunner
@@ -56,6 +58,13 @@ def test_a_sound_checkpoint_loads_exactly_and_vllm_alone_lacks_only_the_cpu(tmp_
     assert [group.quality for group in found.groups] == ["equal", "equal"]
     assert found.producer == "modelopt 0.40.0" and found.excluded == ("lm_head",)
     assert (found.lm_head, found.draft, found.kv_scales) == ("BF16, 0.0 MiB", "none", 0)
+
+
+def test_a_fused_layer_in_two_formats_does_not_load(tmp_path: Path) -> None:
+    weights = {name: t for name, t in tensors("nvfp4").items() if not name.startswith(f"{Q}.")}
+    found = look(tmp_path / "m", weights | linear(Q, *LINEAR_SHAPES["self_attn.q_proj"], "bf16"))
+    assert found.exit_code == 5 and found.verdict.startswith(f"refused: {Q}.weight in ")
+    assert "(1 more like it)" not in found.verdict
 
 
 def test_the_inventory_counts_every_tensor_once(tmp_path: Path) -> None:
@@ -147,10 +156,18 @@ def test_labels_lists_and_legacy_files_vllm_gets_wrong_are_told(tmp_path: Path) 
 
 
 def test_quartet2_is_read_in_its_own_layout(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "m", tensors("quartet2"), {"model_type": "cloverlm"}, QUARTET2)
-    found = inspect_model(read_wishes([str(tmp_path / "m")], {}), False)
+    folder = write_packed(tmp_path / "m", CloverShape(blocks=1))
+    found = inspect_model(read_wishes([str(folder)], {}), False)
     assert found.exit_code == 0
-    assert len(found.checkpoint.nvfp4) == 7 and found.producer.startswith("cloverlm_converter")
+    assert len(found.checkpoint.nvfp4) == 6 and found.producer.startswith("cloverlm_converter")
+
+
+def test_scales_that_speak_against_their_label_withhold_the_word_exactly(tmp_path: Path) -> None:
+    scales = gaussian_scales(random.Random(3), 0.2)
+    two_weights(tmp_path / "m", (tiled(scales), scales))
+    found = inspect_model(read_wishes([str(tmp_path / "m")], {}), False)
+    assert found.layout is not None and (found.layout.right, found.layout.wrong) == (1, 1)
+    assert found.exit_code == 0 and found.verdict.startswith("loads; 1 of its weights may have")
 
 
 def test_what_is_not_nvfp4_is_told_so(tmp_path: Path) -> None:

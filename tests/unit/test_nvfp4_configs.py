@@ -160,7 +160,12 @@ def test_a_mixed_layer_without_activation_scale_beside_others_with_one_is_refuse
     weights = tensors("nvfp4")
     del weights[LAYER + "mlp.up_proj.input_scale"]
     assert LAYER + "mlp.up_proj.input_scale" in refused(tmp_path / "m", weights, mixed(MAP)).line()
-    labelled = MAP | {LAYER + "mlp.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+
+
+def test_a_mixed_layer_that_the_map_names_weight_only_needs_no_activation_scale(tmp_path: Path) -> None:
+    weights = tensors("nvfp4")
+    del weights[LAYER + "mlp.down_proj.input_scale"]
+    labelled = MAP | {LAYER + "mlp.down_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
     assert override(planned(tmp_path / "w4a16", weights, mixed(labelled))) is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import Tensors, linear, stacked, tensors, write_checkpoint
+from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, stacked, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
@@ -18,7 +18,8 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_checks import check_scales
 from nibble.rules import check_checkpoint
 
-UP = "model.layers.0.mlp.up_proj"
+LAYER = "model.layers.0."
+UP = f"{LAYER}mlp.up_proj"
 GROUP = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP, "input_activations": GROUP}}}  # fmt: skip
@@ -101,6 +102,92 @@ def test_many_tensors_of_one_problem_make_one_line(tmp_path: Path) -> None:
     weights = {name: tensor for name, tensor in tensors("nvfp4").items() if not name.endswith("_scale_2")}
     error = refusal(checkpoint(tmp_path / "m", weights))
     assert error is not None and "(6 more like it)" in error.line()
+
+
+# --- layers that vLLM fuses ------------------------------------------------------------------------------------------
+
+FUSED = [
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_proj+k_proj+v_proj"),
+    ("self_attn.v_proj", "self_attn.q_proj", "self_attn.q_proj+k_proj+v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_proj+up_proj"),
+]
+
+
+def with_plain(weights: Tensors, *modules: str, form: str = "bf16") -> Tensors:
+    """The same with `modules` stored in another format."""
+    kept = {name: t for name, t in weights.items() if not name.startswith(tuple(f"{m}." for m in modules))}
+    for module in modules:
+        rows, columns = LINEAR_SHAPES.get(module.removeprefix(LAYER), (64, 64))
+        kept |= linear(module, rows, columns, form)
+    return kept
+
+
+@pytest.mark.parametrize("form", NVFP4_FORMS)
+@pytest.mark.parametrize(("plain", "other", "layer"), FUSED)
+def test_a_fused_layer_of_which_a_part_is_not_quantized_is_refused_by_name(
+    plain: str, other: str, layer: str, form: str, tmp_path: Path
+) -> None:
+    stored, declared = NVFP4_FORMS[form]
+    error = refusal(checkpoint(tmp_path / "m", with_plain(tensors(stored), LAYER + plain), declared))
+    assert error is not None and error.code == ExitCode.CONFIG
+    name = "NVFP4" if stored in ("nvfp4", "ct_w4a4") else "W4A16_NVFP4"
+    assert error.what == (
+        f"{LAYER}{plain}.weight in {tmp_path}/m/model.safetensors is BF16, and {LAYER}{other} is {name}"
+    )
+    assert error.expected == f"one format for all of {LAYER}{layer}, which vLLM builds as one layer"
+
+
+def test_a_fused_layer_that_is_not_quantized_at_all_is_fine(tmp_path: Path) -> None:
+    weights = with_plain(tensors("nvfp4"), *(f"{LAYER}self_attn.{name}_proj" for name in "qkv"))
+    assert refusal(checkpoint(tmp_path / "m", weights)) is None
+
+
+def test_parts_of_a_fused_layer_with_different_algorithms_are_refused(tmp_path: Path) -> None:
+    layers = {LAYER + name: {"quant_algo": "NVFP4"} for name in LINEAR_SHAPES}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    labelled = mixed | {"quantized_layers": layers | {UP: {"quant_algo": "W4A16_NVFP4"}}}
+    error = refusal(checkpoint(tmp_path / "a16", tensors("nvfp4"), labelled))
+    assert error is not None and f"{UP}.weight" in error.what and "is W4A16_NVFP4, and" in error.what
+    fp8 = mixed | {"quantized_layers": layers | {UP: {"quant_algo": "FP8"}}}
+    error = refusal(checkpoint(tmp_path / "fp8", with_plain(tensors("nvfp4"), UP, form="fp8"), fp8))
+    assert error is not None and "is F8_E4M3, and" in error.what
+
+
+def test_experts_whose_second_weight_is_not_quantized_are_refused(tmp_path: Path) -> None:
+    experts = f"{LAYER}mlp.experts"
+    weights = tensors("nvfp4")
+    for number in range(2):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            weights |= linear(
+                f"{experts}.{number}.{name}", 64, 64, "bf16" if name == "down_proj" else "nvfp4"
+            )
+    error = refusal(checkpoint(tmp_path / "m", weights))
+    assert error is not None and error.code == ExitCode.CONFIG
+    assert f"{experts}.0.down_proj.weight" in error.what and "(1 more like it)" in error.what
+    all_in_one = tensors("nvfp4") | stacked(f"{experts}.gate_up_proj", 2, 128, 64)
+    all_in_one |= {f"{experts}.down_proj": ("BF16", [2, 64, 64])}
+    error = refusal(checkpoint(tmp_path / "stacked", all_in_one))
+    assert error is not None and f"{experts}.down_proj in" in error.what
+
+
+def test_a_mixed_layer_of_the_draft_matters_only_where_it_is_served(tmp_path: Path) -> None:
+    weights = tensors("nvfp4")
+    for name, form in (("gate_proj", "nvfp4"), ("up_proj", "bf16")):
+        weights |= linear(f"mtp.layers.0.mlp.{name}", 128, 64, form)
+    found = checkpoint(tmp_path / "m", weights)
+    assert refusal(found) is None
+    error = refusal(found, with_draft=True)
+    assert error is not None and "mtp.layers.0.mlp.up_proj.weight" in error.what
+
+
+@pytest.mark.parametrize(("model_type", "is_fused"), [("deepseek_v3", True), ("minicpm3", False)])
+def test_latent_projections_are_one_layer_where_the_model_fuses_them(
+    model_type: str, is_fused: bool, tmp_path: Path
+) -> None:
+    latent = linear(f"{LAYER}self_attn.q_a_proj", 64, 64, "nvfp4")
+    latent |= linear(f"{LAYER}self_attn.kv_a_proj_with_mqa", 64, 64, "bf16")
+    found = checkpoint(tmp_path / "m", tensors("nvfp4") | latent, model_type=model_type)
+    assert bool(found.problems) is is_fused
 
 
 BAD_HEADERS: dict[str, tuple[str, tuple[str, list[int]], ExitCode, str]] = {
