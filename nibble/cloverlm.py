@@ -64,7 +64,7 @@ def _check_named(checkpoint: Checkpoint) -> None:
 
 
 def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> None:
-    """Read the head of the vocabulary file that will be used. Raises MODEL for none, and for that of another model."""
+    """Read the vocabulary file that will be used. Raises MODEL for none, for a damaged one, and for that of another model."""
     if checkpoint is None or not is_cloverlm(checkpoint) or "--tokenizer-mode" not in args:
         return
     if args["--tokenizer-mode"].value != TOKENIZER_MODE:
@@ -84,3 +84,16 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     if len(head) < HEADER_BYTES or head[0] > 2 or head[1] > 2 or ids != checkpoint.vocab_size:
         what = f"{file} is no TokenMonster vocabulary of {checkpoint.vocab_size} ids"
         raise NibbleError(ExitCode.MODEL, what, VOCABULARY, "name the right file with --tokenizer PATH")
+    _check_whole(file)
+
+
+def _check_whole(file: Path) -> None:
+    try:
+        from nibble_kernels.tokenmonster import load
+    except ImportError:  # check_plugin says what is missing
+        return
+    try:
+        load(file)
+    except ValueError as error:
+        action = f"download it again from {SOURCE}, or name the right file with --tokenizer PATH"
+        raise NibbleError(ExitCode.MODEL, str(error), VOCABULARY, action) from None

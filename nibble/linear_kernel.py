@@ -23,6 +23,7 @@ CROSSOVER = (
     "(benchmarks/results/nvfp4_linear_h200.json)"
 )
 TARGETS = ("hopper",)  # where it has run; without a product of FP4 there, W4A4 is served weight-only, too
+INVARIANT = "VLLM_BATCH_INVARIANT"  # kernels/src/nibble_kernels/vllm_plugin/kernels.py
 ROW_MULTIPLE = 8  # of a weight's rows on each GPU, kernels/src/nibble_kernels/nvfp4_linear/weight.py
 
 
@@ -34,6 +35,8 @@ def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choi
     values = {name: choice.value for name, choice in args.items()}
     if "linear_kernel" in asked(values):
         return Choice(asked(values)["linear_kernel"], args[FLAG].source, "asked for")
+    if _has_only_nibbles(parts) and in_effect("--linear-backend", values) == "auto":
+        return Choice("nibble", INVARIANT, "vLLM has no kernel for weights alone that adds in one order")
     wish, source = parts.loaded.settings.linear_kernel, str(parts.loaded.origins["linear_kernel"])
     if wish != "auto":
         return Choice(wish, source, "asked for")
@@ -50,6 +53,16 @@ def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
     if checkpoint is None:
         return True
     return checkpoint.scheme.is_nvfp4 or checkpoint.scheme.vllm_quantization == "quartet2"
+
+
+def _has_only_nibbles(parts: Ingredients) -> bool:
+    """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may not depend on the batch."""
+    environ = {**parts.loaded.file_env, **parts.accepted.environ}
+    if environ.get(INVARIANT, "0").strip() in ("", "0") or parts.checkpoint is None:
+        return False
+    scheme = parts.checkpoint.scheme
+    is_emulated = scheme.vllm_quantization == "quartet2" and not parts.target.features.has_fp4_mma
+    return is_emulated or "fp4" not in scheme.activations
 
 
 def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:

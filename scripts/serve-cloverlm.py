@@ -74,18 +74,30 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
     os.environ.clear()
     os.environ.update(environ)
 
-    from vllm import LLM, EngineArgs, SamplingParams
+    from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    try:
+        sampling = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
+    except VLLMClientError as error:
+        print(f"error: {error.args[0]}", file=sys.stderr)
+        return 2
     # What is for the server alone stays unread.
     flags, _ = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(
         ["--model", plan.model, *plan.argv()[2:]]
     )
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(flags))
-    sampling = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
-    for output in llm.generate(options.prompts, sampling, use_tqdm=False):
+    code = 0
+    for prompt in options.prompts:
+        try:
+            llm.enqueue(prompt, sampling, use_tqdm=False)
+        except VLLMClientError as error:
+            print(f"error: the prompt {prompt[:40]!r}: {error.args[0]}", file=sys.stderr)
+            code = 2
+    for output in llm.wait_for_completion(RequestOutput, use_tqdm=False):
         print(f"{output.prompt}{output.outputs[0].text}\n")
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -107,17 +107,38 @@ def test_the_log_names_no_error_and_no_download(server: Server) -> None:
     assert "Traceback" not in server.log()
 
 
-def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path: Path) -> None:
-    whole = shutil.copytree(model, tmp_path / "model")
+def offline(model: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The script's end; the model's folder has the vocabulary in it."""
+    whole = shutil.copytree(model, folder / "model")
     shutil.copy(model.parent / VOCABULARY, whole)
-    words = ["--model", str(whole), "--tp", "1", "--max-model-len", "256", "--gpu-memory-utilization", "0.5"]
-    done = subprocess.run(
-        [str(ROOT / "scripts/serve-cloverlm.py"), *words, "--max-tokens", "4", "the people", "he said"],
-        env=clean_environ(tmp_path, NIBBLE_TARGET="cpu", VLLM_EXTRA_ARGS="--enforce-eager"),
+    options = ["--tp", "1", "--max-model-len", "256", "--gpu-memory-utilization", "0.5"]
+    return subprocess.run(
+        [str(ROOT / "scripts/serve-cloverlm.py"), "--model", str(whole), *options, *words],
+        env=clean_environ(folder, NIBBLE_TARGET="cpu", VLLM_EXTRA_ARGS="--enforce-eager"),
         text=True,
         capture_output=True,
-        cwd=tmp_path,
+        cwd=folder,
         check=False,
     )
+
+
+def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path: Path) -> None:
+    done = offline(model, tmp_path, "--max-tokens", "4", "the people", "he said")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the people" in done.stdout and "he said" in done.stdout
+
+
+def test_the_script_says_of_each_bad_prompt_why_and_answers_the_others(model: Path, tmp_path: Path) -> None:
+    done = offline(model, tmp_path, "--max-tokens", "4", "", "the people", TEXT * 8, "he said")
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "the people" in done.stdout and "he said" in done.stdout
+    empty, long = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "empty" in empty and "256" in long and "Traceback" not in done.stderr
+
+
+def test_the_script_refuses_a_length_of_no_token_before_it_loads_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    done = offline(model, tmp_path, "--max-tokens", "0", "the people")
+    assert done.returncode == 2 and "max_tokens must be at least 1" in done.stderr, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr and "engine" not in done.stderr

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import cloverlm_models
 import gpu_kernel_anywhere
 import pytest
+import test_cloverlm_in_vllm as cloverlm
 import torch
 import vllm_logprobs
 from generated_nvfp4 import Form, Shape, write_checkpoint
@@ -22,6 +25,12 @@ def run(
     installed: Path, here: Path, jobs: list[vllm_logprobs.Job], **environ: str
 ) -> tuple[list[Any], list[Any]]:
     """Results of the jobs, and which layers of their models come with silu · mul."""
+    results, _ = vllm_logprobs.run(jobs, here, **anywhere(installed, here), **environ)
+    return results, [json.loads(line) for line in (here / "fused").read_text().splitlines()]
+
+
+def anywhere(installed: Path, here: Path) -> dict[str, str]:
+    """An environment in which vLLM finds the plugin gpu_kernel_anywhere."""
     info = here / "anywhere-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anywhere\nVersion: 1\n")
@@ -29,8 +38,7 @@ def run(
         "[vllm.general_plugins]\nanywhere = gpu_kernel_anywhere:register\n"
     )
     path = f"{installed}:{here}:{Path(gpu_kernel_anywhere.__file__).parent}"
-    results, _ = vllm_logprobs.run(jobs, here, PYTHONPATH=path, FUSED=str(here / "fused"), **environ)
-    return results, [json.loads(line) for line in (here / "fused").read_text().splitlines()]
+    return {"PYTHONPATH": path, "FUSED": str(here / "fused")}
 
 
 OPTIONS = {"max_model_len": 256}
@@ -78,3 +86,66 @@ def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) ->
     ]
     (eager, compiled), _ = run(installed, tmp_path, jobs)
     assert largest_difference(eager, compiled) < BF16_ROUNDING
+
+
+def test_cloverlm_answers_the_formula_with_it(installed: Path, kernels: ModuleType, tmp_path: Path) -> None:
+    """It multiplies CloverLM's weights under VLLM_BATCH_INVARIANT: with activations as they are, and as the modes round them."""
+    folder = cloverlm_models.write_bf16(tmp_path / "model", cloverlm.SHAPE)
+    quartet2, ours = cloverlm.FLOAT32 | cloverlm.QUARTET2, {"linear_kernel": "nibble"}
+    requests = [
+        cloverlm.request(folder, cloverlm.QUARTET2, nvfp4_activations="bf16", **ours),
+        cloverlm.request(folder, quartet2, **ours),
+        cloverlm.request(folder, quartet2, *cloverlm.EACH_ALONE, act_scale_mode="batch", **ours),
+    ]
+    found = cloverlm.in_vllm(installed, tmp_path, requests, **anywhere(installed, tmp_path))
+    weights_alone, token, batch = map(cloverlm.of_all_batches, found)
+
+    def expected(quantize: Any) -> list[torch.Tensor]:
+        linear = lambda tensors: cloverlm.quantized(tensors, quantize)  # noqa: E731
+        return cloverlm.expected(cloverlm.SHAPE, cloverlm.PROMPTS, linear)
+
+    assert cloverlm.rms(weights_alone, expected(None)) < cloverlm.BF16_RMS
+    assert cloverlm.most_agree(token, expected(cloverlm.by_mode("token")))
+    assert cloverlm.most_agree(batch, expected(cloverlm.by_mode("batch")))
+
+
+@pytest.fixture
+def choice(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that chooses, on a GPU whose kernels are compiled; vLLM's own choice is "vLLM's"."""
+    from nibble_kernels.vllm_plugin import cuda
+    from nibble_kernels.vllm_plugin import kernels as module
+
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(cuda, "runs_here", lambda: (True, None))
+    monkeypatch.setattr(module.linear, "init_nvfp4_linear_kernel", lambda use_a16: "vLLM's")
+    return module
+
+
+def test_under_batch_invariance_weights_alone_are_for_nibbles_kernel_because_vllm_has_none(
+    choice: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, kernel in (("0", "str"), ("1", "NibbleNvFp4LinearKernel")):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert type(choice.nvfp4_linear_kernel(use_a16=True)).__name__ == kernel
+        assert choice.nvfp4_linear_kernel(use_a16=False) == "vLLM's"
+
+
+def test_batch_invariance_without_nibbles_kernel_is_refused_and_says_what_is_missing(
+    choice: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    missing = (False, "nibble-kernels: CUDA not compiled")
+    monkeypatch.setattr(choice.NibbleNvFp4LinearKernel, "is_supported", lambda: missing)
+    with pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT .* nibble's kernel.*: CUDA not compiled"):
+        choice.nvfp4_linear_kernel(use_a16=True)
+
+
+def test_batch_invariance_refuses_nibbles_experts_whose_sums_depend_on_the_batch(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nibble_kernels.vllm_plugin.cuda import NibbleModelOptNvFp4MoE
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    experts: Any = object.__new__(NibbleModelOptNvFp4MoE)
+    with pytest.raises(ValueError, match="depends on the number of tokens"):
+        experts.prepare(None, (None, None), (None, None))

@@ -24,13 +24,14 @@ print(implementations()["cpu"], conversion_report("cpu")["e2m1"])
 """
 
 
-def run(program: str, packages: Path) -> subprocess.CompletedProcess[str]:
+def run(program: str, packages: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """In a process that finds no g++, nvcc or anything else on PATH."""
     environ = {
         "PATH": "",
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": os.environ.get("HOME", "/"),
+        **more,
     }
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ
@@ -43,6 +44,12 @@ def test_from_the_sources_alone() -> None:
     lines = [line for line in done.stderr.splitlines() if "nibble-kernels" in line]
     assert len(lines) == 1
     assert lines[0].startswith("nibble-kernels: plain torch code, much slower, on cpu (not compiled")
+
+
+def test_in_vllms_processes_the_supervisor_says_it_for_all_of_them(tmp_path: Path) -> None:
+    done = run(PROGRAM, KERNELS / "src", NIBBLE_PROOF=str(tmp_path))
+    assert done.stdout == "not compiled when it was installed software\n"
+    assert "nibble-kernels" not in done.stderr
 
 
 def test_compiled_it_says_nothing(installed: Path) -> None:

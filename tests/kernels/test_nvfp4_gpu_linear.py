@@ -194,17 +194,38 @@ def test_codes_for_bfloat16_refuse_float16(kernels: object) -> None:
         decode(torch.randn(2, 64).half(), weight)
 
 
+def test_a_batch_invariant_prompt_is_multiplied_as_its_last_token_is(device: str) -> None:
+    """By the decode kernel, which rounds gate and up once; torch's product, for as many rows otherwise, does so twice."""
+    from nibble_kernels.nvfp4_linear.gpu import MAX_DECODE_ROWS, nvfp4_weight_linear
+
+    weight = prepared(device, *packed_weight(272, 512))
+    x = activations(MAX_DECODE_ROWS + 1, 512, torch.bfloat16)
+    decoded = decode(x, weight, silu_mul=True, batch_invariant=True)
+    found = [
+        nvfp4_weight_linear(x.to(device), weight, GLOBAL_SCALE, silu_mul=True, batch_invariant=invariant)
+        for invariant in (True, False)
+    ]
+    assert_same_bits((found[0].cpu(),), (decoded,))
+    assert not torch.equal(found[1].cpu(), decoded)
+
+
 @pytest.mark.gpu
 def test_a_rows_result_does_not_depend_on_its_batch(kernels: object) -> None:
     """Within 4, 8, 16 and 32 rows; with batch_invariant, for any number."""
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+
     codes, scales = packed_weight(2048, 5120)
-    weight, x = prepared("cuda", codes, scales), activations(64, 5120, torch.bfloat16)
+    weight, x = prepared("cuda", codes, scales), activations(200, 5120, torch.bfloat16)
     for least, most in ((1, 4), (5, 8), (9, 16), (17, 32), (49, 64)):
         everything = decode(x[:most], weight)
         assert_same_bits((decode(x[:least], weight),), (everything[:least],), most)
-    invariant = decode(x, weight, batch_invariant=True)
-    for rows in (1, 5, 16, 17, 40):
-        assert_same_bits((decode(x[:rows], weight, batch_invariant=True),), (invariant[:rows],), rows)
+
+    def invariant(rows: int) -> Tensor:
+        return nvfp4_weight_linear(x[:rows].cuda(), weight, GLOBAL_SCALE, batch_invariant=True).cpu()
+
+    everything = invariant(len(x))
+    for rows in (1, 5, 16, 17, 40, 64, 65):
+        assert_same_bits((invariant(rows),), (everything[:rows],), rows)
 
 
 @pytest.mark.gpu

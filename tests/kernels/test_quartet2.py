@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,6 +245,34 @@ def test_the_rotation_is_that_of_the_vectors(kernels: ModuleType) -> None:
     x = torch.sin(0.1 * torch.arange(128, dtype=torch.float64) + 0.3).float()
     found = rotary(torch.tensor([7]), x.reshape(1, 1, 128))
     assert (found.flatten() - torch.tensor(vector["y7"])).abs().max() < 2e-6
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="vLLM asks more of a model before it chooses among GPU backends"
+)
+@pytest.mark.parametrize(("cache", "scale"), [("fp8", 2.0**-8), ("fp8_e5m2", 2.0**-8), ("auto", 1.0)])
+def test_keys_of_length_one_have_a_scale_of_their_own_in_an_fp8_cache(
+    cache: Any, scale: float, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After loading, when vLLM has set its own, in each of the three places where its backends look."""
+    from nibble_kernels.vllm_plugin.cloverlm import model
+    from nibble_kernels.vllm_plugin.cloverlm.config import CloverLMConfig
+    from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+
+    parallel = {"get_tensor_model_parallel_world_size": 1, "get_tensor_model_parallel_rank": 0}
+    for name, value in parallel.items():
+        monkeypatch.setattr(model, name, lambda value=value: value)
+    for name in ("HeadProjection", "RowParallelLinear"):
+        monkeypatch.setattr(model, name, lambda *args, **kwargs: torch.nn.Identity())
+    config: Any = VllmConfig(cache_config=CacheConfig(cache_dtype=cache))
+    config.model_config = SimpleNamespace(
+        hf_config=CloverLMConfig(), dtype=torch.bfloat16, is_mm_prefix_lm=False, rswa_window=None
+    )
+    with set_current_vllm_config(config):
+        attention = model.CloverAttention(config, "blocks.0.mhsa").attention
+        attention.process_weights_after_loading(torch.bfloat16)
+    assert [float(attention._k_scale), float(attention._k_scale_cpu), attention._k_scale_float] == [scale] * 3
 
 
 @pytest.mark.vllm

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tokenmonster_file import write_vocabulary
 
 from nibble.cloverlm import check_vocabulary
 from nibble.errors import ExitCode, NibbleError
+from nibble.paths import root
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
 
@@ -97,12 +101,44 @@ def test_a_file_that_is_no_vocabulary_of_this_size_is_refused(content: bytes, tm
     assert caught.value.code == ExitCode.MODEL and "512 ids" in caught.value.line()
 
 
-def test_the_vocabulary_of_the_models_size_passes(tmp_path: Path) -> None:
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A model's folder with a vocabulary of its 512 ids."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"%03d" % number for number in range(255)]
     folder = write_headers(tmp_path / "m")
     write_vocabulary(folder / NAME, tokens)
-    found = plan(folder)
+    return folder
+
+
+def test_the_vocabulary_of_the_models_size_passes(whole: Path) -> None:
+    found = plan(whole)
     check_vocabulary(found.checkpoint, found.args)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"), [(60, "ends too early"), (-1, "ends too early"), (None, "goes on")]
+)
+def test_a_vocabulary_that_is_not_whole_is_refused_before_anything_is_loaded(
+    kept: int | None, said: str, whole: Path
+) -> None:
+    content = (whole / NAME).read_bytes()
+    (whole / NAME).write_bytes(content[:kept] if kept else content + b"more")
+    found = plan(whole)
+    with pytest.raises(NibbleError) as caught:
+        check_vocabulary(found.checkpoint, found.args)
+    assert caught.value.code == ExitCode.MODEL and said in caught.value.line() and NAME in caught.value.line()
+
+
+def test_reading_a_vocabulary_takes_no_torch(whole: Path) -> None:
+    """Whose import takes seconds, and memory for as long as nibble watches the server."""
+    sources = [str(root() / "kernels/src"), *sys.path]
+    code = (
+        "import sys; from pathlib import Path; from nibble_kernels.tokenmonster import load;"
+        f" load(Path({str(whole / NAME)!r})); assert 'torch' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sources)}, check=True
+    )
 
 
 def test_the_mode_of_activation_scales_reaches_the_plugin_and_is_for_cloverlm_alone(tmp_path: Path) -> None:

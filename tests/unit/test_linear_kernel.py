@@ -182,12 +182,34 @@ def test_a_checkpoint_that_is_not_here_yet_is_not_decided_about() -> None:
     assert reason(plan("acme/x-NVFP4"), "vllm") == "the checkpoint is unknown until pull"
 
 
-def test_quartet_ii_is_left_to_vllms_kernel(tmp_path: Path) -> None:
-    weights = tensors("quartet2")
+@pytest.fixture
+def quartet2(tmp_path: Path) -> Path:
     config = {"model_type": "cloverlm", "architectures": ["CloverLMForCausalLM"]}
-    folder = write_checkpoint(tmp_path / "m", weights, config)
+    folder = write_checkpoint(tmp_path / "quartet2", tensors("quartet2"), config)
     (folder / "a.vocab").touch()
-    assert "Quartet II" in reason(plan(folder), "vllm")
+    return folder
+
+
+def test_quartet_ii_is_left_to_vllms_kernel(quartet2: Path) -> None:
+    assert "Quartet II" in reason(plan(quartet2), "vllm")
+
+
+def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
+    quartet2: Path, model: Path, tmp_path: Path
+) -> None:
+    """Quartet II where the GPU has no FP4 product, and weights alone anywhere; W4A4 vLLM has kernels for."""
+    file = tmp_path / "nibble.toml"
+    file.write_text('[env]\nVLLM_BATCH_INVARIANT = "1"\n')
+    invariant, many = {"VLLM_BATCH_INVARIANT": "1"}, {"MAX_NUM_SEQS": "64"}
+    for given in (invariant, {"NIBBLE_CONFIG": str(file)}):
+        assert "adds in one order" in reason(plan(quartet2, **given), "nibble")
+    bf16 = ("--nvfp4-activations", "bf16")
+    for target in ("hopper", "b200"):
+        assert "adds in one order" in reason(plan(model, *bf16, target=target, **invariant, **many), "nibble")
+    reason(plan(model, **invariant, **many), "vllm")
+    reason(plan(quartet2, **invariant, VLLM_EXTRA_ARGS="--linear-backend marlin"), "vllm")
+    reason(plan(quartet2, target="b200", **invariant), "vllm")
+    reason(plan(quartet2, VLLM_BATCH_INVARIANT="0"), "vllm")
 
 
 def test_experts_alone_are_not_linear_layers(tmp_path: Path) -> None:

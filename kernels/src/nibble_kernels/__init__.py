@@ -5,6 +5,13 @@
 Importing an operation's module registers its operators; every one works on every device, at the speed of what is there.
 """
 
-from nibble_kernels.library import implementations
+from __future__ import annotations
 
 __all__ = ["implementations"]
+
+
+def implementations() -> dict[str, str]:
+    """For each kind of device, "compiled" or the reason why the plain torch code computes there."""
+    from nibble_kernels.library import load  # imports torch, which readers of `tokenmonster` do without
+
+    return dict(load())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ def operator(schema: str, reference: Callable[..., Any], fake: Callable[..., Any
 
 @functools.cache
 def load() -> dict[str, str]:
-    """Load the compiled libraries once; device and what computes there. Logs one line where plain torch code does."""
+    """Load the compiled libraries once; device and what computes there. Logs one line where plain torch code does.
+
+    Not in vLLM's processes under nibble's supervisor, which tells it once for all of them, from their reports (NIBBLE_PROOF).
+    """
     found = {"cpu": _load("_cpu")}
     if torch.version.cuda:
         found["cuda"] = _load("_cuda")
     plain = [f"{device} ({reason})" for device, reason in found.items() if reason != "compiled"]
-    if plain:
+    if plain and not os.environ.get("NIBBLE_PROOF"):
         logger.warning("nibble-kernels: plain torch code, much slower, on %s", ", ".join(plain))
     return found
 
@@ -50,8 +54,3 @@ def _load(name: str) -> str:
     except OSError as error:  # another torch than 2.11 or later, or another processor
         return f"does not load: {error}".splitlines()[0]
     return "compiled"
-
-
-def implementations() -> dict[str, str]:
-    """For each kind of device, "compiled" or the reason why the plain torch code computes there."""
-    return dict(load())

@@ -98,6 +98,10 @@ class _GpuExperts(Experts):
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
         """Replace codes and scales by those of prepare_experts. Raises ValueError for what the kernel does not compute."""
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError(
+                "VLLM_BATCH_INVARIANT rules out nibble's NVFP4 experts: the order of their sums depends on the number of tokens"
+            )
         asked = self.moe.moe_backend
         require_ours("experts", self.use_a16, "" if asked == "auto" else f"--moe-backend {asked}")
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllm import envs
+from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
@@ -10,6 +12,8 @@ from vllm.platforms import PlatformEnum, current_platform
 from nibble_kernels.vllm_plugin.cpu import CpuNvFp4LinearKernel
 from nibble_kernels.vllm_plugin.cuda import NibbleNvFp4LinearKernel, require_ours
 from nibble_kernels.vllm_plugin.options import current_options
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 
 
 def register_cpu_kernel() -> None:
@@ -27,6 +31,8 @@ def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
         return _ours(use_a16)
     if use_a16 and current_platform.is_cpu():
         return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
+    if use_a16 and envs.VLLM_BATCH_INVARIANT:
+        return _batch_invariant()
     return linear.init_nvfp4_linear_kernel(use_a16)
 
 
@@ -34,6 +40,23 @@ def _ours(use_a16: bool) -> NvFp4LinearKernel:
     """Our GPU kernel. Raises ValueError where it cannot be had."""
     backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
     require_ours("kernel", use_a16, "" if backend == "auto" else f"--linear-backend {backend}")
+    return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
+
+
+def _batch_invariant() -> NvFp4LinearKernel:
+    """Our GPU kernel, which adds in one order whatever the number of rows, for weights alone with VLLM_BATCH_INVARIANT.
+
+    vLLM has none: it forces CUTLASS' or the emulation, and then refuses them (lines 1145 and 1188 there). As there, the variable
+    comes before --linear-backend. Raises ValueError where our kernel cannot run.
+    """
+    supported, reason = NibbleNvFp4LinearKernel.is_supported()
+    if not supported:
+        raise ValueError(
+            f"VLLM_BATCH_INVARIANT with NVFP4 weights alone needs nibble's kernel, which cannot run: {reason}"
+        )
+    backend = linear._get_linear_backend(quantization="nvfp4_w4a16")
+    if backend != "auto":
+        logger.warning_once("VLLM_BATCH_INVARIANT overrides --linear-backend=%s: nibble's kernel", backend)
     return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
 
