@@ -200,6 +200,7 @@ def cluster_status(words: Words = None) -> None:
 def cluster_check(words: Words = None) -> None:
     """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?"""
     from nibble.cluster.commands import cluster_check as check
+    from nibble.cluster.commands import network_lines
     from nibble.prepare import read_wishes
 
     asked = read_wishes(wanted(words, "cluster check"), dict(os.environ), ("--json",))
@@ -209,6 +210,8 @@ def cluster_check(words: Words = None) -> None:
     else:
         for problem in report.problems:
             print(f"node {problem.node}: {problem.what}; {problem.action}")
+        for line in network_lines(report):
+            print(line)
         if report.reduce:
             found = report.reduce
             print(f"all-reduce over {found['nodes']} nodes: {found['gb_per_s']} GB/s ({found['backend']})")
@@ -222,13 +225,12 @@ def cluster_manifest(
     image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
 ) -> None:
     """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL and FLAGS."""
-    from nibble.cluster.manifests import carried, manifest, read_kind
+    from nibble.cluster.manifests import carried, manifest, read_kind, words_for
     from nibble.prepare import plan_for, read_wishes
 
-    given = wanted(words, "cluster manifest")
-    asked = read_wishes(given, dict(os.environ))
-    environ = carried(asked.loaded, asked.accepted.environ)
-    print_json(manifest(read_kind(kind), plan_for(asked), given, image, environ))
+    asked = read_wishes(wanted(words, "cluster manifest"), dict(os.environ))
+    environ = carried(asked, dict(os.environ))
+    print_json(manifest(read_kind(kind), plan_for(asked), words_for(asked.command), image, environ))
 
 
 def _tree(root: str | None) -> Any:

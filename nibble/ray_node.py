@@ -17,31 +17,51 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from nibble.budget import host_reserve_bytes
 from nibble.cluster.agent import Agent
 from nibble.cluster.copies import Copies
+from nibble.cluster.facts import target_of
 from nibble.cluster.head import head_handlers, leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here
-from nibble.cluster.node import Place, find_place, node_handlers
+from nibble.cluster.node import Place, find_place, node_handlers, proof_handlers
 from nibble.cluster.ports import GCS_PORT, NODE_PORTS, PORT_VARIABLES
 from nibble.cluster.roster import Roster
 from nibble.cluster.token import SECRETS, heads_token, members_token
 from nibble.errors import ExitCode, NibbleError
+from nibble.failures import kept
+from nibble.governor import UNWATCHED, Action, Governor, Limits, limits
 from nibble.hardware import detect
-from nibble.processes import become_subreaper, die_with_parent, family, kill_family, signal_name, stop_signals
+from nibble.memory import MemorySource
+from nibble.memory_plan import show_gib
+from nibble.processes import (
+    become_subreaper,
+    die_with_parent,
+    family,
+    is_resource_tracker,
+    kill_family,
+    signal_name,
+    stop_signals,
+    survive_memory_pressure,
+)
 from nibble.progress import Display
+from nibble.proof import FOLDER
 from nibble.settings import Settings
+from nibble.targets import load_target
 
 OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own default is 30 % of memory
 START_S = 180.0  # a start takes seconds; none may hang without a word
 STOP_S = 10.0
 WATCH_S = 2.0
+GIB = 1 << 30
 _STARTED = "Ray runtime started."
 _KEPT_LINES = 400
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -50,7 +70,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     """Run a head node until told to stop (0).
 
-    Raises CLUSTER (9) where Ray does not start; 10 when it dies later.
+    Raises CLUSTER (9) where Ray does not start, NO_FIT (7) where memory runs short here; 10 when it dies later.
     """
     if settings.head_ip and not is_here(settings.head_ip):
         what = f"HEAD_IP {settings.head_ip} is no address of this machine"
@@ -66,19 +86,24 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
         f"workers: HEAD_IP={address} ./entrypoint.sh ray-worker",
     ]
     copies = Copies(token, environ, settings.cache_dir)
+    proof = _proof_folder()
     handlers = head_handlers(roster) | node_handlers(place) | copies.handlers()
+    handlers |= proof_handlers(Path(proof.name))
     agent = Agent(address, token, handlers, copies.senders(), environ)
     member = Member(address, token, address, "ray-head", None, _gpus(settings, environ), environ, place.facts)
-    with running(agent), leaving(member):
+    survive_memory_pressure()
+    with proof, running(agent), leaving(member):
         command = ray_command(head_flags(address, settings.num_gpus))
-        head = f"{address}:{GCS_PORT}"
-        return _Node(command, node_environ(place, token), "head", head, up, member.start).run()
+        head, limit = f"{address}:{GCS_PORT}", memory_limits(settings, environ)
+        own = node_environ(place, token, Path(proof.name))
+        return _Node(command, own, "head", head, up, member.start, limit=limit).run()
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     """Join the cluster of HEAD_IP until told to stop (0); 10 when Ray dies or the head is lost.
 
-    Raises USAGE (2) where HEAD_IP or the token is missing, CLUSTER (9) where the head does not take this node.
+    Raises USAGE (2) where HEAD_IP or the token is missing, CLUSTER (9) where the head does not take this node, NO_FIT (7) where
+    memory runs short here.
     """
     if not settings.head_ip:
         what = "a Ray worker needs the head's address"
@@ -93,16 +118,31 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     member.greet()
     refuse(member)
     copies = Copies(token, environ, settings.cache_dir)
-    agent = Agent(address, token, node_handlers(place) | copies.handlers(), copies.senders(), environ)
-    with running(agent), leaving(member):
+    proof = _proof_folder()
+    handlers = node_handlers(place) | copies.handlers() | proof_handlers(Path(proof.name))
+    agent = Agent(address, token, handlers, copies.senders(), environ)
+    survive_memory_pressure()
+    with proof, running(agent), leaving(member):
         command = ray_command(worker_flags(head, address, settings.num_gpus))
         up = [f"Ray worker {address} ({place.interface}) has joined {head}"]
-        environ = node_environ(place, token)
-        return _Node(command, environ, "worker", head, up, member.start, lambda: lost_head(member)).run()
+        own, limit = node_environ(place, token, Path(proof.name)), memory_limits(settings, environ)
+        return _Node(command, own, "worker", head, up, member.start, lambda: lost_head(member), limit).run()
 
 
 def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
     return len(detect(environ).gpus) if settings.num_gpus is None else settings.num_gpus
+
+
+def _proof_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="nibble-proof-", ignore_cleanup_errors=True)
+
+
+def memory_limits(settings: Settings, environ: Mapping[str, str]) -> Limits:
+    """Where this node's watchdog acts: as a plan's, without a plan."""
+    here, asked = detect(environ), settings.memory_reserve_gib
+    target = target_of(here) if settings.target == "auto" else load_target(settings.target)
+    asked_bytes = None if asked is None else int(asked * GIB)
+    return limits(host_reserve_bytes(target or load_target("cpu"), here.memory_total_bytes, asked_bytes))
 
 
 # --- decisions ---
@@ -130,16 +170,18 @@ def ray_command(flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "nibble.cluster.ray_start", "start", *flags]
 
 
-def node_environ(place: Place, token: str) -> dict[str, str]:
+def node_environ(place: Place, token: str, proof: Path) -> dict[str, str]:
     """The environment of Ray and of every process it starts:
 
-    with the cluster's token and this node's network, without the API's key and the Hub's token.
+    with the cluster's token, this node's network and its folder for what workers prove, without the API's key and the Hub's
+    token. What the server has too does not replace it in a worker (vllm 0.32 v1/executor/ray_executor_v2.py:175).
     """
     withheld = SECRETS | {"RAY_AUTH_TOKEN_FILE", "RAY_AUTH_TOKEN_PATH", "VLLM_EXTRA_ARGS"}
     kept = {name: value for name, value in place.environ.items() if name not in withheld}
     added = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     ports = {name: str(port) for name, port in PORT_VARIABLES.items()}
-    return ports | kept | added | {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address}
+    own = {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address, FOLDER: str(proof)}
+    return ports | kept | added | own
 
 
 def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
@@ -202,7 +244,9 @@ class _Node:
     up: Sequence[str]
     on_up: Callable[[], object] = lambda: None
     lost: Callable[[], str | None] = lambda: None
-    _events: queue.SimpleQueue[int | str] = field(default_factory=queue.SimpleQueue)
+    limit: Limits = UNWATCHED
+    _doomed: tuple[int, ...] = ()
+    _events: queue.SimpleQueue[int | str | NibbleError] = field(default_factory=queue.SimpleQueue)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     _is_up: bool = False
     _display: Display = field(default_factory=lambda: Display(silence=lambda: 0.0, live=False))
@@ -223,13 +267,30 @@ class _Node:
             reader = threading.Thread(target=self._read, args=(child,), daemon=True)
             reader.start()
             threading.Thread(target=lambda: self._events.put(child.wait()), daemon=True).start()
+            self._doomed = (child.pid,)
+            governor = Governor(MemorySource(), self.limit, self._on_memory)
+            threading.Thread(target=governor.run, daemon=True).start()
             try:
                 return self._wait(child, reader)
             finally:
+                governor.close()
                 kill_family(child.pid)
+
+    def _on_memory(self, action: Action, why: str) -> None:
+        """In the watchdog's thread: nothing here may wait. `run` ends what was started since the last look."""
+        if action == "stop":
+            what = f"stopped Ray and vLLM's part on this node: {why}, {kept(self.limit)}"
+            expected = f"at least {show_gib(self.limit.stop_below_bytes)}"
+            advice = "serve with less (`nibble plan`), or end what else runs there"
+            self._events.put(NibbleError(ExitCode.NO_FIT, what, expected, advice))
+            for pid in self._doomed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _wait(self, child: subprocess.Popen[bytes], reader: threading.Thread) -> int:
         event = self._next(child.pid)
+        if isinstance(event, NibbleError):
+            raise event
         if isinstance(event, str):
             self._display.say(f"{event}: stopping Ray")
             with contextlib.suppress(ProcessLookupError):
@@ -255,9 +316,9 @@ class _Node:
         self._display.say(f"Ray ended by itself ({how})")
         return ExitCode.ENGINE_DIED
 
-    def _next(self, session: int) -> int | str | None:
-        """A signal's name, Ray's return code, or None where it does not start, its node process went away quietly or the head is
-        lost.
+    def _next(self, session: int) -> int | str | NibbleError | None:
+        """A signal's name, Ray's return code, the watchdog's error, or None where it does not start, its node process went away
+        quietly or the head is lost.
 
         `ray start --block` takes a raylet or GCS that ended on SIGTERM for a planned stop and goes on blocking.
         """
@@ -268,7 +329,9 @@ class _Node:
                 return self._events.get(timeout=WATCH_S)
             if not self._is_up and time.monotonic() >= deadline:
                 return None
-            if self._is_up and not needed <= {process.name for process in family(session)}:
+            members = family(session)
+            self._doomed = tuple(one.pid for one in members if not is_resource_tracker(one.pid))
+            if self._is_up and not needed <= {process.name for process in members}:
                 return None
             if self._is_up and self.lost():
                 return None

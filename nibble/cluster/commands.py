@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.cluster.agent import AgentError
+from nibble.cluster.facts import usable_rdma
 from nibble.cluster.network import find_interface, network_environ, node_address
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.roster import LOST_S
@@ -56,6 +57,15 @@ def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
             f"{node['facts'].get('host', '?')}, {node['facts'].get('interface', '?')}",
         )
         for node in found["nodes"]
+    ]
+
+
+def network_lines(report: Report) -> list[str]:
+    """A line for each node that said what it is: its interface, and the RDMA devices that NCCL would take."""
+    return [
+        f"node {node['name']}: {node['facts'].get('interface', '?')}, "
+        f"RDMA {', '.join(usable_rdma(node['facts'])) or 'none'}"
+        for node in report.nodes
     ]
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[st
     """This node's facts, as plain data. Takes about a second the first time: every installed file's hash counts."""
     here = detect(environ)
     cache = cache_dir(environ)
-    target = _target(here)
+    target = target_of(here)
     return {
         "build": build_id(),
         "vllm": _version("vllm"),
@@ -68,7 +68,8 @@ def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[st
         "host": platform.node(),
         "interface": interface,
         "mtu": mtu(interface),
-        "rdma": [vars(device) for device in rdma_devices(address)],
+        "rdma": [asdict(device) for device in rdma_devices(address)],
+        "rdma_is_off": environ.get("NCCL_IB_DISABLE", "0") == "1",
         # Of the host or of the fullest GPU, wherever this target has the weights.
         "memory_available_bytes": memory_bytes(target, here)[1] if target else None,
         "disk_free_bytes": free_bytes(cache) if cache.exists() else None,
@@ -82,7 +83,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _target(here: Hardware) -> Target | None:
+def target_of(here: Hardware) -> Target | None:
+    """The target of this machine's GPUs, or the CPU's where there are none."""
     if not here.gpus:
         return load_target("cpu")
     return target_for_capability(here.gpus[0].capability)
@@ -120,9 +122,41 @@ def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> 
         for fact, action in SAME.items()
         if node["facts"].get(fact) != first["facts"].get(fact)
     ]
+    problems += _without_rdma(nodes)
     for node in nodes:
         problems += _alone(node, least_memory_bytes)
     return problems
+
+
+def usable_rdma(facts: Mapping[str, Any]) -> list[str]:
+    """The ports of RDMA devices that NCCL would take here: InfiniBand's, and RoCE's with the GID of the node's address."""
+    if facts.get("rdma_is_off") or not facts.get("gpus"):
+        return []
+    found = facts.get("rdma") or ()
+    return [
+        f"{one['name']}:{one['port']}" + ("" if one["gid_index"] is None else f" (GID {one['gid_index']})")
+        for one in found
+        if one["gid_index"] is not None or one["link"] == "InfiniBand"
+    ]
+
+
+def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """NCCL takes RDMA or TCP for itself on each node, and those that differ do not meet."""
+    having = [node for node in nodes if usable_rdma(node["facts"])]
+    if not having:
+        return []
+    first = having[0]
+    where = f"{', '.join(usable_rdma(first['facts']))} on {first['name']}"
+    action = (
+        "bring up RDMA with the node's address there (`show_gids`), or set NCCL_IB_DISABLE=1 on every node"
+    )
+    return [
+        Problem(
+            node["name"], f"it has no RDMA device with a GID of its address, and there is {where}", action
+        )
+        for node in nodes
+        if node not in having
+    ]
 
 
 def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:

@@ -33,11 +33,15 @@ def running(one: Running) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving(member: Member) -> Iterator[None]:
-    """A member that says goodbye at the end; somebody else starts it."""
+    """A member that says goodbye at the end, and why where that is an error; somebody else starts it."""
+    why = ""
     try:
         yield
+    except NibbleError as error:
+        why = error.line()
+        raise
     finally:
-        member.leave()
+        member.leave(why)
 
 
 def head_handlers(roster: Roster) -> dict[str, Handler]:
@@ -50,11 +54,17 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
             raise ValueError(str(error)) from None
 
     def leave(body: Mapping[str, Any]) -> dict[str, Any]:
-        roster.leave(str(body["address"]))
+        roster.leave(str(body["address"]), str(body.get("why") or ""))
         return {}
 
     def nodes(body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"nodes": roster.nodes(), "run": roster.run, "state": roster.state, "session": roster.session}
+        return {
+            "nodes": roster.nodes(),
+            "left": dict(roster.left),
+            "run": roster.run,
+            "state": roster.state,
+            "session": roster.session,
+        }
 
     return {"/beat": beat, "/leave": leave, "/nodes": nodes}
 

@@ -6,21 +6,28 @@ import contextlib
 import os
 import queue
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent
 from nibble.cluster.head import leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
-from nibble.cluster.node import find_place, node_handlers
+from nibble.cluster.node import find_place, node_handlers, proof_handlers
 from nibble.cluster.roster import BEAT_S
 from nibble.cluster.token import members_token
 from nibble.control import ControlServer
 from nibble.engine import Ended, Engine, Event, Failed, Stop
 from nibble.errors import ExitCode, NibbleError
+from nibble.failures import stopped_for_memory
+from nibble.governor import Action, Governor
+from nibble.memory import MemorySource
 from nibble.phases import ErrorReader
 from nibble.processes import once_a_second, signal_name, stop_signals
+from nibble.proof import FOLDER
 
 if TYPE_CHECKING:
     from nibble.cluster.session import Say
@@ -33,13 +40,15 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
     """Serve this machine's ranks until told to stop or until rank 0 stops (0).
 
     Raises CLUSTER where the head does not take this node or never begins, ENGINE_DIED where vLLM ends by itself or the head
-    stays away.
+    stays away, NO_FIT where memory runs short here. What its workers prove is judged by rank 0.
     """
     settings = plan.settings
     head = str(plan.topology.head)
     token = members_token(settings, environ, f"rank {plan.topology.node_rank}")
     place = find_place(settings, environ, head)
-    agent = Agent(place.address, token, node_handlers(place), environ=environ)
+    proof = tempfile.TemporaryDirectory(prefix="nibble-proof-", ignore_cleanup_errors=True)
+    handlers = node_handlers(place) | proof_handlers(Path(proof.name))
+    agent = Agent(place.address, token, handlers, environ=environ)
     gpus = len(plan.hardware.gpus)
     rank = plan.topology.node_rank
     member = Member(head, token, place.address, "serve", rank, gpus, environ, place.facts)
@@ -47,8 +56,12 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
     refuse(member)
     say(f"rank {rank} of {plan.topology.nodes} at {place.address} ({place.interface}), head {head}")
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
-        node = _Headless(plan, member, lambda: plan.vllm_environ(place.environ), events, say)
+    with proof, stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
+
+        def child_environ() -> dict[str, str]:
+            return plan.vllm_environ(place.environ) | {FOLDER: proof.name}
+
+        node = _Headless(plan, member, child_environ, events, say)
         control = ControlServer(settings.control_port, node.status, node.is_ready)
         control.start()
         try:
@@ -73,13 +86,15 @@ class _Headless:
     ) -> None:
         self._plan, self._member, self._environ, self._events, self._say = plan, member, environ, events, say
         self._engine: Engine | None = None
+        self._governor: Governor | None = None
+        self._over = threading.Event()  # of the run that is followed
         self._errors = ErrorReader()
         self._run = 0
         self._began = self._ended = False
 
     def status(self) -> dict[str, Any]:
         """What /status answers."""
-        reply = self._member.reply
+        reply, governor = self._member.reply, self._governor
         return {
             "state": "ready" if self.is_ready() else "starting",
             "phase": "headless" if self._engine else "cluster",
@@ -90,6 +105,7 @@ class _Headless:
             "run": self._run,
             "pid": os.getpid(),
             "engine_pid": self._engine.pid if self._engine else None,
+            "memory": governor.to_json() if governor else None,
             "topology": self._plan.topology.to_json(),
         }
 
@@ -110,6 +126,10 @@ class _Headless:
 
     def kill(self) -> None:
         """End vLLM here."""
+        self._over.set()
+        if self._governor is not None:
+            self._governor.close()
+            self._governor = None
         if self._engine is not None:
             self._engine.kill()
             self._engine = None
@@ -144,8 +164,24 @@ class _Headless:
                 self._events.get_nowait()
             except queue.Empty:
                 break
-        self._engine = Engine(self._plan.argv(), self._environ(), self._events)
-        self._engine.start_reading(_pass_through, self._errors.feed)
+        self._engine = engine = Engine(self._plan.argv(), self._environ(), self._events)
+        engine.start_reading(_pass_through, self._errors.feed)
+        limit = self._plan.memory_limits
+
+        def on_memory(action: Action, why: str) -> None:
+            """In the watchdog's thread: nothing here may wait. There is no admission to pause; that is rank 0's."""
+            if action == "stop":
+                self._events.put(Failed(stopped_for_memory("headless", why, limit, self._plan.ladder)))
+                engine.kill_at_once()
+
+        def follow() -> None:
+            """So that `Engine.kill_at_once` knows whom to kill."""
+            engine.first_death(over)
+
+        self._governor = Governor(MemorySource(), limit, on_memory)
+        self._over = over = threading.Event()
+        engine.run(self._governor.run)
+        engine.run(follow)
 
     def _take_part(self) -> bool:
         """Until the run is over; False when this node or the server was told to stop."""

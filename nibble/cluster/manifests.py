@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nibble.cluster.ports import AGENT_PORT, GCS_PORT
+from nibble.command_line import CommandLine
+from nibble.environment import nibble_names
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
+from nibble.prepare import Asked
 from nibble.settings import options
-from nibble.settings_layers import Loaded
+from nibble.vllm_args import Flags, read_flags, split_words, write_flag
+from nibble.vllm_schema import load_schema
 
 Kind = Literal["kuberay", "lws"]
 RAY_VERSION = "2.60.0"  # requirements/cuda.lock
@@ -42,6 +46,22 @@ _OF_THIS_MACHINE = frozenset(
         "worker_ip",
     )
 )
+# Variables that are no options of nibble's and that vLLM, Ray, NCCL, Gloo or the Hub's client in the pods need as they are here …
+_OF_OTHERS = ("VLLM_", "RAY_", "NCCL_", "GLOO_", "HF_ENDPOINT")
+# … but for this machine's folders and addresses, what a pod has from its operator, and secrets …
+_NOT_FOR_PODS = (
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "VLLM_HOST_IP",
+    "RAY_ADDRESS",
+    "RAY_AUTH_",
+    "RAY_REDIS_PASSWORD",
+    "RAY_TMPDIR",
+)
+# … and of them what Ray's nodes need too: agent, preflight and all-reduce run there. vLLM's ranks have the server's environment.
+_FOR_RAY_NODES = ("RAY_", "NCCL_", "GLOO_", "VLLM_NCCL_SO_PATH")
+_SETTINGS_OF_RAY_NODES = ("cluster_interface", "memory_reserve_gib")
+_HEALTH_CHECK = ["/opt/venv/bin/python", "-ISB", "/opt/nibble/docker/healthcheck.py"]  # the image's own
 _DRAIN_MARGIN_S = 30
 
 
@@ -54,26 +74,54 @@ def read_kind(word: str) -> Kind:
     return "kuberay" if word == "kuberay" else "lws"
 
 
-def carried(loaded: Loaded, environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings that were given here as variables and that the pods need too: name -> value, no secrets.
+def words_for(command: CommandLine) -> list[str]:
+    """The words of `serve` in the pods: those given here, but for options of this machine."""
+    ours = [
+        f"{options()[field].flag}={value}"
+        for field, value in command.values.items()
+        if field not in _OF_THIS_MACHINE and field != "model"
+    ]
+    model = [command.values["model"]] if "model" in command.values else []
+    return [*model, *ours, *_words_for_pods(command.flags)]
+
+
+def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ`, as it was given here, that the pods need too: name -> value, no secrets.
 
     Raises CONFIG where some are in a file, which the pods would not have.
     """
-    if loaded.settings.config:
-        what = f"the settings file {loaded.settings.config} would not be in the pods"
+    if asked.settings.config:
+        what = f"the settings file {asked.settings.config} would not be in the pods"
         raise NibbleError(ExitCode.CONFIG, what, "variables or flags", "unset NIBBLE_CONFIG and give them so")
-    given = {field: origin.name for field, origin in loaded.origins.items() if origin.layer == "environment"}
-    return {
-        name: environ[name]
-        for field, name in given.items()
-        if field not in _OF_THIS_MACHINE and not options()[field].secret
-    }
+    names = [
+        origin.name
+        for field, origin in asked.loaded.origins.items()
+        if origin.layer == "environment" and field not in _OF_THIS_MACHINE and not options()[field].secret
+    ]
+    # Names that vLLM no longer has became flags here, and will in the pods.
+    names += asked.accepted.flag_origins.values()
+    names += [
+        name
+        for name in asked.accepted.environ
+        if name.startswith(_OF_OTHERS) and not name.startswith(_NOT_FOR_PODS) and name not in nibble_names()
+    ]
+    found = {name: environ[name] for name in names}
+    if more := found.get("VLLM_EXTRA_ARGS"):
+        flags = read_flags(split_words(more, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", load_schema())
+        found["VLLM_EXTRA_ARGS"] = shlex.join(_words_for_pods(flags))
+    return found
+
+
+def _words_for_pods(flags: Flags) -> list[str]:
+    """Flags of vLLM without those that are options of this machine."""
+    ours = {options()[field].vllm for field in _OF_THIS_MACHINE}
+    return [word for name, value in flags.items() if name not in ours for word in write_flag(name, value)]
 
 
 def manifest(
     kind: Kind, plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The manifest that serves `plan`; `words` and `environ` (see `carried`) are those of `serve`.
+    """The manifest that serves `plan`; `words` (see `words_for`) and `environ` (see `carried`) are those of `serve`.
 
     Raises CONFIG for a plan of another topology.
     """
@@ -98,8 +146,9 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
     gpus = plan.topology.ranks_here
     workers = -(-plan.topology.ranks // gpus) - 1
     pod_ip = _field("POD_IP", "status.podIP")
+    node = [pod_ip, *_node_settings(plan, environ)]
     head = _ray_probes() | _container(
-        plan, "ray-head", image, f"HEAD_IP=$POD_IP exec {ENTRY} ray-head", [pod_ip], gpus
+        plan, "ray-head", image, f"HEAD_IP=$POD_IP exec {ENTRY} ray-head", node, gpus
     )
     serve = _container(
         plan,
@@ -112,7 +161,8 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
             _secret("NIBBLE_API_KEY", "api-key"),
             _hub_token(),
             _secret("RAY_AUTH_TOKEN", RAY_TOKEN_KEY, _name(plan)),
-            *_settings(plan, environ),
+            # Each pod has a cache of its own, and Ray's ranks look for the model at the server's path.
+            *_settings(plan, {"NIBBLE_CLUSTER_MODEL": "head", **environ}),
         ],
         0,
     )
@@ -122,7 +172,7 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
         "ray-worker",
         image,
         f"HEAD_IP=$FQ_RAY_IP exec {ENTRY} ray-worker",
-        [pod_ip, _value("WORKER_IP", "$(POD_IP)")],
+        [*node, _value("WORKER_IP", "$(POD_IP)")],
         gpus,
     )
     groups = [
@@ -171,7 +221,7 @@ def _leader_worker_set(
         plan, "serve", image, f"HEAD_IP=$POD_IP NIBBLE_NODE_RANK=0 {command}", common, topology.ranks_here
     )
     start = f"HEAD_IP=$LWS_LEADER_ADDRESS NIBBLE_NODE_RANK=$LWS_WORKER_INDEX {command}"
-    worker = _container(plan, "serve", image, start, common, topology.ranks_here) | _probes(plan)
+    worker = _container(plan, "serve", image, start, common, topology.ranks_here) | _probes()
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
@@ -199,13 +249,24 @@ def _quoted(words: list[str]) -> str:
 
 
 def _settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What was set here, with the plan's parallel sizes, which a recipe may have brought."""
+    """What was set here, with the plan's parallel sizes, which a recipe may have brought, and the port that the probes ask."""
     names = {
         "--tensor-parallel-size": "TENSOR_PARALLEL_SIZE",
         "--pipeline-parallel-size": "NIBBLE_PIPELINE_PARALLEL_SIZE",
     }
-    sizes = {name: str(plan.args[flag].value) for flag, name in names.items() if flag in plan.args}
-    return [_value(name, value) for name, value in {**environ, **sizes}.items()]
+    planned = {name: str(plan.args[flag].value) for flag, name in names.items() if flag in plan.args}
+    planned["NIBBLE_CONTROL_PORT"] = str(plan.settings.control_port)
+    return [_value(name, value) for name, value in {**environ, **planned}.items()]
+
+
+def _node_settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Of what was set here, as variable or flag, what a Ray node needs beside the server."""
+    found = {name: value for name, value in environ.items() if name.startswith(_FOR_RAY_NODES)}
+    for field in _SETTINGS_OF_RAY_NODES:
+        value = getattr(plan.settings, field)
+        if value is not None:
+            found[options()[field].env[0]] = str(value)
+    return [_value(name, value) for name, value in found.items()]
 
 
 def _container(
@@ -240,19 +301,17 @@ def _ray_probes() -> dict[str, Any]:
     }
 
 
-def _probes(plan: Plan) -> dict[str, Any]:
-    """The control port answers from the first second, but on loopback only: the image's own health check asks it."""
-    check = {
-        "exec": {"command": ["/opt/venv/bin/python", "-ISB", "-c", _READY.format(plan.settings.control_port)]}
-    }
-    return {"readinessProbe": check | {"periodSeconds": 5, "timeoutSeconds": 5}}
-
-
-_READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:{}/ready', timeout=4)"
+def _probes() -> dict[str, Any]:
+    """The image's health check asks the control port, which is open on loopback only: for readiness whether it serves, for
+    liveness whether nibble runs at all (it loads, drains and waits for other nodes without being killed for it).
+    """
+    ready = {"exec": {"command": _HEALTH_CHECK}, "periodSeconds": 5, "timeoutSeconds": 5}
+    live = ready | {"exec": {"command": [*_HEALTH_CHECK, "live"]}, "failureThreshold": 24}
+    return {"readinessProbe": ready, "livenessProbe": live | {"initialDelaySeconds": 60}}
 
 
 def _served(plan: Plan) -> dict[str, Any]:
-    return {"ports": [{"name": "api", "containerPort": plan.settings.port}]} | _probes(plan)
+    return {"ports": [{"name": "api", "containerPort": plan.settings.port}]} | _probes()
 
 
 def _pod(plan: Plan, containers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -91,8 +91,8 @@ class Member:
         """Whether the head has been silent for too long."""
         return self.silence_s >= LOST_S
 
-    def leave(self) -> None:
-        """Say goodbye, where the head still listens."""
+    def leave(self, why: str = "") -> None:
+        """Say goodbye, and `why` where it is an error, where the head still listens."""
         self.close()
         if self._thread is not None:  # a beat after the goodbye would make a node that is silent for ever
             self._thread.join(_LAST_BEAT_S)
@@ -101,7 +101,7 @@ class Member:
                 self.head,
                 "/leave",
                 self.token,
-                {"address": self.address},
+                {"address": self.address, "why": why},
                 timeout_s=1.0,
                 environ=self.environ,
             )

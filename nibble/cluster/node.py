@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nibble.cluster.agent import Handler
 from nibble.cluster.allreduce import TIMEOUT_S
 from nibble.cluster.facts import collect, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
+from nibble.proof import read_reports
 from nibble.settings import Settings
 
 REACH_S = 3.0
+_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,18 +69,57 @@ def node_handlers(place: Place) -> dict[str, Handler]:
     def reduce(body: Mapping[str, Any]) -> dict[str, Any]:
         return all_reduce(place, int(body["rank"]), int(body["world"]), str(body["head"]), int(body["port"]))
 
-    return {"/facts": facts, "/reach": reach, "/allreduce": reduce}
+    listening: list[socket.socket] = []
+
+    def listen(body: Mapping[str, Any]) -> dict[str, Any]:
+        while listening:
+            listening.pop().close()
+        found, taken = listen_on(place.address, [int(port) for port in body["ports"]])
+        listening.extend(found)
+        return {"taken": taken}
+
+    return {"/facts": facts, "/reach": reach, "/listen": listen, "/allreduce": reduce}
+
+
+def proof_handlers(folder: Path) -> dict[str, Handler]:
+    """The path of a node whose workers' reports are judged by the server on another one."""
+    return {"/proof": lambda body: {"reports": read_reports(folder, of_the_living=True)}}
+
+
+def listen_on(address: str, ports: list[int]) -> tuple[list[socket.socket], list[int]]:
+    """(sockets that take connections on `ports`, those of `ports` that somebody else has)."""
+    found: list[socket.socket] = []
+    taken: list[int] = []
+    for port in ports:
+        try:
+            found.append(socket.create_server((address, port)))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            taken.append(port)
+    return found, taken
 
 
 def unreachable(targets: list[tuple[str, int]]) -> list[str]:
-    """Those of `targets` that take no TCP connection, with why."""
+    """Those of `targets` that take no TCP connection, with why. One that is refused is tried again: Ray's agents start late."""
     found = []
+    deadline = time.monotonic() + REACH_S
     for host, port in targets:
-        try:
-            socket.create_connection((host, port), timeout=REACH_S).close()
-        except OSError as error:
+        error = _knock(host, port)
+        while isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
+            time.sleep(_AGAIN_S)
+            error = _knock(host, port)
+        if error:
             found.append(f"{host}:{port} ({error.strerror or error})")
     return found
+
+
+def _knock(host: str, port: int) -> OSError | None:
+    try:
+        socket.create_connection((host, port), timeout=REACH_S).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def all_reduce(place: Place, rank: int, world: int, head: str, port: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 GCS_PORT = 6379
 # Ray would choose these at random (ray 2.60 scripts.py).
@@ -31,6 +32,14 @@ DATA_PARALLEL_PORT = 29550
 # Where torch.distributed, NCCL and vLLM's message queues meet is chosen by the kernel from
 # net.ipv4.ip_local_port_range, which a container can have to itself (docker run --sysctl).
 KERNEL_RANGE = "net.ipv4.ip_local_port_range"
+
+
+def rank_0_ports(values: Mapping[str, Any]) -> list[int]:
+    """What vLLM without Ray opens on rank 0, from its flags."""
+    ports = [int(values.get("--master-port") or MASTER_PORT)]
+    if int(values.get("--data-parallel-size") or 1) > 1:
+        ports.append(int(values.get("--data-parallel-rpc-port") or DATA_PARALLEL_PORT))
+    return ports
 
 
 def firewall_rows() -> list[tuple[str, str, str]]:

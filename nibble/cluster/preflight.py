@@ -11,12 +11,17 @@ from typing import Any
 
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.facts import Problem, compare
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, NODE_PORTS
+from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS
 from nibble.errors import ExitCode, NibbleError
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
 FACTS_TIMEOUT_S = 20.0
+# Of a Ray node's; metrics are nobody's business here.
+RAY_PORTS = tuple(
+    port for name, port in NODE_PORTS.items() if "worker" not in name and name != "--metrics-export-port"
+)
+RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]  # stands for the range: the last that Ray takes
 _LOOK_S = 0.2
 
 
@@ -67,6 +72,7 @@ def preflight(
     *,
     has_ray: bool,
     models: Sequence[str] = (),
+    ports: Sequence[int] = (MASTER_PORT,),
     least_gb_per_s: float | None,
     least_memory_bytes: int = 0,
     over: threading.Event | None = None,
@@ -74,14 +80,15 @@ def preflight(
     """Check `nodes`, the head's own first. Stops at the first group of checks that finds something, and, without a result, as
     soon as `over` is set.
 
-    `models` are folders that every node must have; none where each downloads. `least_gb_per_s` None takes the default.
+    `models` are folders that every node must have; none where each downloads. `ports` are vLLM's own on the head, without Ray.
+    `least_gb_per_s` None takes the default.
     """
     over = over or threading.Event()
     problems, fresh = _ask_facts(caller, nodes, models, over)
     if fresh and not problems:
         problems = compare(fresh, least_memory_bytes)
     if not problems:
-        problems = _reach(caller, fresh, has_ray, over)
+        problems = _reach(caller, fresh, has_ray, ports, over)
     if problems or over.is_set():
         return Report(fresh, problems, None)
     reduce, problems = _reduce(caller, fresh, least_gb_per_s, over)
@@ -119,17 +126,58 @@ def _no_answer(node: Mapping[str, Any], error: AgentError) -> Problem:
 
 
 def _reach(
-    caller: Caller, nodes: Sequence[Mapping[str, Any]], has_ray: bool, over: threading.Event
+    caller: Caller,
+    nodes: Sequence[Mapping[str, Any]],
+    has_ray: bool,
+    ports: Sequence[int],
+    over: threading.Event,
 ) -> list[Problem]:
-    """Every node to every other's fixed ports, so both ways."""
-    names = ("--node-manager-port", "--object-manager-port")
-    ports = [AGENT_PORT, *(NODE_PORTS[name] for name in names)] if has_ray else [AGENT_PORT]
+    """Every node to every other's fixed ports, so both ways. Where nothing listens yet, the agents do meanwhile."""
+    opened = (
+        {node["address"]: (RAY_WORKER_PORT,) for node in nodes} if has_ray else {nodes[0]["address"]: ports}
+    )
+    problems: list[Problem] = []
+    try:
+        for node, answer in _listen(caller, nodes, opened, over):
+            if isinstance(answer, AgentError):
+                problems.append(Problem(node["name"], f"it cannot listen ({answer})", "see its log"))
+            elif answer["taken"] and not has_ray:  # with Ray a worker process may have it
+                what = f"another program has port {', '.join(map(str, answer['taken']))} of vLLM's"
+                problems.append(Problem(node["name"], what, "end it"))
+        return problems or _reach_all(caller, nodes, has_ray, opened, over)
+    finally:
+        _listen(caller, nodes, dict.fromkeys(opened, ()), threading.Event())
+
+
+def _listen(
+    caller: Caller,
+    nodes: Sequence[Mapping[str, Any]],
+    ports: Mapping[str, Sequence[int]],
+    over: threading.Event,
+) -> list[tuple[Mapping[str, Any], Any]]:
+    """Have the agents listen on `ports`, by address, and on no others."""
+
+    def ask(node: Mapping[str, Any]) -> dict[str, Any]:
+        return caller.ask(node["address"], "/listen", {"ports": list(ports[node["address"]])}, 5.0)
+
+    return _all([node for node in nodes if node["address"] in ports], ask, over)
+
+
+def _reach_all(
+    caller: Caller,
+    nodes: Sequence[Mapping[str, Any]],
+    has_ray: bool,
+    opened: Mapping[str, Sequence[int]],
+    over: threading.Event,
+) -> list[Problem]:
+    fixed = [AGENT_PORT, *RAY_PORTS] if has_ray else [AGENT_PORT]
 
     def targets(node: Mapping[str, Any]) -> list[tuple[str, int]]:
-        found = [(other["address"], port) for other in nodes if other is not node for port in ports]
+        others = [other["address"] for other in nodes if other is not node]
+        found = [(other, port) for other in others for port in (*fixed, *opened.get(other, ()))]
         return found + ([(caller.head, GCS_PORT)] if has_ray else [])
 
-    timeout_s = 5.0 + 3.5 * len(nodes) * len(ports)
+    timeout_s = 5.0 + 3.5 * len(nodes) * (len(fixed) + 2)
 
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
         return caller.ask(node["address"], "/reach", {"targets": targets(node)}, timeout_s)

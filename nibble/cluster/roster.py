@@ -49,6 +49,7 @@ class Roster:
         self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
+        self.left: dict[str, str] = {}  # address -> why, of those that went with an error
         self.run = 0
         self.state = "waiting"
 
@@ -78,6 +79,7 @@ class Roster:
             if before is not None and before.session == node.session and not node.facts:
                 node.facts = before.facts
             self._nodes[node.address] = node
+            self.left.pop(node.address, None)
             return {
                 "session": self.session,
                 "run": self.run,
@@ -85,10 +87,12 @@ class Roster:
                 "wants_facts": not node.facts,
             }
 
-    def leave(self, address: str) -> None:
-        """A node that stops as asked."""
+    def leave(self, address: str, why: str = "") -> None:
+        """A node that says goodbye: it stops as asked, or it says `why` not."""
         with self._lock:
             self._nodes.pop(address, None)
+            if why:
+                self.left[address] = why
 
     def nodes(self) -> list[dict[str, Any]]:
         """Every node seen within FORGET_S and not gone in good order, with the age of its last sign of life."""
@@ -103,13 +107,16 @@ class Roster:
         return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
 
 
-def lost_node(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:
-    """Which node of `before` is gone, and how, in words; None while all are there."""
+def lost_node(
+    before: list[dict[str, Any]], now: list[dict[str, Any]], left: Mapping[str, str] | None = None
+) -> str | None:
+    """Which node of `before` is gone, and how, in words; None while all are there. `left` is the roster's."""
     current = {node["address"]: node for node in now}
     for node in before:
         found = current.get(node["address"])
         if found is None:
-            return f"node {node['name']} has left"
+            why = (left or {}).get(node["address"])
+            return f"node {node['name']} has left" + (f": {why}" if why else "")
         if found["session"] != node["session"]:
             return f"node {node['name']} was started anew"
         if found["age_s"] >= LOST_S:

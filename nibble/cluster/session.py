@@ -18,7 +18,7 @@ from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here
 from nibble.cluster.node import Place, find_place, node_handlers
-from nibble.cluster.ports import GCS_PORT
+from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.roster import BEAT_S, LOST_S, Roster, lost_node
 from nibble.cluster.token import heads_token, members_token, withhold_from_ray
@@ -55,6 +55,10 @@ class Watch:
         if DEAD_WORKER in line and self._worker_died is None:
             self._worker_died = time.monotonic()
 
+    def reports(self) -> dict[str, list[Mapping[str, Any]]]:
+        """See `Cluster.reports`."""
+        return self._cluster.reports()
+
     def run(self, fail: Callable[[NibbleError], None], over: threading.Event) -> None:
         """Until `over`: `fail` gets the error when a node is lost, or a worker process without its node."""
         while not over.wait(BEAT_S):
@@ -87,6 +91,7 @@ class Cluster:
         self._caller = Caller(place.address if roster else plan.topology.head, token, place.environ)
         self._members: dict[str, dict[str, Any]] = {}
         self._last: list[dict[str, Any]] = []
+        self._left: Mapping[str, str] = {}
         self._answered = time.monotonic()
         self._state: dict[str, Any] = {
             "state": "starting",
@@ -101,10 +106,11 @@ class Cluster:
     def nodes(self) -> list[dict[str, Any]]:
         """The head's list, or the last one where the head of a Ray cluster does not answer."""
         if self._roster:
+            self._left = self._roster.left
             return self._roster.nodes()
         try:
-            self._last = self._caller.ask(self._caller.head, "/nodes", {}, 3.0)["nodes"]
-            self._answered = time.monotonic()
+            found = self._caller.ask(self._caller.head, "/nodes", {}, 3.0)
+            self._last, self._left, self._answered = found["nodes"], found.get("left", {}), time.monotonic()
         except AgentError as error:
             if error.status == 401:
                 what = f"the head at {self._caller.head} refused this node's token"
@@ -148,7 +154,7 @@ class Cluster:
                 for node in now
                 if node["busy"] and node["age_s"] < LOST_S and node["address"] not in self._members
             }
-        return lost_node(list(self._members.values()), now)
+        return lost_node(list(self._members.values()), now, self._left)
 
     def who_was_lost(self) -> str | None:
         """After vLLM ended by itself: was it a node? A lost node is known only once it was silent for LOST_S."""
@@ -247,6 +253,7 @@ class Cluster:
             nodes,
             has_ray=has_ray,
             models=folders,
+            ports=rank_0_ports({flag: choice.value for flag, choice in self.plan.args.items()}),
             least_gb_per_s=settings.cluster_min_gb_per_s,
             least_memory_bytes=least_memory_bytes(self.plan),
             over=self._stop,
@@ -278,6 +285,23 @@ class Cluster:
         """A new run: headless ranks start theirs."""
         self._set(starting=True)
         return Watch(self)
+
+    def reports(self) -> dict[str, list[Mapping[str, Any]]]:
+        """What workers outside of this process's family proved, by the node's name; nothing of a node that does not answer.
+
+        With Ray no worker is in it: those on this machine are the Ray node's.
+        """
+        if self._roster:
+            nodes = [node for address, node in self._members.items() if address != self.place.address]
+        else:
+            nodes = [node for node in self.nodes() if node["busy"] and node["age_s"] < LOST_S]
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for node in nodes:
+            try:
+                found[node["name"]] = self._caller.ask(node["address"], "/proof", {})["reports"]
+            except AgentError:
+                found[node["name"]] = []
+        return found
 
     def ready(self) -> None:
         """The server answers: headless ranks are ready too."""

@@ -51,6 +51,13 @@ def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     assert greedy(client, head) == one_machines_answers
 
 
+def test_what_the_workers_of_both_ranks_prove_is_in_the_heads_status(nodes: tuple[Node, Node]) -> None:
+    head, rank1 = nodes
+    told = head.status()
+    assert [one["node"] for one in told["assertion"]["ran"]] == ["", f"{rank1.address} (rank 1)"]
+    assert (told["assertion"]["verdict"], told["canary"]["verdict"]) == ("passed", "passed")
+
+
 def test_the_cluster_answers_only_with_its_token(nodes: tuple[Node, Node]) -> None:
     head, _ = nodes
     right = head.python(STATUS, HEAD_IP=head.address)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,10 @@ def open_ports(of_session_of: str) -> set[int]:
     return found
 
 
+def run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stops_with_0(head: Node) -> None:
     file = Path(head.environ["NIBBLE_CACHE_DIR"]) / TOKEN_FILE
     token = file.read_text().strip()
@@ -98,8 +103,14 @@ def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stop
     )
     command = [sys.executable, "-c", join, f"{head.address()}:{GCS_PORT}"]
     allowed = {**head.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    done = subprocess.run(command, env=allowed, capture_output=True, text=True, timeout=120, check=False)
+    done = run(command, allowed)
     assert done.stdout.strip().endswith("42"), done.stderr[-2000:]
+
+    strangers = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}]
+    with ThreadPoolExecutor() as pool:  # each tries for 20 s
+        for done in pool.map(lambda key: run(command, {**head.environ, **key}), strangers):
+            assert done.returncode != 0
+            assert "InvalidAuthToken" in done.stderr, done.stderr[-2000:]
 
     worker = Node(head.folder, "ray-worker", HEAD_IP=head.address(), RAY_AUTH_TOKEN="0" * 64)
     assert worker.process.wait(90) == 9

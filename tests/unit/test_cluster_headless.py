@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from serving import free_port
+from test_memory import machine
 
 from nibble import engine as engine_module
 from nibble.cluster import agent as agent_module
+from nibble.cluster import headless as headless_module
 from nibble.cluster import member as member_module
-from nibble.cluster.agent import Agent
+from nibble.cluster.agent import Agent, AgentError, call
 from nibble.cluster.head import head_handlers
-from nibble.cluster.headless import _Headless
+from nibble.cluster.headless import _Headless, serve_headless
 from nibble.cluster.member import Member
+from nibble.cluster.node import proof_handlers
 from nibble.cluster.roster import Roster
 from nibble.engine import Event
 from nibble.errors import ExitCode, NibbleError
+from nibble.memory import MemorySource
 from nibble.prepare import plan_for, read_wishes
+from nibble.show import _watchdog
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 RANK_1 = {
@@ -29,6 +39,7 @@ RANK_1 = {
     "HEAD_IP": HERE,
     "TENSOR_PARALLEL_SIZE": "2",
     "NIBBLE_CLUSTER_WAIT_SECONDS": "1",
+    "NIBBLE_MEMORY_RESERVE_GIB": "1",
 }
 
 
@@ -75,10 +86,22 @@ def wait(what: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+def memory(tmp_path: Path) -> Path:
+    """The machine's files of memory; the watchdog stops below 256 MiB."""
+    return machine(tmp_path, available_mib=8000)
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a free port."""
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+
+
+@pytest.fixture
+def rank(agents: None, memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(headless_module, "MemorySource", lambda: MemorySource(memory))
     monkeypatch.setattr(member_module, "BEAT_S", 0.05)
     monkeypatch.setattr(member_module, "LOST_S", 0.5)
     monkeypatch.setattr(engine_module, "child_command", lambda argv: ["sleep", "60"])
@@ -116,3 +139,74 @@ def test_a_head_that_begins_nothing_is_exit_9(rank: Rank) -> None:
     error = rank.end()
     assert isinstance(error, NibbleError)
     assert (error.code, "began nothing within 1 s" in error.what) == (ExitCode.CLUSTER, True)
+
+
+def test_memory_that_runs_out_on_its_machine_ends_it_with_7(rank: Rank, memory: Path) -> None:
+    rank.move("ready", 1)
+    wait(lambda: (rank.node.status()["memory"] or {}).get("available_bytes") == 8000 << 20)
+    # Whom it kills is known: Python's resource trackers live on and remove the shared memory.
+    wait(lambda: rank.node._engine is not None and bool(rank.node._engine._doomed))
+    machine(memory, available_mib=400)
+    time.sleep(0.5)
+    assert rank.is_running()  # admission is rank 0's
+    machine(memory, available_mib=200)
+    error = rank.end()
+    assert isinstance(error, NibbleError)
+    assert error.code == ExitCode.NO_FIT
+    assert error.what.startswith("stopped the engine in phase headless: 0.195 GiB of memory are available")
+
+
+def test_its_plan_shows_the_watchdog_that_it_has() -> None:
+    own, head = (plan_for(read_wishes(["nibble-demo"], RANK_1 | {"NIBBLE_NODE_RANK": rank})) for rank in "10")
+    assert _watchdog(own) == "host memory below 0.250 GiB: this rank is stopped"
+    assert "no new requests until" in _watchdog(head)
+
+
+def test_between_two_runs_nothing_is_stopped_for_memory(rank: Rank, memory: Path) -> None:
+    machine(memory, available_mib=200)
+    error = rank.end()
+    assert isinstance(error, NibbleError)
+    assert error.code == ExitCode.CLUSTER  # the head began nothing
+
+
+def test_reports_are_those_of_the_workers_that_still_run(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for rank, pid in enumerate((os.getpid(), gone.pid)):
+        (tmp_path / f"worker-{pid}.json").write_text(json.dumps({"rank": rank}))
+    assert proof_handlers(tmp_path)["/proof"]({}) == {"reports": [{"rank": 0}]}
+
+
+def test_its_workers_reports_reach_whoever_has_the_token_and_the_head_hears_why_it_ends(
+    agents: None, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headless_module, "MemorySource", lambda: MemorySource(memory))
+    report = 'echo "{\\"rank\\": 1}" > $NIBBLE_PROOF/worker-$$.json; sleep 60'
+    monkeypatch.setattr(engine_module, "child_command", lambda argv: ["sh", "-c", report])
+    roster = Roster("head")
+    roster.state, roster.run = "ready", 1
+    found: list[object] = []
+
+    def ask() -> None:
+        for _ in range(100):
+            try:
+                if reports := call("127.0.0.2", "/proof", TOKEN)["reports"]:
+                    found.extend(reports)
+                    break
+            except AgentError:
+                pass
+            time.sleep(0.1)
+        machine(memory, available_mib=200)
+
+    place = {"WORKER_IP": "127.0.0.2", "NIBBLE_CONTROL_PORT": str(free_port())}
+    environ = RANK_1 | place | {"NIBBLE_CLUSTER_TOKEN": TOKEN}
+    agent = Agent(HERE, TOKEN, head_handlers(roster)).start()
+    try:
+        threading.Thread(target=ask, daemon=True).start()
+        plan = plan_for(read_wishes(["nibble-demo"], environ))
+        with pytest.raises(NibbleError, match="stopped the engine in phase headless"):
+            serve_headless(plan, environ, lambda text: None)
+    finally:
+        agent.close()
+    assert found == [{"rank": 1}]
+    assert "stopped the engine in phase headless" in roster.left["127.0.0.2"]

@@ -95,6 +95,68 @@ def test_what_was_set_as_variables_goes_into_the_pods_but_not_what_belongs_to_th
     assert len(variables(serve)) == len(serve["env"])
 
 
+@pytest.mark.parametrize("kind", PLACES)
+def test_variables_of_vllm_nccl_and_ray_go_into_the_pods_but_for_secrets_and_this_machines_folders(
+    kind: str,
+) -> None:
+    given = {
+        "VLLM_ATTENTION_BACKEND": "FLASHINFER",  # vLLM no longer has it: nibble makes a flag of it, in the pods too
+        "VLLM_MARLIN_USE_ATOMIC_ADD": "1",
+        "NCCL_DEBUG": "INFO",
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_KEY": "/tls/node.key",
+    }
+    kept_here = {"VLLM_CACHE_ROOT": "/here", "VLLM_HOST_IP": "10.0.0.9", "RAY_ADDRESS": "10.0.0.9:6379"}
+    secrets = {"VLLM_API_KEY": "hush-hush-hush", "RAY_AUTH_TOKEN": "hush-hush", "RAY_REDIS_PASSWORD": "hush"}
+    found = made(kind, **PLACES[kind], **given, **kept_here, **secrets)
+    servers = [one for pod in pods(found) for one in pod["containers"] if one["name"] == "serve"]
+    for one in servers:
+        assert given.items() <= variables(one).items()
+        assert not set(kept_here) & set(variables(one))
+    assert "hush" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("way", ["variable", "flag"])
+def test_rays_nodes_get_what_the_network_and_their_watchdog_need(way: str) -> None:
+    wanted = {"NIBBLE_CLUSTER_INTERFACE": "eth1", "NIBBLE_MEMORY_RESERVE_GIB": "12.0"}
+    words = ["--cluster-interface", "eth1", "--memory-reserve-gib", "12"] if way == "flag" else []
+    network = {"NCCL_IB_HCA": "mlx5_0:1", "GLOO_SOCKET_IFNAME": "eth1", "RAY_USE_TLS": "1"}
+    others = {"PORT": "9000", "VLLM_MARLIN_USE_ATOMIC_ADD": "1"}
+    settings = {} if way == "flag" else wanted
+    found = made("kuberay", *words, **PLACES["kuberay"], **network, **others, **settings)
+    head, worker = (pod["containers"][0] for pod in pods(found))
+    for one in (head, worker):
+        assert (wanted | network).items() <= variables(one).items()
+        assert not set(others) & set(variables(one))
+
+
+def test_with_ray_the_pods_get_the_model_from_the_servers_unless_they_were_told_otherwise() -> None:
+    """Each pod has an empty cache of its own, and without this the preflight would demand the model in all of them."""
+
+    def where(*words: str, **environ: str) -> tuple[str, bool]:
+        serve = pods(made("kuberay", *words, **PLACES["kuberay"], **environ))[0]["containers"][1]
+        return variables(serve)["NIBBLE_CLUSTER_MODEL"], "--cluster-model=own" in serve["command"][2]
+
+    assert where() == ("head", False)
+    assert where(NIBBLE_CLUSTER_MODEL="own") == ("own", False)
+    assert where("--cluster-model", "own") == ("head", True)  # and the command line wins
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_options_of_this_machine_stay_out_of_the_pods_command(kind: str) -> None:
+    """Node rank 1 of the command line would win over the 0 of the leader's variable."""
+    here = ["--num-gpus", "2", "--host", "10.0.0.9", "--seed", "3"]
+    ranks = ["--nnodes=2", "--node-rank", "1"] if kind == "lws" else ["--cluster", "ray"]
+    more = {"VLLM_EXTRA_ARGS": "--kv-cache-dtype fp8 --node-rank 1"} if kind == "lws" else {}
+    found = made(kind, *here, *ranks, **PLACES[kind], **more)
+    servers = [one for pod in pods(found) for one in pod["containers"] if one["name"] == "serve"]
+    for one in servers:
+        command = one["command"][2].partition(" serve ")[2]
+        assert command == "nibble-demo-nvfp4 --tensor-parallel-size=4 --seed 3"
+        if kind == "lws":
+            assert variables(one)["VLLM_EXTRA_ARGS"] == "--kv-cache-dtype fp8"
+
+
 def test_a_settings_file_is_refused_for_no_pod_has_it(tmp_path: Path) -> None:
     (tmp_path / "nibble.toml").write_text("port = 9000")
     with pytest.raises(NibbleError, match="would not be in the pods") as caught:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nibble.cluster import commands, network
+from nibble.cluster import node as node_module
 from nibble.cluster.facts import SAME, compare, model_state
 from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
-from nibble.cluster.node import Place
+from nibble.cluster.node import Place, node_handlers, unreachable
+from nibble.cluster.ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, judge, preflight
 from nibble.errors import ExitCode, NibbleError
 from nibble.prepare import read_wishes
@@ -79,22 +83,116 @@ def test_one_node_with_all_ranks_has_no_network_to_measure() -> None:
     assert (problems, found["nodes"]) == ([], 1)
 
 
+@dataclass(frozen=True)
 class Nodes(Caller):
-    """Nodes with the same facts, whose all-reduce is what `reduce` says."""
+    """Nodes with the same facts, whose all-reduce is what `reduce` says; on `taken` something listens."""
 
-    def __init__(self, reduce: Callable[[str], dict[str, Any]]) -> None:
-        super().__init__("a", "token", {})
-        object.__setattr__(self, "reduce", reduce)
+    head: str = "a"
+    token: str = "token"
+    environ: Mapping[str, str] = field(default_factory=dict)
+    reduce: Callable[[str], dict[str, Any]] = lambda address: answer(address, 0.1)
+    taken: Sequence[int] = ()
+    listened: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    reached: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
     def ask(self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
         if path == "/allreduce":
-            return self.reduce(address)  # pyright: ignore[reportAttributeAccessIssue]
-        return dict(FACTS) if path == "/facts" else {"unreachable": []}
+            return self.reduce(address)
+        if path == "/listen":
+            self.listened.append((address, tuple(body["ports"])))
+            return {"taken": [port for port in body["ports"] if port in self.taken]}
+        if path == "/reach":
+            self.reached[address] = body["targets"]
+            return {"unreachable": []}
+        return dict(FACTS)
 
 
-def check(caller: Caller, *names: str, over: threading.Event | None = None) -> Report:
+def check(caller: Caller, *names: str, over: threading.Event | None = None, has_ray: bool = False) -> Report:
     nodes = [node(name) | {"address": name} for name in names]
-    return preflight(caller, nodes, has_ray=False, least_gb_per_s=None, over=over)
+    return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=None, over=over)
+
+
+def test_the_port_of_vllms_own_way_is_reached_on_rank_0_and_free_again_afterwards() -> None:
+    nodes = Nodes()
+    assert check(nodes, "a", "b", "c").problems == []
+    assert nodes.listened == [("a", (MASTER_PORT,)), ("a", ())]
+    assert set(nodes.reached["b"]) == {("a", AGENT_PORT), ("c", AGENT_PORT), ("a", MASTER_PORT)}
+    assert set(nodes.reached["a"]) == {("b", AGENT_PORT), ("c", AGENT_PORT)}
+
+
+def test_a_port_of_vllms_own_way_that_another_program_has_is_a_problem() -> None:
+    nodes = Nodes(taken=(MASTER_PORT,))
+    (problem,) = check(nodes, "a", "b").problems
+    assert (problem.node, problem.what) == ("a", "another program has port 29501 of vLLM's")
+    assert nodes.listened[-1] == ("a", ())
+
+
+def test_with_ray_every_node_reaches_the_nodes_ports_and_the_last_of_the_worker_processes() -> None:
+    nodes = Nodes(taken=(20999,))  # a worker process of Ray's may have it
+    assert check(nodes, "a", "b", has_ray=True).problems == []
+    assert {port for address, port in nodes.reached["b"] if address == "a"} >= {
+        AGENT_PORT,
+        GCS_PORT,
+        *range(6380, 6385),
+        20999,
+    }
+    assert sorted(nodes.listened[:2]) == [("a", (20999,)), ("b", (20999,))]
+    assert sorted(nodes.listened[2:]) == [("a", ()), ("b", ())]
+
+
+def test_vllms_own_ports_on_rank_0_are_those_of_its_flags() -> None:
+    assert rank_0_ports({"--tensor-parallel-size": 2}) == [29501]
+    assert rank_0_ports({"--data-parallel-size": 2}) == [29501, 29550]
+    assert rank_0_ports({"--data-parallel-size": "2", "--data-parallel-rpc-port": 5, "--master-port": 4}) == [
+        4,
+        5,
+    ]
+
+
+def test_an_agent_listens_as_long_as_it_is_told_and_names_a_port_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_module, "REACH_S", 0.2)
+    listen = node_handlers(Place("127.0.0.1", "lo", {}))["/listen"]
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as free:
+        taken, port = other.getsockname()[1], free.getsockname()[1]
+        free.close()
+        assert unreachable([("127.0.0.1", port)])
+        assert listen({"ports": [port, taken]}) == {"taken": [taken]}
+        assert unreachable([("127.0.0.1", port)]) == []
+        assert listen({"ports": []}) == {"taken": []}
+        assert unreachable([("127.0.0.1", port)])
+
+
+def test_a_port_that_opens_a_moment_later_is_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = free.getsockname()
+    opened: list[socket.socket] = []
+    threading.Timer(0.5, lambda: opened.append(socket.create_server(place))).start()
+    assert unreachable([place]) == []
+    opened[0].close()
+
+
+def rdma(gid: int | None, link: str = "Ethernet") -> dict[str, Any]:
+    device = RdmaDevice("rocep1s0f0", 1, link, "enp1s0f0np0", gid)
+    return {"rdma": [asdict(device)], "gpus": 1}
+
+
+def test_rdma_on_one_node_and_not_on_another_is_a_problem_that_names_it() -> None:
+    (problem,) = compare([node("a", **rdma(3)), node("b", **rdma(None))])
+    assert problem.node == "b" and "rocep1s0f0:1 (GID 3) on a" in problem.what
+    (problem,) = compare([node("a", gpus=1), node("b", **rdma(None, "InfiniBand"))])
+    assert problem.node == "a" and "rocep1s0f0:1 on b" in problem.what
+    assert compare([node("a", **rdma(3)), node("b", **rdma(2))]) == []  # indexes differ between machines
+    off: dict[str, Any] = {"rdma_is_off": True}
+    assert compare([node("a", **rdma(3), **off), node("b", **rdma(None), **off)]) == []
+    assert compare([node("a", **(rdma(3) | {"gpus": 0})), node("b")]) == []  # Gloo has no use for it
+
+
+def test_the_check_prints_each_nodes_interface_and_rdma() -> None:
+    nodes = [node("a", interface="eth0", **rdma(3)), node("b", interface="eth1")]
+    lines = commands.network_lines(Report(nodes, [], None))
+    assert lines == ["node a: eth0, RDMA rocep1s0f0:1 (GID 3)", "node b: eth1, RDMA none"]
 
 
 def test_the_node_whose_all_reduce_failed_first_is_the_one_that_is_named() -> None:
@@ -102,14 +200,14 @@ def test_the_node_whose_all_reduce_failed_first_is_the_one_that_is_named() -> No
         time.sleep(0.3 if address == "a" else 0.0)
         return {"error": "no such device" if address == "b" else "timed out"}
 
-    report = check(Nodes(reduce), "a", "b", "c")
+    report = check(Nodes(reduce=reduce), "a", "b", "c")
     assert [problem.node for problem in report.problems][-1] == "a"
     assert len(report.problems) == 3
 
 
 def test_nodes_that_fit_together_pass_with_the_slowest_rate() -> None:
     rates = {"a": 0.2, "b": 0.1}
-    report = check(Nodes(lambda address: answer(address, rates[address])), "a", "b")
+    report = check(Nodes(reduce=lambda address: answer(address, rates[address])), "a", "b")
     assert report.problems == []
     assert report.reduce is not None and (report.reduce["node"], report.reduce["gb_per_s"]) == ("b", 0.1)
     assert [one["address"] for one in report.nodes] == ["a", "b"]
@@ -118,7 +216,7 @@ def test_nodes_that_fit_together_pass_with_the_slowest_rate() -> None:
 def test_a_check_that_hangs_ends_when_it_is_told_to() -> None:
     over, began = threading.Event(), time.monotonic()
     threading.Timer(0.3, over.set).start()
-    report = check(Nodes(lambda address: time.sleep(5) or answer(address, 0.1)), "a", "b", over=over)
+    report = check(Nodes(reduce=lambda address: time.sleep(5) or answer(address, 0.1)), "a", "b", over=over)
     assert (report.problems, report.reduce) == ([], None)
     assert time.monotonic() - began < 3
 
@@ -128,7 +226,7 @@ def test_what_is_wrong_here_is_no_fault_of_a_node() -> None:
         raise NibbleError(ExitCode.CONFIG, "the certificates of RAY_TLS_* cannot be used")
 
     with pytest.raises(NibbleError, match="certificates") as caught:
-        check(Nodes(reduce), "a", "b")
+        check(Nodes(reduce=reduce), "a", "b")
     assert caught.value.code == ExitCode.CONFIG
 
 

@@ -104,6 +104,16 @@ def test_a_lost_node_is_named_with_how_it_was_lost(
         raise AssertionError(found)
 
 
+def test_a_node_that_left_with_an_error_is_named_with_it_until_it_is_back(roster: Roster) -> None:
+    roster.beat(message())
+    before = roster.nodes()
+    roster.leave("10.0.0.2", "memory is short")
+    lost = lost_node(before, roster.nodes(), roster.left)
+    assert lost == "node 10.0.0.2 (rank 1) has left: memory is short"
+    roster.beat(message())
+    assert roster.left == {}
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roster]:
     """A real agent on a free port."""

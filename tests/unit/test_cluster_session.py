@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from nibble.cluster import session as session_module
+from nibble.cluster.agent import AgentError
 from nibble.cluster.files import Offers
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
+from nibble.cluster.preflight import Caller
 from nibble.cluster.roster import Roster
 from nibble.cluster.session import (
     DEAD_WORKER,
@@ -134,6 +136,47 @@ def test_a_rank_that_fetches_the_model_from_here_is_waited_for(
     with pytest.raises(NibbleError, match="rank 0, 1 after 1 s"):
         cluster.prepare(None)
     assert list(idle_s) == []
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, found: Cluster) -> None:
+    """Every node but 10.0.0.9 tells its reports."""
+
+    def ask(caller: Caller, address: str, path: str, *more: Any) -> dict[str, Any]:
+        if address == "10.0.0.9":
+            raise AgentError(0, "timed out")
+        return {"reports": [{"at": address}]}
+
+    monkeypatch.setattr(Caller, "ask", ask)
+
+
+def test_the_other_ranks_are_asked_what_their_workers_proved(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, cluster)
+    for rank, address in enumerate((HERE, "10.0.0.2", "10.0.0.9")):
+        roster_of(cluster).beat(message(rank, address))
+    cluster._members = {node["address"]: node for node in cluster.nodes()}
+    assert Watch(cluster).reports() == {"10.0.0.2 (rank 1)": [{"at": "10.0.0.2"}], "10.0.0.9 (rank 2)": []}
+
+
+def test_with_ray_the_nodes_that_hold_parts_are_asked_this_machines_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = Cluster(
+        plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet, threading.Event(), Offers()
+    )
+    answers(monkeypatch, found)
+    nodes = [
+        {"address": address, "name": address, "busy": busy, "age_s": age_s}
+        for address, busy, age_s in (
+            (HERE, 1, 0.0),
+            ("10.0.0.2", 1, 0.0),
+            ("10.0.0.3", 0, 0.0),
+            ("10.0.0.4", 1, 60.0),
+        )
+    ]
+    monkeypatch.setattr(found, "nodes", lambda: nodes)
+    assert found.reports() == {HERE: [{"at": HERE}], "10.0.0.2": [{"at": "10.0.0.2"}]}
 
 
 def watched(cluster: Cluster, line: str | None, seconds: float) -> NibbleError | None:

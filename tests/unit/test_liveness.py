@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from crd_schemas import PLACES, made
 
+from nibble.cluster.ports import AGENT_PORT
 from nibble.control import ControlServer
 from nibble.paths import root
 
@@ -41,6 +44,22 @@ def test_a_server_that_loads_is_alive_and_not_ready(
     assert not ready and why.startswith("/ready 503")
 
 
+def test_the_port_is_the_one_nibble_has_command_line_before_variable_before_settings_file(
+    healthcheck: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NIBBLE_CONTROL_PORT", raising=False)
+    monkeypatch.delenv("NIBBLE_CONFIG", raising=False)
+    settings = tmp_path / "nibble.toml"
+    settings.write_text("control_port = 9001\n")
+    assert healthcheck.control_port(["serve"]) == 8001
+    assert healthcheck.control_port(["serve", "--config", str(settings)]) == 9001
+    monkeypatch.setenv("NIBBLE_CONFIG", str(settings))
+    assert healthcheck.control_port(["serve"]) == 9001
+    monkeypatch.setenv("NIBBLE_CONTROL_PORT", "9002")
+    assert healthcheck.control_port(["serve"]) == 9002
+    assert healthcheck.control_port(["serve", "--control-port=9003"]) == 9003
+
+
 def test_where_nibble_is_gone_it_is_neither(healthcheck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
@@ -61,29 +80,28 @@ def test_the_quadlet_unit_restarts_on_exit_alone_and_not_after_a_crash_loop() ->
     assert not [word for word in ("HealthOnFailure", "HealthCmd", "WatchdogSec") if word in unit]
 
 
-def probes(data: Any) -> Iterator[tuple[str, Any]]:
-    """Every Kubernetes probe in a document: (kind, probe)."""
+def containers(data: Any) -> Iterator[dict[str, Any]]:
+    """Every container in a Kubernetes manifest."""
     if isinstance(data, dict):
-        for name, value in data.items():
-            if name in ("livenessProbe", "readinessProbe", "startupProbe"):
-                yield name, value
-            yield from probes(value)
+        yield from data.get("containers", [])
+        for value in data.values():
+            yield from containers(value)
     elif isinstance(data, list):
         for value in data:
-            yield from probes(value)
+            yield from containers(value)
 
 
-def test_no_kubernetes_manifest_kills_a_server_for_not_being_ready() -> None:
-    for path in [*root().glob("docker/**/*.yaml"), *root().glob("manifests/**/*.yaml")]:
-        for document in yaml.safe_load_all(path.read_text()):
-            for kind, probe in probes(document):
-                asked = probe.get("httpGet", {}).get("path", "") + " ".join(
-                    probe.get("exec", {}).get("command", [])
-                )
-                if kind == "livenessProbe":
-                    assert not [word for word in ("/ready", "/health ") if word in f"{asked} "], (
-                        f"{path}: {asked}"
-                    )
-                    assert "healthcheck.py" not in asked or "live" in asked.split("healthcheck.py")[1], (
-                        f"{path}: {asked}"
-                    )
+@pytest.mark.parametrize("kind", PLACES)
+def test_kubernetes_ends_a_server_where_nibble_does_not_run_and_not_for_being_unready(kind: str) -> None:
+    found = list(containers(made(kind, "--control-port", "9001")))
+    servers = [one for one in found if one["name"] == "serve"]
+    nodes = [one for one in found if one not in servers]
+    assert [len(servers), len(nodes)] == ([1, 2] if kind == "kuberay" else [2, 0])
+    documented = (root() / "docs" / "operations.md").read_text()
+    for one in servers:
+        live, ready = (one[probe]["exec"]["command"] for probe in ("livenessProbe", "readinessProbe"))
+        assert live == [*ready, "live"]
+        assert f"exec: [{', '.join(live)}]" in documented
+        assert {"name": "NIBBLE_CONTROL_PORT", "value": "9001"} in one["env"]
+    for one in nodes:  # Ray's: the agent's port is open while one runs
+        assert one["livenessProbe"]["tcpSocket"] == {"port": AGENT_PORT}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import stat
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from test_memory import machine
 
 from nibble import ray_node
 from nibble.cluster.network import node_address
@@ -15,6 +17,8 @@ from nibble.cluster.node import Place
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
+from nibble.governor import UNWATCHED
+from nibble.memory import MemorySource, memory_now
 from nibble.settings import Settings
 from nibble.settings_layers import load_settings
 
@@ -66,10 +70,10 @@ def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> No
         "PATH": "/bin",
         "HF_HOME": "/h",
     }
-    environ = ray_node.node_environ(Place("192.0.2.3", "eth0", given), "token")
+    environ = ray_node.node_environ(Place("192.0.2.3", "eth0", given), "token", Path("/tmp/proof"))
     assert (environ["RAY_AUTH_MODE"], environ["RAY_AUTH_TOKEN"]) == ("token", "token")
     assert environ["VLLM_HOST_IP"] == "192.0.2.3"
-    assert environ["HF_HOME"] == "/h"
+    assert (environ["HF_HOME"], environ["NIBBLE_PROOF"]) == ("/h", "/tmp/proof")
     assert not {"NIBBLE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN_FILE"} & set(environ)
 
 
@@ -118,6 +122,29 @@ def test_a_ray_that_never_starts_is_ended_and_exit_9(monkeypatch: pytest.MonkeyP
         ray_node._Node(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, "worker", HEAD, []).run()
     assert caught.value.code == ExitCode.CLUSTER
     assert time.monotonic() - began < 10
+
+
+def test_memory_that_runs_out_on_its_machine_ends_it_with_7_and_all_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = machine(tmp_path, available_mib=300)
+    monkeypatch.setattr(ray_node, "MemorySource", lambda: MemorySource(root))
+    monkeypatch.setattr(ray_node, "WATCH_S", 0.1)
+    pid = tmp_path / "pid"
+    program = ["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"]
+    limit = ray_node.memory_limits(settings(NIBBLE_MEMORY_RESERVE_GIB="1"), {})
+    threading.Timer(1.0, lambda: machine(root, available_mib=200)).start()
+    node = ray_node._Node(program, {"PATH": "/usr/bin:/bin"}, "worker", HEAD, [], limit=limit)
+    with pytest.raises(NibbleError, match=r"on this node: 0\.195 GiB of memory are available") as caught:
+        node.run()
+    assert caught.value.code == ExitCode.NO_FIT
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_a_nodes_reserve_is_that_of_its_hardware_or_what_was_asked_for() -> None:
+    assert ray_node.memory_limits(settings(NIBBLE_MEMORY_RESERVE_GIB="0"), {}) == UNWATCHED
+    found = ray_node.memory_limits(settings(NIBBLE_TARGET="gb10"), {})
+    assert found.reserve_bytes == min(8 << 30, memory_now().total_bytes // 8)
 
 
 def test_a_worker_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
