@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 START_SCRIPT = "/opt/nibble/docker/start.sh"
@@ -55,12 +56,20 @@ def processes_run(*names: str) -> tuple[bool, str]:
 
 
 def control_port(arguments: list[str]) -> int:
-    """NIBBLE_CONTROL_PORT, unless the command line says otherwise."""
+    """From the command line, else NIBBLE_CONTROL_PORT, else the user's TOML file, as nibble itself has it."""
+    if port := given(arguments, "--control-port") or os.environ.get("NIBBLE_CONTROL_PORT"):
+        return int(port)
+    config = given(arguments, "--config") or os.environ.get("NIBBLE_CONFIG")
+    return int(tomllib.loads(Path(config).read_text()).get("control_port", 8001)) if config else 8001
+
+
+def given(arguments: list[str], flag: str) -> str | None:
+    """The value of a flag on a command line."""
     for position, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
-        if name == "--control-port":
-            return int(value or arguments[position + 1])
-    return int(os.environ.get("NIBBLE_CONTROL_PORT") or 8001)
+        if name == flag:
+            return value or arguments[position + 1]
+    return None
 
 
 def check(only_live: bool) -> tuple[bool, str]:

@@ -127,7 +127,8 @@ def record_from(
         [[{"role": "user", "content": prompt}] for prompt in prompts] if asker.has_chat() else list(prompts)
     )
     cases = [record(asker, prompt, TOKENS) for prompt in [*questions, PLAIN_TEXT]]
-    write_references(out, cases, {"recorded": source, "activations": activations_in(status)})
+    about = {"activations": activations_in(status), "hardware": status["canary"]["hardware"]}
+    write_references(out, cases, {"recorded": source, **about})
     print(f"{out}: {len(cases)} prompts, {sum(len(case.logprobs) for case in cases)} log-probs")
 
 

@@ -32,7 +32,7 @@ OUR_KERNELS = {
     "linear": ("NibbleNvFp4LinearKernel",),
     "moe": ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE"),
 }
-OURS = ("Cpu", "Nibble")  # how nibble's own kernels are called
+OURS = ("Cpu", "Nibble", "Quartet2")  # how nibble's own kernels and methods are called
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
 
@@ -151,8 +151,14 @@ def deviations(
 ) -> tuple[Deviation, ...]:
     """What is not as expected on any worker, each told once. `reports` are their `ran`."""
     found = [one for ran in reports for want in expected for one in _compare(want, ran)]
-    found += [one for ran in reports for one in _plain_torch(ran)]
+    found += [one for ran in reports if ran["device"] != "cpu" for one in _plain_torch(ran)]
     return tuple(dict.fromkeys(found))
+
+
+def plain_torch_on_the_cpu(reports: Iterable[Mapping[str, Any]]) -> str:
+    """The warning that nothing is compiled, on the CPU: numbers are right, and no more is to be had without a compiler."""
+    found = [one for ran in reports if ran["device"] == "cpu" for one in _plain_torch(ran)]
+    return f"{found[0].part} are {found[0].found}, much slower than {found[0].expected}" if found else ""
 
 
 def _compare(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:

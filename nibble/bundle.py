@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nibble.api_key import KEY_FILE
-from nibble.cache_commands import found as cache_entries
+from nibble.cache_entries import entries
+from nibble.cache_keys import FOLDER
+from nibble.cluster.token import TOKEN_FILE
 from nibble.doctor_report import Report
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import detect
@@ -87,14 +89,23 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 def _secrets(environ: Mapping[str, str], others: list[dict[str, str]]) -> set[str]:
     """Of this process, of the servers that run here, of the files that hold keys, and of settings files."""
-    files = [cache_dir(environ) / KEY_FILE, hub_home(environ) / "token"]
-    values = known_secrets(environ, files)
-    for other in others:
-        values |= known_secrets(other, [])
+    values: set[str] = set()
+    for each in (environ, *others):
+        folders = {_cache(each), cache_dir(each)}
+        own = [folder / name for folder in folders for name in (KEY_FILE, TOKEN_FILE)]
+        values |= known_secrets(each, [*own, hub_home(each) / "token"])
     for config in {each.get("NIBBLE_CONFIG", "") for each in (environ, *others)} - {""}:
         with contextlib.suppress(OSError, ValueError):
             values |= set(secret_values(tomllib.loads(Path(config).read_text())))
     return values
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    """nibble's own state; where the settings cannot be read, the folder it has without them."""
+    try:
+        return read_wishes([], environ).cache
+    except NibbleError:
+        return cache_dir(environ)
 
 
 def _files(
@@ -116,7 +127,7 @@ def _files(
         f"{platform.platform()}\n{platform.python_version()}\nuid {os.getuid()} gid {os.getgid()}",
     )
     yield "processes.txt", "\n".join(f"{pid} {command}" for pid, command, _ in processes)
-    yield "cache.json", [entry.to_json() for entry in cache_entries(environ)]
+    yield "cache.json", [entry.to_json() for entry in entries(_cache(environ) / FOLDER)]
     yield from _plan(environ, model)
     yield from _own_files(environ)
     for place in MACHINE_FILES:
@@ -146,8 +157,10 @@ def _plan(environ: Mapping[str, str], model: str | None) -> Iterator[tuple[str, 
 
 def _own_files(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The user's TOML, logs, last fault, failed starts, servers in the background: never the key."""
-    cache = cache_dir(environ)
-    wanted = [cache / "last-fault.txt", *sorted(cache.glob("logs/*")), *sorted(cache.glob("servers/*.json"))]
+    cache = _cache(environ)
+    with contextlib.suppress(OSError):  # written without a look at the settings
+        yield "nibble/last-fault.txt", _tail(cache_dir(environ) / "last-fault.txt")
+    wanted = [*sorted(cache.glob("logs/*")), *sorted(cache.glob("servers/*.json"))]
     wanted += [*sorted(cache.glob("crash-loop/*.json")), *sorted(cache.glob("start-times/*.json"))]
     for path in wanted:
         with contextlib.suppress(OSError):

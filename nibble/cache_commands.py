@@ -13,7 +13,7 @@ from nibble.cache_entries import Entry, damage, drop, entries, sweep, to_prune
 from nibble.cache_keys import FOLDER
 from nibble.disk import gib
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import cache_dir
+from nibble.prepare import read_wishes
 
 DAY_S = 86400.0
 
@@ -34,7 +34,7 @@ class Verified:
 
 def cache_root(environ: Mapping[str, str]) -> Path:
     """The folder of all entries."""
-    return cache_dir(environ) / FOLDER
+    return read_wishes([], environ).cache / FOLDER
 
 
 def found(environ: Mapping[str, str]) -> list[Entry]:

@@ -104,7 +104,7 @@ def convert(
         typer.Option(
             "--to",
             help="modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4 numbers;"
-            " nvfp4: quantize a BF16 model, in ModelOpt's layout.",
+            " nvfp4: quantize a BF16 model, in ModelOpt's layout (CloverLM in Quartet's).",
         ),
     ],
     activations: Annotated[
@@ -268,7 +268,8 @@ def _failed(error: Exception) -> int:
     """A usage error of typer's own, or our fault; a traceback only where it was asked for."""
     message = getattr(error, "format_message", None)
     if message is not None:
-        print(f"nibble: error: {message()}; see `nibble --help`", file=sys.stderr)
+        is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
+        print(message() if is_help else f"nibble: error: {message()}; see `nibble --help`", file=sys.stderr)
         return int(ExitCode.USAGE)
     if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
         raise error

@@ -12,7 +12,7 @@ from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings import Option, Settings, options
-from nibble.vllm_args import Flags, read_flags
+from nibble.vllm_args import COMMAND_LINE, Flags, read_flags
 from nibble.vllm_schema import Schema
 
 
@@ -53,7 +53,7 @@ def read_command_line(words: Sequence[str], own_switches: Sequence[str], schema:
             taken = _vllm_words(words, position)
             for_vllm += taken
             position += len(taken)
-    return CommandLine(values, read_flags(for_vllm, "the command line", schema), frozenset(rest))
+    return CommandLine(values, read_flags(for_vllm, COMMAND_LINE, schema), frozenset(rest))
 
 
 def _canonical(name: str, schema: Schema, by_flag: Mapping[str, Any]) -> str:

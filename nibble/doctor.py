@@ -58,6 +58,8 @@ def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
     tree, table = _installed_patches()
     checks += patch_checks(tree, table) if tree else []
     asked, settings_check = _settings(environ)
+    if asked:  # a settings file may name the folder too
+        environ = {**environ, "NIBBLE_CACHE_DIR": str(asked.cache)}
     here = detect(environ)
     checks += [settings_check, *hardware_checks(asked, here), memory_check(here)]
     checks += _disk_checks(environ) + _port_checks(asked)

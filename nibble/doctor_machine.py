@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nibble.build_id import build_id
-from nibble.cache_commands import cache_root
 from nibble.cache_entries import Entry, damage, entries
+from nibble.cache_keys import FOLDER
 from nibble.checks import run_checks
 from nibble.cluster.facts import nccl_library
 from nibble.disk import gib
@@ -22,6 +22,7 @@ from nibble.errors import NibbleError
 from nibble.gemma4 import has_flashinfer_compiler
 from nibble.gpu_state import GpuState, describe, problem
 from nibble.hardware import Hardware
+from nibble.paths import cache_dir
 from nibble.prepare import plan_for, read_wishes
 from nibble.targets import Target
 
@@ -86,7 +87,7 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 def compiled_check(environ: Mapping[str, str]) -> Check:
     """The entries of compiled code: how much, whether whole, how much of other builds. Sizes only; `cache verify` hashes."""
-    return judge_entries(entries(cache_root(environ)), build_id())
+    return judge_entries(entries(cache_dir(environ) / FOLDER), build_id())
 
 
 def judge_entries(found: Sequence[Entry], build: str) -> Check:

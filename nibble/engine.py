@@ -21,7 +21,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from nibble.processes import become_subreaper, die_with_parent, engine_title, family, kill_family
+from nibble.processes import (
+    become_subreaper,
+    die_with_parent,
+    engine_title,
+    family,
+    is_resource_tracker,
+    kill_family,
+)
 
 _CHUNK_BYTES = 1 << 16
 _LOOK_FOR_PROCESSES_MS = 1000
@@ -74,6 +81,7 @@ class Engine:
         self._events = events
         self._last_sign = time.monotonic()
         self._readers: list[threading.Thread] = []
+        self._doomed: tuple[int, ...] = ()  # whom `kill_at_once` kills
         # Forked from the main thread, since its death signal hangs on the thread that forked it, and while no
         # other thread can hold a lock that the child would inherit.
         self._child = subprocess.Popen(
@@ -122,9 +130,13 @@ class Engine:
             self._child.send_signal(signal.SIGTERM)
 
     def kill_at_once(self) -> None:
-        """SIGKILL to the process group, in one system call and without a look at anything; `kill` finds the rest."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL without a look at anything: to those `first_death` saw last, else to the process group.
+
+        Python's resource trackers live on, to remove the shared memory. `kill` finds what was forked since.
+        """
+        for pid in self._doomed or (-self.pid,):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def first_death(self, over: threading.Event) -> str | None:
         """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`.
@@ -135,7 +147,9 @@ class Engine:
         poll, watched, seen = select.poll(), set[int](), set[int]()
         try:
             while not over.is_set():
-                titled = {one.pid: title for one in family(self.pid) if (title := engine_title(one.pid))}
+                pids = [one.pid for one in family(self.pid)]
+                self._doomed = tuple(pid for pid in pids if not is_resource_tracker(pid))
+                titled = {pid: title for pid in pids if (title := engine_title(pid))}
                 for pid in (titled.keys() & seen) - watched - {self.pid}:
                     name = f"{titled[pid]} (pid {pid})"
                     try:
@@ -150,6 +164,7 @@ class Engine:
         except OSError:  # the kernel is older than 5.3
             pass
         finally:
+            self._doomed = ()  # nobody looks any more: a pid may soon be another process's
             for descriptor in known:
                 os.close(descriptor)
         return None

@@ -13,6 +13,9 @@ from typing import Any
 from nibble.memory import HOST, memory_now
 from nibble.targets import Target
 
+# Instruction sets by which vLLM 0.32 (platforms/cpu.py:639) and oneDNN compute, widest first.
+_WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -45,6 +48,12 @@ class Hardware:
     nvml_error: str | None = None
     memory_limited_by: str = HOST
     hidden_gpus: int = 0
+
+    def arithmetic(self, device: str) -> str:
+        """Whose roundings a model's numbers have: a GPU's name, or the widest instructions that vLLM's CPU build takes here."""
+        if device == "cuda":
+            return self.gpus[0].name if self.gpus else ""
+        return next((flag for flag in _WIDE if flag in self.cpu_flags), self.cpu_arch)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json; of the CPU flags only those vLLM's CPU build asks for."""

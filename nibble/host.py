@@ -20,6 +20,11 @@ SMALL_SHM_BYTES = 1 << 30
 BindProblem = Literal["in use", "no address of this machine", "not permitted"]
 
 
+def has_cpp_compiler(environ: Mapping[str, str]) -> bool:
+    """Whether torch finds what it compiles with for a CPU (torch 2.13 _inductor/config.py:1690)."""
+    return shutil.which(environ.get("CXX") or "g++", path=environ.get("PATH", os.defpath)) is not None
+
+
 def bind_problem(host: str, port: int) -> BindProblem | None:
     """Why a server cannot listen on `host`:`port`, or None. Tries it, as vLLM would (with SO_REUSEADDR)."""
     try:

@@ -116,7 +116,8 @@ class Supervisor:
         self._admission = Admission(self._folder / "gate")
         tls = "--ssl-certfile" in plan.args
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
-        self._proof = Proof(plan, self._folder / "proof", self._api)
+        elsewhere = watch.reports if watch else dict
+        self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere)
         base = _sockets(plan, self._folder) | plan.vllm_environ(environ) | self._proof.environ()
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         self._engine = Engine(

@@ -307,6 +307,9 @@ def _environment(
         env[TUNED_CONFIG_FOLDER] = Choice(str(moe_alias.folder), "nibble's default", moe_alias.reason)
     if parts.loaded.settings.debug:
         env["VLLM_LOGGING_LEVEL"] = Choice("DEBUG", str(parts.loaded.origins["debug"]), "verbose logs")
+    if parts.without_cpp_compiler:
+        why = "no C++ compiler is here, and vLLM compiles what log-probs need in eager mode, too"
+        env["TORCHDYNAMO_DISABLE"] = Choice("1", "nibble's default", why)
     env |= compiled | fast_start_environment(parts.target, args)
     for name, default in parts.target.env.items():
         env[name] = Choice(

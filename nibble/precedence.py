@@ -64,6 +64,7 @@ class Ingredients:
     build: str = ""  # what is installed here (build_id.py); empty: a plan for another machine
     vllm: str = ""
     can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
+    without_cpp_compiler: bool = False  # on the CPU, where torch.compile needs one
     without_gpu_kernels: str = ""  # why nibble's cannot run here; empty also where that is not known
 
 
@@ -105,6 +106,10 @@ def _nibble_defaults(parts: Ingredients) -> Choices:
     if parts.is_demo and parts.target.device == "cpu":
         reason = "first answer sooner than compiled, cold or warm (benchmarks/results/start_overhead.json)"
         defaults["--enforce-eager"] = Choice(True, "nibble's default", reason)
+    elif parts.without_cpp_compiler:
+        defaults["--enforce-eager"] = Choice(
+            True, "nibble's default", "no C++ compiler is here to compile with"
+        )
     return defaults
 
 

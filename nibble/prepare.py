@@ -17,9 +17,10 @@ from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
 from nibble.gemma4 import has_flashinfer_compiler
 from nibble.hardware import Hardware, assume, detect
+from nibble.host import has_cpp_compiler
 from nibble.moe_configs import installed_configs
 from nibble.nvfp4_checks import missing_gpu_kernels
-from nibble.paths import demo_models, root
+from nibble.paths import cache_dir, demo_models, root
 from nibble.plan import Plan, make_plan
 from nibble.precedence import Choice, Ingredients, file_flags
 from nibble.recipes import ResolvedRecipe, load_recipe, resolve
@@ -45,6 +46,11 @@ class Asked:
     @property
     def settings(self) -> Settings:
         return self.loaded.settings
+
+    @property
+    def cache(self) -> Path:
+        """The folder of nibble's own state."""
+        return self.settings.cache_dir or cache_dir(self.accepted.environ)
 
 
 def read_wishes(words: Sequence[str], environ: Mapping[str, str], own_switches: Sequence[str] = ()) -> Asked:
@@ -111,6 +117,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         build="" if hardware.assumed else build_id(),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
+        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(asked.accepted.environ),
         without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
     )
     return make_plan(parts)

@@ -135,7 +135,7 @@ def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
     began = time.monotonic()
     while (members := family(session)) and (past_s := time.monotonic() - began) < timeout_s:
         for member in members:
-            if past_s < TRACKER_S and _is_resource_tracker(member.pid):
+            if past_s < TRACKER_S and is_resource_tracker(member.pid):
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(member.pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
     return sorted(killed)
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
     """Whether it is the process that CPython's multiprocessing/resource_tracker.py starts."""
     try:
         return (

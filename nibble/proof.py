@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.assertion import STRICT_ACTION, Deviation, deviations, expectations
+from nibble.assertion import (
+    STRICT_ACTION,
+    Deviation,
+    deviations,
+    expectations,
+    plain_torch_on_the_cpu,
+)
 from nibble.canary import BUDGET_S, Finding, run_canary
 from nibble.canary.asking import Asker
-from nibble.canary.layers import activations_of
+from nibble.canary.layers import activations_of, on_node
 from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_options import asked as plugin_options
@@ -39,8 +45,15 @@ ACTION = "--linear-backend, --moe-backend and --attention-backend choose other k
 class Proof:
     """One start's proof. `run` is called once, in a thread; `to_json` at any time."""
 
-    def __init__(self, plan: Plan, folder: Path, api: Api) -> None:
-        self._plan, self._folder, self._api = plan, folder, api
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        api: Api,
+        elsewhere: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict,
+    ) -> None:
+        """`elsewhere` gives the reports of the workers on other nodes, by the node's name."""
+        self._plan, self._folder, self._api, self._elsewhere = plan, folder, api, elsewhere
         self._ran: list[Any] = []
         self._assertion: tuple[str, tuple[str, ...]] = ("pending", ())
         self._canary: tuple[str, tuple[Finding, ...]] = ("pending", ())
@@ -56,17 +69,26 @@ class Proof:
         canary, findings = self._canary
         return {
             "assertion": {"verdict": assertion, "deviations": list(lines), "ran": self._ran},
-            "canary": {"verdict": canary, "findings": [finding.to_json() for finding in findings]},
+            "canary": {
+                "verdict": canary,
+                "findings": [finding.to_json() for finding in findings],
+                "hardware": self._plan.hardware.arithmetic(self._plan.target.device),
+            },
         }
 
     def run(self, names: tuple[str, ...], generates: bool, say: Callable[[str], None]) -> None:
         """Raises CANARY for a kernel or an answer that is to end the start; OSError where vLLM went away."""
-        reports = read_reports(self._folder)
+        elsewhere = self._elsewhere()
+        by_node = {"": read_reports(self._folder), **elsewhere}
+        reports = [{**report, "node": node} for node, found in by_node.items() for report in found]
         told = [report for report in reports if report["ran"] is not None]
-        self._ran = [report["ran"] | {"activations": activations_of([report])} for report in told]
+        self._ran = [
+            report["ran"] | {"activations": activations_of([report]), "node": report["node"]}
+            for report in told
+        ]
         for problem in dict.fromkeys(report["problem"] for report in reports if report["problem"]):
             say(f"warning: a worker could not tell all of what runs: {problem}")
-        self._assert_kernels(len(reports), say)
+        self._assert_kernels(len(reports), [node for node, found in elsewhere.items() if not found], say)
         if self._plan.settings.canary == "off":
             self._canary = ("off", ())
         elif is_dummy(self._plan):
@@ -74,22 +96,30 @@ class Proof:
         else:
             self._ask(reports, names, generates, say)
 
-    def _assert_kernels(self, reports: int, say: Callable[[str], None]) -> None:
+    def _assert_kernels(self, reports: int, silent: Sequence[str], say: Callable[[str], None]) -> None:
         self._assertion = ("unknown", ())
-        if reports < (workers := workers_here(self._plan)):
+        if silent or reports < workers(self._plan):
             installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
             how = self._plan.settings.kernel_assertion if installed else "warn"
-            self._tell(_silence(reports, workers), how, say)
+            self._tell(_silence(reports, workers(self._plan), silent), how, say)
         if not self._ran:
             return
-        found = deviations(expectations(self._plan, os.environ), self._ran)
-        self._assertion = ("failed" if found else "passed", tuple(one.line() for one in found))
-        for one in found:
-            self._tell(_unexpected(one), self._plan.settings.kernel_assertion, say)
+        expected = expectations(self._plan, os.environ)
+        found = [
+            (node, one)
+            for node in dict.fromkeys(ran["node"] for ran in self._ran)
+            for one in deviations(expected, [ran for ran in self._ran if ran["node"] == node])
+        ]
+        lines = tuple(f"{on_node(node)}{one.line()}" for node, one in found)
+        self._assertion = ("failed" if found else "passed", lines)
+        for node, one in found:
+            self._tell(_unexpected(node, one), self._plan.settings.kernel_assertion, say)
+        if slow := plain_torch_on_the_cpu(self._ran):
+            say(f"warning: {slow}")
 
     def _ask(
         self,
-        reports: list[Mapping[str, Any]],
+        reports: Sequence[Mapping[str, Any]],
         names: tuple[str, ...],
         generates: bool,
         say: Callable[[str], None],
@@ -116,7 +146,7 @@ class Proof:
 
     def _findings(
         self,
-        reports: list[Mapping[str, Any]],
+        reports: Sequence[Mapping[str, Any]],
         names: tuple[str, ...],
         generates: bool,
         say: Callable[[str], None],
@@ -161,9 +191,12 @@ def calls_tools(plan: Plan) -> bool:
     return "--tool-call-parser" in plan.args and automatic is not None and automatic.value is True
 
 
-def read_reports(folder: Path) -> list[Mapping[str, Any]]:
-    """What this machine's workers wrote, by rank."""
-    found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
+def read_reports(folder: Path, of_the_living: bool = False) -> list[Mapping[str, Any]]:
+    """What this machine's workers wrote, by rank; of those that still run, where the folder outlives a run of vLLM's."""
+    files = list(folder.glob("worker-*.json"))
+    if of_the_living:
+        files = [file for file in files if Path("/proc", file.stem.removeprefix("worker-")).exists()]
+    found = [json.loads(file.read_text()) for file in files]
     return sorted(found, key=lambda report: report["rank"])
 
 
@@ -183,7 +216,7 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     # Ranks add up parts that are rounded to BF16, which decides about FP4 activations near the middle of two values.
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
-    return references_like(paths, activations, differs)
+    return references_like(paths, activations, differs, plan.hardware.arithmetic(plan.target.device))
 
 
 def how_to_record(plan: Plan, url: str) -> str:
@@ -196,23 +229,25 @@ def how_to_record(plan: Plan, url: str) -> str:
     )
 
 
-def _unexpected(found: Deviation) -> NibbleError:
-    return found.error("--linear-backend, --moe-backend and --attention-backend ask for a kernel by name")
+def _unexpected(node: str, found: Deviation) -> NibbleError:
+    error = found.error("--linear-backend, --moe-backend and --attention-backend ask for a kernel by name")
+    return NibbleError(error.code, f"{on_node(node)}{error.what}", error.expected, error.action)
 
 
-def workers_here(plan: Plan) -> int:
-    """How many workers report on this machine, at least: Ray places them itself, and so may data parallelism."""
-    is_placed = plan.topology.mode == "ray" or "--data-parallel-size" in plan.args
-    return 1 if is_placed else plan.topology.ranks_here
+def workers(plan: Plan) -> int:
+    """How many workers report on all nodes, at least: vLLM places data parallel replicas itself."""
+    return plan.topology.nodes or 1 if "--data-parallel-size" in plan.args else plan.topology.ranks
 
 
-def _silence(reports: int, workers: int) -> NibbleError:
+def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
     """Not everybody told what ran: an installation without the plugin, or one that leaves it out."""
     allowed = os.environ.get("VLLM_PLUGINS")
     action = "install the nibble-kernels of this nibble (`make setup` does, the image has it)"
     if allowed is not None and PLUGIN not in allowed.split(","):
         action = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
     who = f"only {reports} of {workers} workers" if reports else "no worker"
+    if silent:
+        who = f"no worker on node {', '.join(silent)}"
     what = f"{who} told which kernels run"
     return NibbleError(
         ExitCode.CANARY, what, f"a report of vLLM's plugin {PLUGIN}", f"{action}; {STRICT_ACTION}"

@@ -14,18 +14,28 @@ from nibble.secrets import MAX_SECRET_BYTES
 HIDDEN = "[removed]"
 SHORTEST = 6  # a shorter value would take ordinary words out of every file
 # Names whose values are secrets, in variables, TOML, JSON, YAML, URLs, command lines.
-_WORDS = "token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credential|auth|[_-]key(?![\\w-])"
+_WORDS = (
+    "token|secret|passw(?:or)?d|passphrase|(?:api|access|account|private)[_-]?key|credential|auth|cookie|webhook"
+    "|[_-](?:key|pass|pwd)(?![\\w-])"
+)
 _NAME = rf"[\w.-]*(?:{_WORDS})[\w.-]*"
 _SECRET_NAME = re.compile(rf"(?i)^{_NAME}$|^key$")
 # Names that only look so: what a tokenizer is called, how a cluster authenticates, and files that are named but not shown.
 _HARMLESS = re.compile(r"(?i)tokenizer|auth_mode$|_(?:file|path)$|^ssh_auth_sock$")
 _COUNT = re.compile(r"[\d.,]{1,12}")  # of tokens
 _QUOTED = r"""\"[^\"\n]*\"|'[^'\n]*'"""
+# A list, an object, the arguments of a call: with what stands in quotes there.
+_GROUP = "|".join(
+    rf"""\{opens}(?:{_QUOTED}|[^\{closes}\"']){{0,4096}}\{closes}""" for opens, closes in ("[]", "{}", "()")
+)
 # Words up to a comma, the end of the line or the next name: a passphrase may have blanks.
-_BARE = r"""[^\s,;}&\"']+(?:[ \t]+(?![\w.-]+\s*[=:]|--)[^\s,;}&\"']+)*"""
-_NAMED = re.compile(rf"(?i)(?P<before>[\"']?(?P<name>{_NAME})[\"']?\s*[=:]\s*)(?P<value>{_QUOTED}|{_BARE})")
+_WORD = rf"""(?:{_GROUP}|[^\s,;}}&\"'])+"""
+_BARE = rf"""{_WORD}(?:[ \t]+(?![\w.-]+\s*[=:]|--){_WORD})*"""
+_NAMED = re.compile(
+    rf"(?i)(?P<before>[\"']?(?<![\w.-])(?P<name>{_NAME})[\"']?\s*[=:]\s*)(?P<value>{_QUOTED}|{_BARE})"
+)
 _FLAG = re.compile(rf"(?i)(?P<before>--(?P<name>{_NAME})(?:\s+|\0|[\"'],\s*[\"']))(?P<value>[^\s\"',\0]+)")
-_FORMS = (
+_FORMS = (  # what stands before the secret, and stays, is the group `before`
     re.compile(r"\bhf_[A-Za-z0-9_]{8,}"),
     re.compile(r"\bnbl-[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:sk|pk|rk|nvapi)-[A-Za-z0-9_-]{16,}"),
@@ -33,7 +43,15 @@ _FORMS = (
     re.compile(r"\bA(?:KIA|SIA)[A-Z0-9]{16}\b"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
     re.compile(r"(?i)(?<=authorization: )[^\n\"']+|(?<=bearer )[^\s\"']{4,}"),
-    re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)"),
+    re.compile(r"""(?i)(?P<before>cookie(?:[\\\"']*[ \t]*[:=]|[\"'],)[ \t]*b?[\\\"']*)[^\n\"'\\]+"""),
+    re.compile(r"""(?<=://)[^\s/\"']+(?=@)"""),
+    re.compile(r"""(?i)(?P<before>(?:[?&;]|u0026)(?:[\w.-]*sig(?:nature)?|key|code)=)[^\s&;\"'<>\\]+"""),
+    # curl's user and password; numbers are the user and group of a container.
+    re.compile(
+        r"""(?m)(?P<before>(?:^|(?<=[\s\"'\[,]))(?:-[uU]|--(?:proxy-)?user)(?:[ \t]+|=|[\"'],\s*)?(?P<quote>[\"'])?)"""
+        r"""(?!\d+:\d+\b)(?(quote)[^\n\"':]+:(?!//)[^\n\"']+|[^\s\"':]+:(?!//)[^\s\"']+)"""
+    ),
+    re.compile(r"(?P<before>--api[_-]key(?:=|[ \t]+))(?!-)\S+(?:[ \t]+(?!-)\S+)+"),  # vLLM takes several
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
 )
 
@@ -53,7 +71,7 @@ class Redactor:
         if self._values is not None:
             text = self._values.sub(HIDDEN, text)
         for form in _FORMS:
-            text = form.sub(HIDDEN, text)
+            text = form.sub(lambda found: (found.groupdict().get("before") or "") + HIDDEN, text)
         return _NAMED.sub(_hide, _FLAG.sub(_hide, text))
 
     def data(self, value: Any) -> Any:
@@ -99,7 +117,9 @@ def secret_values(data: Any, is_secret: bool = False) -> Iterator[str]:
 def _hide(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"].strip("\"'")
     is_count = "token" in name.lower() and _COUNT.fullmatch(value)
-    if _HARMLESS.search(name) or is_count or value in ("", "null", "None", "true", "false", HIDDEN):
+    if _HARMLESS.search(name):  # the names within its value may be others
+        return match["before"] + _NAMED.sub(_hide, match["value"])
+    if is_count or value in ("", "null", "None", "true", "false", HIDDEN):
         return match[0]
     return match["before"] + HIDDEN
 

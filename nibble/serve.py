@@ -26,7 +26,7 @@ from nibble.launch import serve as launch
 from nibble.localize import Fetch, localize
 from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
-from nibble.paths import cache_dir, root
+from nibble.paths import root
 from nibble.plan import Plan
 from nibble.prebuild import prebuilding
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
@@ -69,7 +69,7 @@ def background_place(port: int | None, environ: dict[str, str]) -> Place:
 
 
 def _place(asked: Asked) -> Place:
-    return Place(asked.settings.cache_dir or cache_dir(asked.accepted.environ), asked.settings.port)
+    return Place(asked.cache, asked.settings.port)
 
 
 def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json: bool) -> int:
@@ -93,7 +93,7 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     plan = _checked(_on_disk(plan_for(asked), asked), accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
-    cache = settings.cache_dir or cache_dir(accepted)
+    cache = asked.cache
     key = resolve_api_key(settings.host, given, settings.allow_anonymous, cache)
     link_moe_configs(plan)
     _announce(plan)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from nibble import __version__
 from nibble.assertion import expectations
+from nibble.checks import check_memory
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import arithmetic, show_gib
 from nibble.patching.status import row_order
@@ -50,7 +51,14 @@ def show_plan(plan: Plan) -> None:
     ):
         console.print(_choices_table(title, choices))
     console.print(_budget_table(plan))
-    for notice in plan.notices:
+    try:
+        notices = [*plan.notices, *check_memory(plan)]
+    except NibbleError as error:
+        console.print(
+            f"[red]serve ends with exit {int(error.code)}:[/] {escape(error.line())}", soft_wrap=True
+        )
+        notices = plan.notices
+    for notice in notices:
         console.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
     console.print("held against what runs:", style="bold")
     for want in expectations(plan, os.environ):
@@ -126,7 +134,10 @@ def _watchdog(plan: Plan) -> str:
     pause, stop, resume = (
         show_gib(size) for size in (limit.pause_below_bytes, limit.stop_below_bytes, limit.resume_from_bytes)
     )
-    return f"host memory below {pause}: no new requests until {resume}; below {stop}: the engine is stopped"
+    if plan.topology.is_headless:
+        return f"host memory below {stop}: this rank is stopped"
+    text = f"host memory below {pause}: no new requests until {resume}; below {stop}: the engine is stopped"
+    return f"{text}; every Ray node has its own" if plan.topology.mode == "ray" else text
 
 
 def _all_sequences(plan: Plan) -> str:
@@ -141,11 +152,12 @@ def _all_sequences(plan: Plan) -> str:
 
 
 def _gib(value: int | None) -> str:
-    return UNKNOWN_UNTIL_PULL if value is None else show_gib(value)
+    """Nothing where it is less than that; how much lacks is told below the table."""
+    return UNKNOWN_UNTIL_PULL if value is None else show_gib(max(0, value))
 
 
 def _number(value: float | None) -> str:
-    return UNKNOWN_UNTIL_PULL if value is None else f"{value:.1f}"
+    return UNKNOWN_UNTIL_PULL if value is None else f"{max(0.0, value):.1f}"
 
 
 def recipe_rows() -> list[dict[str, Any]]:

@@ -5,32 +5,44 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from nibble.control import ADDRESS
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import show_gib
-from nibble.settings import default_of, options
+from nibble.prepare import read_wishes
+from nibble.settings import options
 
 _TIMEOUT_S = 5.0
 
 
 def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
-    """/status of the server at NIBBLE_CONTROL_PORT. Raises USAGE for what is no port, ENGINE_DIED where nobody answers."""
-    name = options()["control_port"].env[0]
-    port = environ.get(name) or str(default_of("control_port"))
-    if not port.isdigit():
-        raise NibbleError(ExitCode.USAGE, f"{name} is {port!r}", "a port", f"correct or unset {name}")
-    connection = http.client.HTTPConnection(ADDRESS, int(port), timeout=_TIMEOUT_S)
+    """/status of the server at the control port of the settings. Raises ENGINE_DIED where none of nibble's answers there."""
+    port = read_wishes([], environ).settings.control_port
+    connection = http.client.HTTPConnection(ADDRESS, port, timeout=_TIMEOUT_S)
     try:
         connection.request("GET", "/status")
-        return json.loads(connection.getresponse().read())
+        response = connection.getresponse()
+        status = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        what = f"no server of nibble's answers on control port {port} ({why})"
-        raise NibbleError(ExitCode.ENGINE_DIED, what, "", f"start one, or set {name} to its port") from None
+        raise _no_server(port, why) from None
     finally:
         connection.close()
+    if (
+        response.status != HTTPStatus.OK
+        or not isinstance(status, dict)
+        or not {"state", "phase"} <= status.keys()
+    ):
+        raise _no_server(port, "what answers there is something else")
+    return status
+
+
+def _no_server(port: int, why: str) -> NibbleError:
+    what = f"no server of nibble's answers on control port {port} ({why})"
+    action = f"start one, or set {options()['control_port'].env[0]} to its port"
+    return NibbleError(ExitCode.ENGINE_DIED, what, "", action)
 
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:

@@ -15,6 +15,8 @@ from typing import Any
 from nibble.errors import ExitCode, NibbleError
 from nibble.vllm_schema import FlagSpec, Schema
 
+COMMAND_LINE = "the command line"
+
 # Flags nibble sets itself, with the variable a user has for each (design.md 3).
 OWNED: Mapping[str, str] = {
     "--host": "HOST",
@@ -77,7 +79,7 @@ def _next_flag(
             ExitCode.CONFIG,
             what,
             "flags of `vllm serve`, such as --kv-cache-dtype fp8",
-            "check the quotes around it",
+            "write MODEL, once, before the flags" if source == COMMAND_LINE else "check the quotes around it",
         )
     written, equals, inline = word.partition("=")
     name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written

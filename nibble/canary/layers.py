@@ -17,10 +17,19 @@ def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(sorted(forms - {"plain"}))
 
 
+def on_node(node: str) -> str:
+    """The beginning of a sentence about another node; nothing for this one."""
+    return f"node {node}: " if node else ""
+
+
 def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
     """Failed where any layer of any worker is off; not compared where none could be."""
-    entries = [(report["rank"], entry) for report in reports for entry in report["checks"]]
-    wrong = [f"rank {rank}, {text}" for rank, entry in entries for text in entry["wrong_layers"]]
+    entries = [
+        (f"{on_node(report.get('node', ''))}rank {report['rank']}", entry)
+        for report in reports
+        for entry in report["checks"]
+    ]
+    wrong = [f"{worker}, {text}" for worker, entry in entries for text in entry["wrong_layers"]]
     if wrong:
         count = sum(entry["wrong"] for _, entry in entries)
         return Finding(

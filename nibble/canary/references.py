@@ -38,11 +38,13 @@ class Case:
 
 @dataclass(frozen=True)
 class References:
-    """The cases of a file, and with which activations of NVFP4 layers they were recorded (layers.activations_of)."""
+    """The cases of a file, and with which activations of NVFP4 layers (layers.activations_of) and on what they were recorded
+    (Hardware.arithmetic)."""
 
     cases: tuple[Case, ...]
     where: str
     activations: tuple[str, ...] = ()
+    hardware: str = ""
     mean_limit: float = MEAN_LIMIT
 
 
@@ -65,7 +67,8 @@ def read_references(path: Path) -> References | None:
         if any(len(case.logprobs) != len(case.prompt_ids) + len(case.answer_ids) - 1 for case in cases):
             raise ValueError("a case has more or fewer log-probs than tokens")
         limit = float(data.get("mean_limit", MEAN_LIMIT))
-        return References(cases, str(path), tuple(data.get("activations", ())), limit) if cases else None
+        activations, hardware = tuple(data.get("activations", ())), str(data.get("hardware", ""))
+        return References(cases, str(path), activations, hardware, limit) if cases else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path} cannot be read: {type(error).__name__} {error}"
         raise NibbleError(
@@ -74,14 +77,19 @@ def read_references(path: Path) -> References | None:
 
 
 def references_like(
-    paths: Iterable[Path], activations: tuple[str, ...], numbers_differ: bool
+    paths: Iterable[Path], activations: tuple[str, ...], numbers_differ: bool, hardware: str
 ) -> References | None:
-    """Those recorded with the same activations, else the first there are; loose where the numbers are not the recorded ones."""
+    """Those recorded with the same activations, else the first there are; loose where the numbers are not the recorded ones.
+
+    Those of FP4 activations differ between kinds of `hardware`: which way a sum is rounded to BF16 decides near the middle of two
+    values.
+    """
     known = [found for path in paths if (found := read_references(path)) is not None]
     if not known:
         return None
     same = next((found for found in known if found.activations == activations), None)
-    if same is not None and not numbers_differ:
+    elsewhere = same is not None and "fp4" in activations and same.hardware != hardware
+    if same is not None and not (numbers_differ or elsewhere):
         return same
     return replace(same or known[0], mean_limit=max(known[0].mean_limit, LOOSE_LIMIT))
 

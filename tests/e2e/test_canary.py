@@ -21,7 +21,8 @@ from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 from serving import ROOT, Server
 
-from nibble.canary.references import FILE, References, read_references
+from nibble.canary.references import FILE, MEAN_LIMIT, References, read_references, write_references
+from nibble.hardware import detect
 from nibble.proof import references_of
 
 pytestmark = pytest.mark.vllm
@@ -43,13 +44,13 @@ def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, References]]:
-    """The demo with its recorded references, which a healthy start passes where a failing one would end it."""
+    """The demo and its answers on this machine. A healthy start passes with those in its folder, maybe of another CPU."""
     faulty = serve_with_faults(tmp_path_factory.mktemp("demo"), DEMO.name, NIBBLE_CANARY="strict")
     references = read_references(DEMO / FILE)
     assert references is not None
     try:
         faulty.server.wait_until_ready()
-        yield faulty, references
+        yield faulty, faulty.record([case.prompt for case in references.cases])
     finally:
         faulty.server.end()
 
@@ -144,10 +145,14 @@ def test_what_is_recorded_for_a_recipe_is_found_by_a_start_of_its_model(
     program = [sys.executable, str(ROOT / "models" / "record_canary.py")]
     subprocess.run([*program, *addresses, "--recipe", "acme/Bird-NVFP4"], check=True, timeout=120)
     settings, checkpoint = SimpleNamespace(model="acme/Bird-NVFP4"), SimpleNamespace(path=None)
-    plan: Any = SimpleNamespace(settings=settings, checkpoint=checkpoint, args={})
+    target = SimpleNamespace(device="cpu")
+    plan: Any = SimpleNamespace(
+        settings=settings, checkpoint=checkpoint, args={}, hardware=detect(), target=target
+    )
     references = references_of(plan, ("fp4",))
     assert references is not None and len(references.cases) == 9 and references.activations == ("fp4",)
     assert references.where == str(tmp_path / "recipes/acme/Bird-NVFP4.nibble-canary.json")
+    assert references.mean_limit == MEAN_LIMIT  # recorded on this machine
     assert caught(faulty, references, "none") == set()
     assert REFERENCES in caught(faulty, references, "wrong chat template")
 
@@ -179,13 +184,17 @@ def test_a_slow_fallback_ends_the_start_with_exit_8_and_says_what_ran(tmp_path: 
     assert "NIBBLE_KERNEL_ASSERTION=warn serves all the same" in line
 
 
-def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(tmp_path: Path) -> None:
+def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
+    demo: tuple[Faulty, References], tmp_path: Path
+) -> None:
     """Every kernel computes what the weights say, so the layers pass; the gate never opened."""
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "models" / "nibble-demo-nvfp4", model)
+    shutil.copytree(DEMO, model)
+    about = {"activations": ["fp4"], "hardware": detect().arithmetic("cpu")}
+    write_references(model / FILE, list(demo[1].cases), about)
     tensors = load_file(model / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight_scale"
-    tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(torch.float8_e4m3fn)
+    for name in [f"model.layers.1.self_attn.{part}_proj.weight_scale" for part in "qkv"]:
+        tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(torch.float8_e4m3fn)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     answered: set[int] = set()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +61,66 @@ def test_nibble_serves_the_nvfp4_demo_with_the_answers_of_the_bf16_one(
     finally:
         server.end()
     assert {question: answer for question, answer in found.items() if answer != expected[question]} == {}
+
+
+TOOLS = (
+    "bash",
+    "dirname",
+    "env",
+    "lscpu",
+    "readlink",
+    "uname",
+)  # what a start may want of a machine; no compiler
+
+
+@pytest.fixture
+def uncompiled(tmp_path: Path) -> dict[str, str]:
+    """Variables for a machine without compilers, and nibble-kernels as installed there."""
+    tools, sources, site = tmp_path / "bin", tmp_path / "sources", tmp_path / "site"
+    tools.mkdir()
+    for name in TOOLS:
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(tools)])
+    assert [
+        name for name in ("c++", "cc", "g++", "gcc", "clang", "nvcc") if shutil.which(name, path=path)
+    ] == []
+    shutil.copytree(
+        ROOT / "kernels", sources, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    )
+    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site)]
+    environ = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": path}
+    subprocess.run([sys.executable, "-m", "pip", *words, str(sources)], check=True, env=environ)
+    return {"PATH": path, "PYTHONPATH": str(site)}
+
+
+def test_without_a_compiler_the_demo_is_served_in_plain_torch_and_one_line_says_so(
+    uncompiled: dict[str, str], tmp_path: Path
+) -> None:
+    server = Server(
+        tmp_path / "server", ["serve"], MODEL="nibble-demo-nvfp4", NIBBLE_CANARY="strict", **uncompiled
+    )
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "What is NVFP4?"}],
+        "max_tokens": 100,
+    }
+    try:
+        server.wait_until_ready()
+        status, answer = server.ask("/v1/chat/completions", body)
+        told = server.status()
+    finally:
+        server.end()
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, QUESTIONS["What is NVFP4?"])
+    lines = [line for line in server.log().splitlines() if "plain torch" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "[nibble] warning: nibble's kernels are plain torch code (not compiled when it was installed)"
+    )
+    assert told is not None
+    assert (told["assertion"]["verdict"], told["assertion"]["deviations"]) == ("passed", [])
+    found = {finding["mechanism"]: finding["verdict"] for finding in told["canary"]["findings"]}
+    assert found == dict.fromkeys(("layers", "consistency", "references"), "passed")
 
 
 def test_vllm_alone_with_an_nvfp4_kernel_for_the_cpu_loads_the_demo_and_answers_wrongly(

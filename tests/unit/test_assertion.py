@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worker_reports import RAN, plan
 
-from nibble.assertion import Expectation, deviations, expectations
+from nibble.assertion import Expectation, deviations, expectations, plain_torch_on_the_cpu
 from nibble.errors import ExitCode
 
 
@@ -45,6 +45,11 @@ def test_what_a_target_expects_is_fine() -> None:
             {},
             "plain torch code (not compiled when it was installed) ran",
         ),
+        (
+            {"linear": {"other: Quartet2LinearMethod": 48}, "operators": {"cuda": "does not load: other torch"}},
+            {},
+            "plain torch code (does not load: other torch) ran",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -72,6 +77,33 @@ def test_what_is_not_as_expected_is_told(ran: dict[str, Any], wishes: dict[str, 
 )  # fmt: skip
 def test_what_was_asked_for_or_has_no_rule_is_fine(ran: dict[str, Any], wishes: dict[str, Any]) -> None:
     assert found(ran, **wishes) == []
+
+
+ON_THE_CPU = RAN | {
+    "device": "cpu",
+    "linear": {"nvfp4: CpuNvFp4LinearKernel": 16},
+    "moe": {},
+    "attention": {"CPU_ATTN": 4},
+    "sampler": "forward_cpu",
+    "cudagraph_mode": "NONE",
+    "cudagraphs_captured": 0,
+    "operators": {"cpu": "not compiled when it was installed"},
+}
+
+
+@pytest.mark.parametrize("kernel", ["nvfp4: CpuNvFp4LinearKernel", "other: Quartet2LinearMethod"])
+def test_plain_torch_on_the_cpu_is_told_in_one_line_and_no_deviation(kernel: str) -> None:
+    reports = [ON_THE_CPU | {"linear": {kernel: 16}}] * 2
+    assert deviations(expectations(plan("cpu"), {}), reports) == ()
+    assert plain_torch_on_the_cpu(reports) == (
+        "nibble's kernels are plain torch code (not compiled when it was installed), much slower than compiled ones; "
+        "`make setup` or the image has them"
+    )
+
+
+def test_compiled_kernels_and_models_that_need_none_get_no_such_line() -> None:
+    compiled = ON_THE_CPU | {"operators": {"cpu": "compiled"}}
+    assert plain_torch_on_the_cpu([compiled, ON_THE_CPU | {"linear": {}}]) == ""
 
 
 def test_a_deviation_of_any_worker_counts_and_is_told_once() -> None:

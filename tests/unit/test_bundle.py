@@ -28,8 +28,11 @@ SECRETS = {
     "environment": "Zq7-environment-value",
     "environment, short name": "Zq7-named-key-only",
     "proxy": "Zq7proxypassword",
+    "url without a password": "Zq7tokenasuser",
+    "webhook": "Zq7/in/the/path/of/a/webhook",
     "file of a variable": "Zq7-from-a-secret-file",
     "api key file": "nbl-Zq7GeneratedKeyOfThisServer00",
+    "cluster token file": "Zq7-token-of-the-cluster",
     "stored token": "hf_Zq7StoredTokenOfTheHub",
     "toml": "Zq7-in-the-settings",
     "toml, blanks": "Zq7 a phrase with blanks",
@@ -38,6 +41,19 @@ SECRETS = {
     "environment of a server": "Zq7-environment-of-another-process",
     "log, by name": "Zq7-password-in-a-log",
     "log, json": "Zq7-in-a-json-line",
+    "log, list": "Zq7-first-of-a-list",
+    "log, end of a list": "Zq7-second-of-a-list",
+    "log, object": "Zq7-in-an-object",
+    "log, call": "Zq7-in-a-call",
+    "log, curl": "Zq7ofcurl",
+    "log, curl with blanks": "Zq7 of curl",
+    "log, curl in a list": "Zq7ofcurlinalist",
+    "log, cookie": "Zq7-of-a-session",
+    "log, cookies as a dict": "Zq7-of-a-dict",
+    "log, signature": "Zq7signatureofalink",
+    "log, signature of S3": "Zq7signatureofS3",
+    "log, beside a harmless name": "Zq7-in-a-group",
+    "log, several keys": "Zq7-key-two",
     "log, header": "Zq7-in-an-authorization-header",
     "log, url": "Zq7-in-a-query",
     "log, form": "hf_Zq7NeverSeenBeforeToken",
@@ -55,6 +71,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     for name in ("logs", "crash-loop", "servers"):
         (cache / name).mkdir(parents=True)
     (cache / "api_key").write_text(SECRETS["api key file"] + "\n")
+    (cache / "ray_auth_token").write_text(SECRETS["cluster token file"] + "\n")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(SECRETS["stored token"])
     (tmp_path / "secret").write_text(SECRETS["file of a variable"] + "\n")
@@ -68,8 +85,23 @@ def environ(tmp_path: Path) -> dict[str, str]:
         f"the key file holds {SECRETS['api key file']}, the hub {SECRETS['stored token']}",
         f"a file holds {SECRETS['file of a variable']}",
         f"another process said {SECRETS['environment of a server']}",
+        f"a node came with {SECRETS['cluster token file']}",
         f"db_password: {SECRETS['log, by name']}, next=1",
         json.dumps({"api_key": SECRETS["log, json"], "model": "acme/demo"}),
+        json.dumps(
+            {"hf_token": [SECRETS["log, list"], SECRETS["log, end of a list"]], "kept": "beside a list"}
+        ),
+        json.dumps({"auth": {"user": "me", "word": SECRETS["log, object"]}, "kept": "beside an object"}),
+        f"Settings(api_key=SecretStr('{SECRETS['log, call']}'), kept='beside a call')",
+        f"tokenizer=(path='/models/m', access_token='{SECRETS['log, beside a harmless name']}')",
+        f"curl -u bob:{SECRETS['log, curl']} http://curled.example; curl -u 'bob:{SECRETS['log, curl with blanks']}' it",
+        json.dumps(["curl", "-u", f"bob:{SECRETS['log, curl in a list']}", "after the user"]),
+        "docker run -u 1000:1000; pip install -U git+https://upgraded.example",
+        f"Cookie: a=b; session={SECRETS['log, cookie']}",
+        f"{{'cookie': 'a=b; session={SECRETS['log, cookies as a dict']}', 'accept': 'beside a cookie'}}",
+        f"GET https://blob.example/file?sv=2025&sig={SECRETS['log, signature']}&se=2026",
+        f"GET https://s3.example/file?X-Amz-Signature={SECRETS['log, signature of S3']}&part=3",
+        f"vllm serve m --api-key Zq7-key-one {SECRETS['log, several keys']} --port 8123",
         f"headers {{'Authorization: Token {SECRETS['log, header']}'}}",
         f"GET /v1/models?access_token={SECRETS['log, url']}&page=2",
         f"leaked {SECRETS['log, form']} and {SECRETS['log, jwt']}",
@@ -91,6 +123,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "SOME_KEY": SECRETS["environment, short name"],
         "DB_PASSWORD_FILE": str(tmp_path / "secret"),
         "HTTPS_PROXY": f"http://me:{SECRETS['proxy']}@proxy.example:3128",
+        "PIP_INDEX_URL": f"https://{SECRETS['url without a password']}@pypi.example/simple",
+        "SLACK_WEBHOOK_URL": f"https://hooks.example/{SECRETS['webhook']}",
         "MAX_MODEL_LEN": "1024",
     }
 
@@ -167,6 +201,17 @@ def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) 
         "acme/demo",
         "next=1",
         "page=2",
+        "beside a list",
+        "beside an object",
+        "beside a call",
+        "http://curled.example",
+        "after the user",
+        "-u 1000:1000",
+        "https://upgraded.example",
+        "beside a cookie",
+        "se=2026",
+        "part=3",
+        "--port 8123",
     ):
         assert kept in log
     assert (
@@ -175,11 +220,38 @@ def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) 
     shown = json.loads(files["environment.json"])
     assert shown["MAX_MODEL_LEN"] == "1024" and shown["HF_TOKEN"] == "[removed]"
     assert "proxy.example:3128" in shown["HTTPS_PROXY"]
+    assert shown["PIP_INDEX_URL"] == "https://[removed]@pypi.example/simple"
     assert (
         f"{server.pid} " in files["processes.txt"]
         and "vllm serve --api-key [removed]" in files["processes.txt"]
     )
     assert "block-size = 16" in files["settings.toml"]
+
+
+def test_state_that_the_settings_file_places_elsewhere_is_found_and_its_keys_are_hidden(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    cache = Path(environ.pop("NIBBLE_CACHE_DIR"))
+    settings = tmp_path / "nibble.toml"
+    settings.write_text(f'cache_dir = "{cache}"\n{settings.read_text()}')
+    write_bundle(open_bundle(tmp_path / "b.tar.gz"), REPORT, environ, None)
+    log = contents(tmp_path / "b.tar.gz")["nibble/logs/8000.log"]
+    assert "a node came with [removed]" in log and "the key file holds [removed]" in log
+
+
+def test_unreadable_settings_do_not_keep_an_archive_from_being_written(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "nibble.toml").write_text("port = ")
+    write_bundle(open_bundle(tmp_path / "b.tar.gz"), REPORT, environ, None)
+    files = contents(tmp_path / "b.tar.gz")
+    assert "is not valid TOML" in files["status.txt"] and "nibble/logs/8000.log" in files
+
+
+def test_redaction_of_a_long_word_takes_no_time() -> None:
+    began = time.monotonic()
+    Redactor([]).text("x" * 300_000 + " token: [" * 2000)
+    assert time.monotonic() - began < 5
 
 
 def test_the_archive_is_for_its_owner_alone_and_overwrites_nothing(environ, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from other_users import open_to_others
 
+from nibble import cache_commands
 from nibble.cache_entries import Entry, Use, damage, drop, entries, to_prune
 from nibble.cache_keys import CacheKey, CachePlan
 
@@ -257,3 +258,15 @@ def test_ls_and_prune_speak_json_and_a_dry_run_removes_nothing(caches: CachePlan
 def test_prune_without_a_limit_is_a_usage_error(tmp_path: Path) -> None:
     done = nibble("prune", cache=tmp_path)
     assert done.returncode == 2 and "--older-than" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_commands_look_where_the_settings_file_says(
+    caches: CachePlan, said: list[str], tmp_path: Path
+) -> None:
+    folder, settings = served(caches, said), tmp_path / "nibble.toml"
+    settings.write_text(f'cache_dir = "{tmp_path}"\n')
+    environ = {"HOME": str(tmp_path), "NIBBLE_CONFIG": str(settings)}
+    assert folder in [entry.folder for entry in cache_commands.found(environ)]
+    assert folder.name in [one.name for one in cache_commands.verify(environ)]
+    assert folder in [entry.folder for entry in cache_commands.prune(environ, 0, None, False, dry_run=False)]
+    assert not folder.exists()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fault_table import table
+from worker_reports import HARDWARE
 
 from nibble.canary import run_canary
 from nibble.canary.asking import Answer, Asker
@@ -20,6 +21,7 @@ from nibble.canary.finding import Broken, NotCompared
 from nibble.canary.layers import activations_of, check_layers
 from nibble.canary.references import (
     FILE,
+    LOOSE_LIMIT,
     MEAN_LIMIT,
     WEIGHT_ONLY_FILE,
     Case,
@@ -188,12 +190,15 @@ def test_the_demo_models_have_references() -> None:
 
 def some_plan(tmp_path: Path, **args: Any) -> Any:
     settings, checkpoint = SimpleNamespace(model=str(tmp_path)), SimpleNamespace(path=tmp_path)
-    return SimpleNamespace(settings=settings, checkpoint=checkpoint, args=args)
+    target = SimpleNamespace(device="cpu")
+    return SimpleNamespace(
+        settings=settings, checkpoint=checkpoint, args=args, hardware=HARDWARE, target=target
+    )
 
 
 def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> None:
     assert references_of(some_plan(tmp_path), ("fp4",)) is None
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"]})
+    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
     write_references(tmp_path / WEIGHT_ONLY_FILE, [CASE], {"activations": ["bf16"]})
     for form, name in (("fp4", FILE), ("bf16", WEIGHT_ONLY_FILE)):
         found = references_of(some_plan(tmp_path), (form,))
@@ -202,13 +207,27 @@ def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> N
 
 
 def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_path: Path) -> None:
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"]})
+    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
     flags = {"--kv-cache-dtype": "fp8", "--tensor-parallel-size": 2}
     given = [{flag: Choice(value, "command line")} for flag, value in flags.items()]
     for form, args in ((("bf16",), {}), *((("fp4",), one) for one in given)):
         found = references_of(some_plan(tmp_path, **args), form)
         assert found is not None
         assert found.mean_limit > MEAN_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("recorded", "limit"), [("avx2", MEAN_LIMIT), ("avx512_bf16", LOOSE_LIMIT), ("", LOOSE_LIMIT)]
+)
+def test_fp4_activations_recorded_on_other_hardware_loosen_the_limit(
+    recorded: str, limit: float, tmp_path: Path
+) -> None:
+    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": recorded})
+    found = references_of(some_plan(tmp_path), ("fp4",))
+    assert found is not None and found.mean_limit == limit
+    write_references(tmp_path / FILE, [CASE], {"activations": ["bf16"], "hardware": recorded})
+    found = references_of(some_plan(tmp_path), ("bf16",))
+    assert found is not None and found.mean_limit == MEAN_LIMIT
 
 
 def test_activations_are_those_of_nvfp4_layers() -> None:

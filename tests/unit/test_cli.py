@@ -89,6 +89,21 @@ def test_an_unknown_verb_is_one_line_and_exit_2() -> None:
     assert run.returncode == 2 and run.stderr.startswith("nibble: error: ") and run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [[], ["cache"], ["cluster"], ["patches"], ["recipes"]])
+def test_a_group_of_commands_alone_shows_its_help_and_nothing_else(words: list[str]) -> None:
+    run = nibble(*words)
+    assert run.returncode == 2 and run.stderr == nibble(*words, "--help").stdout
+
+
+def test_a_plan_that_serve_would_refuse_for_memory_says_so_and_why() -> None:
+    text = nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="4000").stdout
+    assert re.search(
+        r"^serve ends with exit 7: \S*nibble-demo would not fit: .* GiB too little; try, in", text, re.M
+    )
+    assert "-" not in re.findall(r"(?:may take|KV cache|that fit) +(\S)", text)
+    assert "exit 7" not in nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="0").stdout
+
+
 def test_an_unknown_recipe_names_the_nearest() -> None:
     run = nibble("recipes", "show", "nvidia/Qwen3.6-35B-A3B-NVFP")
     assert run.returncode == 2 and "nvidia/Qwen3.6-35B-A3B-NVFP4" in run.stderr

@@ -49,9 +49,15 @@ def test_an_option_without_its_value_is_a_usage_error() -> None:
     assert caught.value.code == ExitCode.USAGE
 
 
-def test_a_second_model_is_refused() -> None:
-    with pytest.raises(NibbleError):
-        read_command_line(["--port", "9000", "a/b"], (), SCHEMA)
+@pytest.mark.parametrize(
+    "words",
+    [["--port", "9000", "a/b"], ["--enforce-eager", "a/b"], ["a/b", "--seed", "1", "c/d"], ["a/b", "c/d"]],
+)
+def test_a_model_after_the_flags_or_a_second_one_is_refused_with_its_place(words: list[str]) -> None:
+    with pytest.raises(
+        NibbleError, match=f"'{words[-1]}' where a flag .* write MODEL, once, before the flags"
+    ):
+        read_command_line(words, (), SCHEMA)
 
 
 @pytest.mark.parametrize(

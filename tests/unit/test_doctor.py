@@ -184,6 +184,19 @@ def test_key_file_others_can_read_fails(environ: dict[str, str], tmp_path: Path)
     assert check.fix == f"run `chmod 600 {key}`"
 
 
+def test_the_folder_that_the_settings_file_names_is_looked_at(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    cache, settings = tmp_path / "elsewhere", tmp_path / "nibble.toml"
+    (cache / "engine" / "kernels-1").mkdir(parents=True)
+    (cache / "api_key").write_text("nbl-secret\n")
+    settings.write_text(f'cache_dir = "{cache}"\n')
+    checks = by_name(diagnose(environ | {"NIBBLE_CONFIG": str(settings)}).checks)
+    assert checks["nibble cache"].what.startswith(f"{cache}:")
+    assert checks["api key file"].what.startswith(str(cache / "api_key"))
+    assert checks["compiled code"].what.startswith("1 entries")
+
+
 def test_used_port_is_a_warning_since_it_may_be_nibble_itself(environ: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])

@@ -12,7 +12,7 @@ import nibble.hardware
 from nibble.doctor import diagnose
 from nibble.errors import ExitCode, NibbleError
 from nibble.gpu_state import GpuState
-from nibble.hardware import Gpu, assume, detect, visible
+from nibble.hardware import Gpu, Hardware, assume, detect, visible
 from nibble.prepare import choose_target, plan_for, read_wishes
 from nibble.targets import load_target
 
@@ -82,6 +82,14 @@ def test_a_selection_of_no_gpu_at_all_is_a_wish_for_the_cpu(selection: str) -> N
     asked = read_wishes([], environ)
     target, choice = choose_target(asked.settings, asked, detect(environ))
     assert (target.name, choice.reason) == ("cpu", f"CUDA_VISIBLE_DEVICES={selection} leaves none of 4 GPUs")
+
+
+def test_whose_roundings_numbers_have() -> None:
+    flags = frozenset({"avx2", "avx512f"})
+    here = Hardware(GPUS[:1], None, None, "x86_64", 2, flags, 0, 0)
+    assert (here.arithmetic("cuda"), here.arithmetic("cpu")) == ("NVIDIA H200", "avx512f")
+    assert replace(here, cpu_flags=flags | {"avx512_bf16"}).arithmetic("cpu") == "avx512_bf16"
+    assert replace(here, cpu_flags=frozenset(), cpu_arch="aarch64").arithmetic("cpu") == "aarch64"
 
 
 def test_assumed_hardware_says_so() -> None:

@@ -114,7 +114,7 @@ class Run:
             vllm_environ=dict,
             to_json=dict,
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
-            topology=SimpleNamespace(mode="machine", ranks_here=1),
+            topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1),
         )
         sender = threading.Thread(target=self._send, args=(ports[1], signals, when_ready), daemon=True)
         sender.start()
@@ -287,8 +287,14 @@ def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path)
     assert pid not in {one.pid for one in processes() if one.state != "Z"}
 
 
-def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_watchdog", [False, True])
+def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(
+    by_watchdog: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "made"
+    monkeypatch.setattr(
+        launch.MemorySource, "read", lambda self: Memory(100, 10 if by_watchdog and file.exists() else 90)
+    )
     behave = f"""
         from multiprocessing.shared_memory import SharedMemory
         import socket
@@ -296,9 +302,11 @@ def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(run: Run, tmp_
         meeting = socket.socket(socket.AF_UNIX)
         meeting.bind(os.environ["VLLM_RPC_BASE_PATH"] + "/" + "u" * 36)
         running[0] = 1
-        open({str(file)!r}, "w").write(memory.name + " " + meeting.getsockname())
+        open({str(file)!r} + ".part", "w").write(memory.name + " " + meeting.getsockname())
+        os.rename({str(file)!r} + ".part", {str(file)!r})
     """
-    assert run(behave=behave, drain_s=1, signals=TERM)[0] == 143
+    code = run(behave=behave, drain_s=1, signals=() if by_watchdog else TERM, limit=limits(80))[0]
+    assert code == (7 if by_watchdog else 143)
     name, path = file.read_text().split()
     assert not (Path("/dev/shm") / name).exists() and not Path(path).exists()
 

@@ -51,6 +51,24 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
+def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "m"))
+    (tmp_path / "bin").mkdir()
+    found = plan(model, "--target", "cpu", PATH=str(tmp_path / "bin"))
+    assert found.env["TORCHDYNAMO_DISABLE"].value == "1" and found.args["--enforce-eager"].value is True
+    assert "C++ compiler" in found.args["--enforce-eager"].reason
+    own = plan(
+        model, "--target", "cpu", "--no-enforce-eager", PATH=str(tmp_path / "bin"), TORCHDYNAMO_DISABLE="0"
+    )
+    assert own.env["TORCHDYNAMO_DISABLE"].value == "0" and own.args["--enforce-eager"].value is False
+    assert "TORCHDYNAMO_DISABLE" not in plan(model, "--target", "hopper", PATH=str(tmp_path / "bin")).env
+    compiler = tmp_path / "bin/g++"
+    compiler.touch(0o755)
+    for given in ({}, {"CXX": str(compiler), "PATH": "/nowhere"}):
+        found = plan(model, "--target", "cpu", **{"PATH": str(tmp_path / "bin"), **given})
+        assert "TORCHDYNAMO_DISABLE" not in found.env and "--enforce-eager" not in found.args
+
+
 def test_precedence_is_command_line_extra_args_environment_file_recipe_target(tmp_path: Path) -> None:
     file = tmp_path / "nibble.toml"
     file.write_text("max_num_seqs = 3\n[args]\nmax-num-batched-tokens = 33\nblock-size = 16\n")

@@ -16,15 +16,20 @@ from nibble.readiness import Api
 
 
 def make(
-    folder: Path, *reports: dict[str, Any], strict: str = "strict", **args: Any
+    folder: Path,
+    *reports: dict[str, Any],
+    strict: str = "strict",
+    elsewhere: dict[str, list[dict[str, Any]]] | None = None,
+    **args: Any,
 ) -> tuple[proof.Proof, list[str]]:
     planned = plan(**args)
-    planned.topology.ranks_here = int(args.get("tensor_parallel_size", 1))
+    planned.topology.ranks = int(args.get("tensor_parallel_size", 1))
     planned.settings = SimpleNamespace(debug=False, kernel_assertion=strict, canary="off")
-    found = proof.Proof(planned, folder / "proof", Api("127.0.0.1", 9, ""))
+    blank = {"rank": 0, "ran": None, "checks": [], "problem": ""}
+    others = {node: [blank | report for report in found] for node, found in (elsewhere or {}).items()}
+    found = proof.Proof(planned, folder / "proof", Api("127.0.0.1", 9, ""), lambda: others)
     for number, report in enumerate(reports):
-        blank = {"rank": number, "ran": None, "checks": [], "problem": ""}
-        (folder / "proof" / f"worker-{number}.json").write_text(json.dumps(blank | report))
+        (folder / "proof" / f"worker-{number}.json").write_text(json.dumps(blank | {"rank": number} | report))
     return found, []
 
 
@@ -49,6 +54,23 @@ def test_an_unexpected_kernel_ends_the_start_or_is_a_warning(tmp_path: Path) -> 
     assertion, said = run(make(tmp_path / "warn", wrong, strict="warn"))
     assert assertion["deviations"] == ["sampler: native ran, expected flashinfer (target hopper)"]
     assert said[0].startswith("warning: the kernels are not those planned: sampler: native")
+
+
+def test_plain_torch_ends_a_start_on_a_gpu_and_is_one_line_on_the_cpu(tmp_path: Path) -> None:
+    plain = {
+        "ran": RAN | {"linear": {"nvfp4: NibbleNvFp4LinearKernel": 16}, "operators": {"cuda": "not compiled"}}
+    }
+    with pytest.raises(NibbleError, match=r"nibble's kernels: plain torch code \(not compiled\)"):
+        run(make(tmp_path, plain))
+    (tmp_path / "cpu").mkdir()
+    linear = {"nvfp4: CpuNvFp4LinearKernel": 16}
+    plain["ran"] |= {"device": "cpu", "linear": linear, "moe": {}, "operators": {"cpu": "not compiled"}}
+    plain["ran"] |= {"attention": {"CPU_ATTN": 4}, "cudagraph_mode": "NONE", "sampler": "forward_cpu"}
+    assertion, said = run(make(tmp_path / "cpu", plain, plain, target="cpu"))
+    assert assertion["verdict"] == "passed"
+    assert len(said) == 1 and said[0].startswith(
+        "warning: nibble's kernels are plain torch code (not compiled), much slower"
+    )
 
 
 def test_silence_of_an_installed_plugin_ends_the_start_and_that_of_none_is_a_warning(
@@ -77,6 +99,35 @@ def test_a_worker_of_several_that_tells_nothing_ends_the_start(
     (tmp_path / "other").mkdir()
     made = make(tmp_path / "other", {"ran": RAN}, tensor_parallel_size=2, data_parallel_size=2)
     assert run(made)[0]["verdict"] == "passed"  # who places these is vLLM
+
+
+def test_workers_on_other_nodes_are_held_against_the_plan_too_and_their_node_is_named(tmp_path: Path) -> None:
+    wrong = {"ran": RAN | {"sampler": "native"}}
+    made = make(tmp_path, {"ran": RAN}, elsewhere={"b (rank 1)": [wrong]}, tensor_parallel_size=2)
+    with pytest.raises(
+        NibbleError, match=r"^node b \(rank 1\): the kernels are not those planned: sampler"
+    ) as raised:
+        run(made)
+    assert raised.value.code == ExitCode.CANARY
+    told = made[0].to_json()["assertion"]
+    assert [ran["node"] for ran in told["ran"]] == ["", "b (rank 1)"]
+    assert told["deviations"] == ["node b (rank 1): sampler: native ran, expected flashinfer (target hopper)"]
+
+
+def test_a_node_whose_workers_tell_nothing_ends_the_start_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof.metadata, "entry_points", lambda **_: [1])
+    made = make(tmp_path, {"ran": RAN}, elsewhere={"b (rank 1)": []}, tensor_parallel_size=2)
+    with pytest.raises(NibbleError, match=r"no worker on node b \(rank 1\) told which kernels run"):
+        run(made)
+    (tmp_path / "both").mkdir()
+    made = make(tmp_path / "both", {"ran": RAN}, elsewhere={"b": [{"ran": RAN}]}, tensor_parallel_size=2)
+    assert run(made)[0]["verdict"] == "passed"
+    (tmp_path / "replicas").mkdir()  # two on each node: as many reports as nodes, and one node silent
+    made = make(tmp_path / "replicas", {"ran": RAN}, {"ran": RAN}, elsewhere={"b": []}, data_parallel_size=4)
+    with pytest.raises(NibbleError, match="no worker on node b told"):
+        run(made)
 
 
 def test_a_tool_call_is_asked_for_where_vllm_would_answer_one() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
+from nibble.json_http import JsonHandler, Server
 from nibble.show_status import read_status, status_lines
 
 RAN = {
@@ -73,3 +75,35 @@ def test_it_is_read_from_the_control_port() -> None:
     with pytest.raises(NibbleError) as raised:
         read_status({"NIBBLE_CONTROL_PORT": "many"})
     assert raised.value.code == ExitCode.USAGE
+
+
+def test_the_settings_file_says_the_control_port_too(tmp_path: Path) -> None:
+    server = ControlServer(0, lambda: STARTING, lambda: False)
+    server.start()
+    settings = tmp_path / "nibble.toml"
+    settings.write_text(f"control_port = {server.port}\n")
+    try:
+        assert read_status({"NIBBLE_CONFIG": str(settings)})["phase"] == "load"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(404, {"detail": "Not Found"}), (404, STARTING), (200, {"status": "ok"}), (200, [1]), (200, None)],
+)
+def test_something_else_on_the_control_port_is_no_server_of_ours(answer: tuple[int, Any]) -> None:
+    class Other(JsonHandler):
+        def do_GET(self) -> None:
+            self.reply(*answer)
+
+    server = Server(("127.0.0.1", 0), Other)
+    server.start("other")
+    port = server.server_address[1]
+    try:
+        with pytest.raises(NibbleError) as raised:
+            read_status({"NIBBLE_CONTROL_PORT": str(port)})
+    finally:
+        server.stop()
+    assert raised.value.code == ExitCode.ENGINE_DIED
+    assert f"no server of nibble's answers on control port {port} (what answers" in raised.value.line()
