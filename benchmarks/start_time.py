@@ -2,7 +2,7 @@
 
     python benchmarks/start_time.py --write FOLDER
     python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out FILE]
-        [--nibble-env NAME=VALUE …] [-- FLAG …]
+        [--sides vllm nibble] [--nibble-env NAME=VALUE …] [-- FLAG …]
 
 Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB) into DIR. The first round
 starts with empty caches, the later ones with what it left. Stock vLLM gets the model, a port and FLAG, no plugin; nibble gets
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument(
         "--nibble-env", nargs="+", default=[], metavar="NAME=VALUE", help="of nibble's side alone"
     )
+    parser.add_argument("--sides", nargs="+", choices=("vllm", "nibble"), default=("vllm", "nibble"))
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
@@ -84,7 +85,7 @@ def main() -> int:
         }
         starts: list[dict[str, Any]] = []
         for number in range(1 + options.later):
-            for side in ("vllm", "nibble") if number % 2 == 0 else ("nibble", "vllm"):
+            for side in options.sides if number % 2 == 0 else reversed(options.sides):
                 log = logs / f"{side}{number + 1}.log"
                 given = dict(pair.split("=", 1) for pair in options.nibble_env) if side == "nibble" else {}
                 starts.append(Start(side, model, flags, Path(scratch) / side, log, given).measure())
