@@ -232,7 +232,9 @@ class Cluster:
             return False
         found = self.report.reduce
         if found:
-            names = ", ".join(f"{node['address']} ({node['facts']['interface']})" for node in nodes)
+            names = ", ".join(
+                f"{node['address']} ({node['facts']['interface']})" for node in self.report.nodes
+            )
             self.say(
                 f"preflight: {len(nodes)} nodes fit together: {names}; all-reduce {found['gb_per_s']} GB/s with "
                 f"{found['backend']} (at least {found['least_gb_per_s']})"

@@ -18,7 +18,7 @@ from nibble.cluster.agent import AgentError
 from nibble.cluster.files import Offers
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
-from nibble.cluster.preflight import Caller
+from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import Roster
 from nibble.cluster.session import (
     DEAD_WORKER,
@@ -125,6 +125,21 @@ def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Clust
     with pytest.raises(NibbleError, match="node x is gone, and not back after 1 s") as caught:
         cluster.prepare(NodeLost("node x is gone"))
     assert caught.value.code == ExitCode.ENGINE_DIED
+
+
+def test_a_node_whose_last_beat_was_without_facts_does_not_stop_the_start(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the second rank's first ones to a head that was killed and started again: the preflight has asked meanwhile."""
+    for rank, address in enumerate((HERE, "10.0.0.2")):
+        roster_of(cluster).beat(message(rank, address, facts={}))
+    asked = [{"address": address, "facts": {"interface": "eth7"}} for address in (HERE, "10.0.0.2")]
+    passed = Report(asked, [], {"gb_per_s": 1.0, "backend": "gloo", "least_gb_per_s": 0.01})
+    said: list[str] = []
+    monkeypatch.setattr(cluster, "_preflight", lambda nodes: passed)
+    monkeypatch.setattr(cluster, "say", said.append)
+    assert cluster._check(None, time.monotonic())
+    assert "10.0.0.2 (eth7)" in said[0]
 
 
 def test_a_rank_that_fetches_the_model_from_here_is_waited_for(
