@@ -48,7 +48,8 @@ def main() -> None:
     if options.cases:
         with distributed_environment(options.device):
             for case in options.cases:
-                print(json.dumps(run_case(*case.split(","), options.device)), flush=True)
+                form, activations, kernel, plugin = case.split(",")
+                print(json.dumps(run_case(form, activations, kernel, plugin, options.device)), flush=True)
         return
     cases = [
         (form, activations, kernel, plugin)

@@ -190,9 +190,10 @@ def vllm_layer(shape: tuple[int, int]) -> Any:
         layer = ReplicatedLinear(
             shape[1], shape[0], bias=False, quant_config=CONFIGS["modelopt"]("bf16"), prefix="linear"
         )
-    layer.weight.data.copy_(codes)
-    layer.weight_scale.data.copy_(scales)
-    layer.weight_scale_2.data.fill_(GLOBAL_SCALE)
+    parameters = dict(layer.named_parameters())
+    parameters["weight"].data.copy_(codes)
+    parameters["weight_scale"].data.copy_(scales)
+    parameters["weight_scale_2"].data.fill_(GLOBAL_SCALE)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 

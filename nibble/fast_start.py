@@ -1,4 +1,4 @@
-"""What a start need not do: measure memory again, capture graphs nobody replays, tune kernels the plan does not use. Pure."""
+"""What a start need not do: import twice, measure memory again, capture graphs nobody replays, tune kernels not used. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ SOURCE = "nibble's default"
 CAPTURE = "--cudagraph-capture-sizes"
 AUTOTUNE = "--enable-flashinfer-autotune"
 SPECULATIVE = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
+# What makes more processes than a server and its engine.
+_SEVERAL = (
+    "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--api-server-count",
+    "--distributed-executor-backend", "--nnodes",
+)  # fmt: skip
 _SIZES = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_mode"})
 
 
@@ -24,15 +29,33 @@ def fast_start_flags(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
 
 
 def fast_start_environment(target: Target, args: Mapping[str, Choice]) -> Choices:
-    """The startup plan: vLLM keeps the KV cache size it measured, and the next start of the same configuration on the same
-    GPU with as much free memory takes it (vllm 0.32 v1/worker/startup_plan.py). Only where vLLM measures at all.
+    """Variables that leave out work of the start."""
+    return _startup_plan(target, args) | _forked_engine(args) if target.device == "cuda" else {}
+
+
+def _startup_plan(target: Target, args: Mapping[str, Choice]) -> Choices:
+    """vLLM keeps the KV cache size it measured, and the next start of the same configuration on the same GPU with as much free
+    memory takes it (vllm 0.32 v1/worker/startup_plan.py). Only where vLLM measures at all.
     """
-    if target.device != "cuda" or is_shared(target) or "--kv-cache-memory-bytes" in args:
+    if is_shared(target) or "--kv-cache-memory-bytes" in args:
         return {}
     reason = (
         "the next start takes the KV cache size measured by this one and captures no graphs to measure them"
     )
     return {"VLLM_ENABLE_STARTUP_PLAN": Choice("1", SOURCE, reason)}
+
+
+def _forked_engine(args: Mapping[str, Choice]) -> Choices:
+    """One engine of one process is forked, as vLLM's library does it by default; its command line spawns one that imports
+    everything once more. The server has no other Python thread then and has not touched the GPU; where that is not so, and on
+    WSL, vLLM spawns all the same (vllm 0.32 utils/system_utils.py:122).
+    """
+    if any(name in args and args[name].value not in (1, None) for name in _SEVERAL) or _is_true(
+        args, "--numa-bind"
+    ):
+        return {}
+    reason = "the engine is forked from the server: on an H200 10 s less than importing everything again"
+    return {"VLLM_WORKER_MULTIPROC_METHOD": Choice("fork", SOURCE, reason)}
 
 
 def _capture_sizes(args: Mapping[str, Choice]) -> Choices:

@@ -30,13 +30,18 @@ from test_cloverlm_in_vllm import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+# Humming, vLLM's choice for weights alone, adds the parts of a long sum in the order in which they are ready, with atomics
+# (humming 0.1.17 epilogue/gmem_writer.cuh:169): it does not equal itself. nibble's kernel has one order.
+NIBBLES = {"linear_kernel": "nibble"}
+WEIGHTS_ALONE = {"nvfp4_activations": "bf16"}
 WAYS = {
     "bf16": ({}, {}),
-    "w4a16": (QUARTET2, {"nvfp4_activations": "bf16"}),
-    "token": (QUARTET2, {}),
-    "batch-pow2": (QUARTET2, {"act_scale_mode": "batch-pow2"}),
-    "batch": (QUARTET2, {"act_scale_mode": "batch"}),
+    "w4a16": (QUARTET2, WEIGHTS_ALONE | NIBBLES),
+    "token": (QUARTET2, NIBBLES),
+    "batch-pow2": (QUARTET2, {"act_scale_mode": "batch-pow2"} | NIBBLES),
+    "batch": (QUARTET2, {"act_scale_mode": "batch"} | NIBBLES),
     "fp8": ({"kv_cache_dtype": "fp8"}, {}),
+    "w4a16, vLLM's kernel": (QUARTET2, WEIGHTS_ALONE),
 }
 
 # vLLM's own attention and products, and nibble's, that add in one order whatever the batch is.
@@ -59,20 +64,25 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[t
     return dict(zip(requests, in_vllm(installed, folder, list(requests.values())), strict=True))
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", [way for way in WAYS if "vLLM" not in way])
 def test_cuda_graphs_change_nothing(way: str, answers: dict[tuple[str, bool], Any]) -> None:
     assert largest(answers[way, True][0], answers[way, False][0]) == 0.0
 
 
-@pytest.mark.parametrize("way", ["bf16", "fp8", "w4a16"])
+def test_with_vllms_kernel_they_change_no_more_than_rounding(answers: dict[tuple[str, bool], Any]) -> None:
+    way = "w4a16, vLLM's kernel"
+    assert largest(answers[way, True][0], answers[way, False][0]) < BF16_MAX
+
+
+@pytest.mark.parametrize("way", ["bf16", "fp8", "w4a16", "w4a16, vLLM's kernel"])
 def test_a_row_of_padding_changes_no_more_than_rounding(
     way: str, answers: dict[tuple[str, bool], Any]
 ) -> None:
-    """Humming's order of additions depends on the number of rows, as cuBLAS's does not here. Seen with it: 0.375."""
+    """Seen with vLLM's kernel: 0.375."""
     assert largest(answers[way, True][1], answers[way, False][1]) < BF16_MAX
 
 
-@pytest.mark.parametrize("way", ["bf16", "w4a16"])
+@pytest.mark.parametrize("way", ["bf16", "w4a16", "w4a16, vLLM's kernel"])
 def test_the_formulas_logits_come_out(way: str, kernels: Any, answers: dict[tuple[str, bool], Any]) -> None:
     linear = None if way == "bf16" else lambda tensors: quantized(tensors, None)
     found = [y[: len(p)] for y, p in zip(answers[way, True][1], PROMPTS[:3], strict=True)]

@@ -131,6 +131,34 @@ def test_the_startup_plan_is_for_discrete_gpus_whose_kv_cache_vllm_measures(on) 
     assert "VLLM_ENABLE_STARTUP_PLAN" not in plan(DEMO).env
 
 
+def test_one_engine_on_one_gpu_is_forked_so_that_nothing_is_imported_twice(on) -> None:
+    on(HOPPER)
+    found = plan(DEMO).env["VLLM_WORKER_MULTIPROC_METHOD"]
+    assert (found.value, found.source) == ("fork", "nibble's default")
+    assert (
+        plan(DEMO, VLLM_WORKER_MULTIPROC_METHOD="spawn").env["VLLM_WORKER_MULTIPROC_METHOD"].value == "spawn"
+    )
+    on(GB10)
+    assert plan(DEMO).env["VLLM_WORKER_MULTIPROC_METHOD"].value == "fork"
+    on(replace(HOPPER, gpus=()))
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in plan(DEMO).env
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--tensor-parallel-size", "2"],
+        ["--data-parallel-size", "2"],
+        ["--api-server-count", "2"],
+        ["--distributed-executor-backend", "mp"],
+        ["--numa-bind"],
+    ],
+)
+def test_several_processes_are_started_as_vllms_command_line_does_it(on, more: list[str]) -> None:
+    on(replace(HOPPER, gpus=HOPPER.gpus * 2))
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in plan(DEMO, *more).env
+
+
 @pytest.mark.parametrize(
     ("asked", "sizes"), [("1", [1]), ("3", [1, 2, 3]), ("8", [1, 2, 4, 8]), ("20", [1, 2, 4, 8, 16, 20])]
 )
