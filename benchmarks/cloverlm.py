@@ -28,12 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
 from cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
 
 PROMPT_TOKENS = 128
-# Way -> (form of the checkpoint, options of vllm.LLM)
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+# Way -> (form of the checkpoint, what the plugin is told)
+WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "bf16": ("bf16", {}),
-    "w4a16": ("packed", {"additional_config": {"nibble": {"nvfp4_activations": "bf16"}}}),
+    "w4a16": ("packed", {"nvfp4_activations": "bf16"}),
+    "w4a16, nibble's kernel": ("packed", {"nvfp4_activations": "bf16", "linear_kernel": "nibble"}),
     "w4a4, token": ("packed", {}),
-    "w4a4, batch": ("packed", {"additional_config": {"nibble": {"act_scale_mode": "batch"}}}),
+    "w4a4, token, nibble's kernel": ("packed", {"linear_kernel": "nibble"}),
+    "w4a4, batch": ("packed", {"act_scale_mode": "batch"}),
 }
 
 
@@ -63,7 +65,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in options.only:
-            form, more = WAYS[way]
+            form, told = WAYS[way]
+            more = {"additional_config": {"nibble": told}} if told else {}
             model = write(Path(folder) / form, form, options.blocks, options.device)
             results[way] = in_a_process(model, more, options.tokens, options.sequences)
             print(f"{way:14} {json.dumps(results[way])}", flush=True)
