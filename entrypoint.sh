@@ -22,7 +22,13 @@ case ${mode} in
     ;;
   -*) mode=serve ;; # flags alone mean serve
   # `bash` is no special case: with a terminal it is interactive, with the environment set above.
-  *) exec "$@" ;;
+  *)
+    if ! type -P "$1" >/dev/null; then
+      echo "nibble: error: '$1' is neither a mode nor a program; expected serve, ray-head, ray-worker, bash or a program" >&2
+      exit 127
+    fi
+    exec "$@"
+    ;;
 esac
 
 if ! command -v nibble >/dev/null; then

@@ -76,7 +76,11 @@ def check(only_live: bool) -> tuple[bool, str]:
     command_line = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
     mode = mode_of([part for part in command_line if part])
     if mode == "serve":
-        return answers(control_port(command_line), "/status" if only_live else "/ready")
+        try:
+            port = control_port(command_line)
+        except (OSError, ValueError) as error:
+            return False, f"the control port is not known: {error}"
+        return answers(port, "/status" if only_live else "/ready")
     if mode == "ray-head":
         return processes_run("gcs_server", "raylet")
     if mode == "ray-worker":

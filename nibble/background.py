@@ -65,8 +65,10 @@ class Place:
     def read(self) -> Record | None:
         """The last server's record, None where there is none that can be read."""
         try:
-            return Record(**json.loads(self.record.read_text()))
-        except (OSError, ValueError, TypeError):
+            found = Record(**json.loads(self.record.read_text()))
+            is_whole = isinstance(found.pid, int) and found.process.count(" ") == this_process().count(" ")
+            return found if is_whole else None
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
 
     def write(self, record: Record) -> None:
@@ -79,6 +81,8 @@ class Place:
         """Whether a server holds the port's lock."""
         try:
             descriptor = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError:
+            return self._of_another_user()
         except OSError:
             return False
         try:
@@ -88,6 +92,15 @@ class Place:
             return True
         finally:
             os.close(descriptor)
+
+    def _of_another_user(self) -> bool:
+        """Whether a server runs whose lock this user may not open. Raises CONFIG where its record is closed too."""
+        record = self.read()
+        if record is None:
+            what = f"{self.record} cannot be read (Permission denied)"
+            action = "run it as the user who started the server, or name another folder with NIBBLE_CACHE_DIR"
+            raise NibbleError(ExitCode.CONFIG, what, "", action)
+        return record.exit_code is None and not ended_without_a_word(record.process, this_process())
 
 
 # --- nibble serve --detach ---
@@ -240,7 +253,8 @@ def _wait(place: Place, record: Record) -> tuple[int, str]:
 def _not_running(place: Place, record: Record | None) -> str:
     if record is None:
         return f"no server runs in the background on port {place.port}"
-    place.record.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another user's
+        place.record.unlink(missing_ok=True)
     how = "without a word" if record.exit_code is None else f"with code {record.exit_code}"
     return f"no server runs in the background on port {place.port}: pid {record.pid} ended {how}"
 
@@ -250,11 +264,16 @@ def _not_running(place: Place, record: Record | None) -> str:
 
 def show_logs(place: Place, lines: int, follow: bool) -> None:
     """Print the last `lines`, and with `follow` what comes until the server ends. Raises USAGE where there is no log."""
-    if not place.log.path.exists():
+    try:
+        place.log.path.open("rb").close()
+    except FileNotFoundError:
         what = f"no server was started in the background on port {place.port}"
         raise NibbleError(
             ExitCode.USAGE, what, "", "start one with `nibble serve --detach`, or give its --port"
-        )
+        ) from None
+    except OSError as error:
+        what = f"{place.log.path} cannot be read ({error.strerror})"
+        raise NibbleError(ExitCode.CONFIG, what, "", "run `nibble logs` as the user who started it") from None
     last, end = place.log.tail(lines)
     print("\n".join(last), flush=True)
     if follow:

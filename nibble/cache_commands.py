@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +35,16 @@ class Verified:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """The folder of all entries."""
-    return read_wishes([], environ).cache / FOLDER
+    """The folder of all entries. Raises CONFIG where this user may not look into it."""
+    root = read_wishes([], environ).cache / FOLDER
+    try:
+        os.listdir(root)
+    except PermissionError as error:
+        what = f"{root} cannot be read ({error.strerror})"
+        raise NibbleError(ExitCode.CONFIG, what, "", "run it as the owner of the cache") from None
+    except OSError:  # there is none
+        pass
+    return root
 
 
 def found(environ: Mapping[str, str]) -> list[Entry]:
@@ -92,10 +102,9 @@ def prune(
     if older_than_days is None and max_gib is None and not all_but_current:
         action = "give one of --older-than DAYS, --max-gib N, --all-but-current"
         raise NibbleError(ExitCode.USAGE, "nothing says what to prune", "", action)
-    if (older_than_days or 0) < 0 or (max_gib or 0) < 0:
-        raise NibbleError(
-            ExitCode.USAGE, "--older-than and --max-gib cannot be negative", "0 or more", "correct it"
-        )
+    for flag, value in (("--older-than", older_than_days), ("--max-gib", max_gib)):
+        if value is not None and not 0 <= value < math.inf:
+            raise NibbleError(ExitCode.USAGE, f"{flag} is {value}", "a number from 0 up", "correct it")
     root = cache_root(environ)
     if not dry_run:
         sweep(root)

@@ -34,6 +34,8 @@ REWRITTEN = (
 )  # fmt: skip
 # On the way into the cache; gone or renamed at any moment.
 PASSING = ("*.tmp", "*.tmp.*", "*/tmp.*", "*/.tmp*", "*.incomplete")
+# What a damaged record may raise when it is read.
+BROKEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def write_record(folder: Path) -> int:
     """Note the entry's files; how many. Only what changed since the last record is read again."""
     try:
         known = _read_record(folder) or {}
-    except (ValueError, KeyError, TypeError, AttributeError):  # damaged meanwhile: made anew
+    except BROKEN:  # damaged meanwhile: made anew
         known = {}
     now = {path: _stamp(folder / path) for path in _files(folder)}
     changed = [path for path, stamp in now.items() if known.get(path, [None, None])[:2] != stamp]
@@ -222,7 +224,7 @@ def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
         return
     try:
         known = _read_record(folder)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except BROKEN:
         yield f"{RECORD} cannot be read"
         return
     except PermissionError as error:
@@ -323,8 +325,9 @@ def drop(folder: Path) -> bool:
 
 def sweep(root: Path) -> None:
     """Remove what an interrupted `drop` left."""
-    for left in root.glob(f"{DROPPED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for left in root.glob(f"{DROPPED}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def to_prune(

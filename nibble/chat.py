@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator, Mapping
@@ -52,8 +53,9 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
 def _headers(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     key = settings.api_key.get_secret_value() if settings.api_key else None
     stored = (settings.cache_dir or cache_dir(environ)) / KEY_FILE
-    if key is None and stored.is_file():
-        key = stored.read_text().strip()
+    if key is None:
+        with contextlib.suppress(OSError):  # none, or another user's: a server that wants it says so
+            key = stored.read_text().strip()
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 

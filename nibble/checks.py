@@ -6,6 +6,7 @@ Decisions are functions of facts; `run_checks` collects the facts.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,6 +159,9 @@ def check_folders(own: Path, engine: Path) -> list[str]:
     for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
         if problem := write_problem(folder):
             raise not_writable(folder, problem, variable)
+    if re.search(r"\s", str(engine)):  # torch 2.13 gives g++ its command as one text
+        what = f"the path of the cache, {engine}, has a blank, and what is compiled there would fail"
+        raise NibbleError(ExitCode.CONFIG, what, "", "name a folder without blanks with NIBBLE_CACHE_DIR")
     if is_noexec(engine):
         what = f"{nearest_existing(engine)} is mounted noexec: what is compiled for this model could not be loaded from it"
         action = (

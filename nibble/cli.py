@@ -289,7 +289,7 @@ def _write_traceback(error: Exception) -> Path | None:
 
     text = "".join(traceback.format_exception(error))
     for folder in (cache_dir, lambda: Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NibbleError):
             folder().mkdir(parents=True, exist_ok=True)
             path = folder() / "last-fault.txt"
             path.unlink(missing_ok=True)

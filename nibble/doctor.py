@@ -313,6 +313,7 @@ def hub_check(endpoint: str, head: Callable[[str], str | None]) -> Check:
 
 def _head(url: str) -> str | None:
     """Why a HEAD request fails, or None; an HTTP error status is an answer too."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -321,7 +322,7 @@ def _head(url: str) -> str | None:
             return None
     except urllib.error.HTTPError as error:
         return None if error.code < 500 else f"HTTP {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: a port that is no number
         return in_words(error)
 
 

@@ -201,6 +201,9 @@ def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
         warnings = [*plan.notices, *run_checks(plan, environ)]
     except NibbleError as error:
         return [Check("plan", "fail", f"{command}: {error.what}", error.action)]
+    if plan.checkpoint is None:
+        pull = f"run `nibble pull {model}` where the Hub can be reached"
+        return [Check("plan", "warning", f"{command}: {plan.checkpoint_note}", pull)]
     found = Check("plan", "ok", f"{command}; weights {gib(plan.budget.weights_bytes or 0)}")
     return [found, *(Check("plan", "warning", text, fix) for text in warnings)]
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from nibble.paths import home
+
 SHM = Path("/dev/shm")
 # vLLM raises its own soft limit to 65535 where the hard limit lets it (vllm 0.32 utils/system_utils.py:241).
 FEW_OPEN_FILES = 4096
@@ -92,6 +94,5 @@ def container_kind(environ: Mapping[str, str]) -> str | None:
 
 def vllm_cache(environ: Mapping[str, str]) -> Path:
     """Where vLLM keeps compiled graphs (vllm 0.32 envs.py:712)."""
-    home = environ.get("HOME") or os.path.expanduser("~")
-    root = environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
-    return Path(environ.get("VLLM_CACHE_ROOT") or f"{root}/vllm").expanduser()
+    root = environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache"
+    return Path(os.path.expanduser(environ.get("VLLM_CACHE_ROOT") or f"{root}/vllm"))

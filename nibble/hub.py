@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nibble.disk import not_writable
 from nibble.errors import ExitCode, NibbleError
+from nibble.paths import home
 from nibble.secrets import read_secret
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -33,25 +36,28 @@ class Access:
 
 
 def access(environ: Mapping[str, str]) -> Access:
-    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot be read."""
+    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot be read, USAGE for a token
+    that cannot be sent and an endpoint that is no address.
+    """
     home = hub_home(environ)
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or str(home / "hub")
     offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
     return Access(
-        Path(cache).expanduser(),
-        (environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
-        read_secret("HF_TOKEN", environ)
-        or environ.get("HUGGING_FACE_HUB_TOKEN")
-        or _stored_token(environ, home),
+        Path(os.path.expanduser(cache)),
+        _address(environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT),
+        _sendable(
+            read_secret("HF_TOKEN", environ)
+            or environ.get("HUGGING_FACE_HUB_TOKEN")
+            or _stored_token(environ, home)
+        ),
         offline.strip().lower() in TRUE,
     )
 
 
 def hub_home(environ: Mapping[str, str]) -> Path:
     """HF_HOME, else the XDG cache's huggingface folder."""
-    home = environ.get("HOME") or str(Path.home())
-    caches = environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
-    return Path(environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()
+    caches = environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache"
+    return Path(os.path.expanduser(environ.get("HF_HOME") or f"{caches}/huggingface"))
 
 
 def _stored_token(environ: Mapping[str, str], home: Path) -> str | None:
@@ -60,6 +66,31 @@ def _stored_token(environ: Mapping[str, str], home: Path) -> str | None:
         return Path(environ.get("HF_TOKEN_PATH") or home / "token").read_text().strip() or None
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def _address(endpoint: str) -> str:
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket without its other
+        usable = False
+    if not usable:
+        expected = "an address such as https://huggingface.co"
+        raise NibbleError(
+            ExitCode.USAGE, "HF_ENDPOINT is no address", expected, "correct or unset HF_ENDPOINT"
+        )
+    return endpoint.rstrip("/")
+
+
+def _sendable(token: str | None) -> str | None:
+    """`token` without blanks around it, as huggingface_hub takes it. Raises USAGE for what no header can carry, and shows none of
+    it: the HTTP library would.
+    """
+    clean = (token or "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]*", clean):
+        expected = "one token, of visible ASCII characters"
+        raise NibbleError(ExitCode.USAGE, "HF_TOKEN is not usable", expected, "correct or unset HF_TOKEN")
+    return clean or None
 
 
 def is_model_id(text: str) -> bool:

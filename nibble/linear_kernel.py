@@ -42,6 +42,10 @@ def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choi
         return Choice(wish, source, "asked for")
     if obstacle := _obstacle(parts, values):
         return Choice("vllm", source, obstacle)
+    if _is_batch_invariant(parts):
+        return Choice(
+            "nibble", INVARIANT, "for W4A4 vLLM has only its slow emulation here that adds in one order"
+        )
     rows = rows_of_a_step(checkpoint, values)
     if rows is None:
         return Choice("vllm", source, f"how many rows a decode step has is left to vLLM; {CROSSOVER}")
@@ -57,12 +61,16 @@ def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
 
 def _has_only_nibbles(parts: Ingredients) -> bool:
     """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may not depend on the batch."""
-    environ = {**parts.loaded.file_env, **parts.accepted.environ}
-    if environ.get(INVARIANT, "0").strip() in ("", "0") or parts.checkpoint is None:
+    if not _is_batch_invariant(parts) or parts.checkpoint is None:
         return False
     scheme = parts.checkpoint.scheme
     is_emulated = scheme.vllm_quantization == "quartet2" and not parts.target.features.has_fp4_mma
     return is_emulated or "fp4" not in scheme.activations
+
+
+def _is_batch_invariant(parts: Ingredients) -> bool:
+    environ = {**parts.loaded.file_env, **parts.accepted.environ}
+    return environ.get(INVARIANT, "0").strip() not in ("", "0")
 
 
 def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:

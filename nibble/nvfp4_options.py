@@ -29,6 +29,8 @@ def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
     """Raise CONFIG for an option that this model or target rules out."""
+    if not isinstance(given := args.get(FLAG, {}), Mapping):
+        raise NibbleError(ExitCode.CONFIG, f"{FLAG} is {given!r}", "a JSON object", f"correct or drop {FLAG}")
     wanted = asked(args)
     for part in ("linear", "moe"):
         if wanted.get(f"{part}_kernel") == "nibble":

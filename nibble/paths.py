@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from nibble.errors import ExitCode, NibbleError
+
 
 def root() -> Path:
     """The folder that holds targets/, recipes/, rules/ and models/: NIBBLE_ROOT, else the checkout (or /opt/nibble)."""
@@ -16,8 +18,16 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """nibble's own state: the generated key, crash-loop record; NIBBLE_CACHE_DIR, else the XDG cache."""
     if given := environ.get("NIBBLE_CACHE_DIR"):
         return Path(given)
-    home = environ.get("HOME") or str(Path.home())
-    return Path(environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "nibble"
+    return Path(environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache") / "nibble"
+
+
+def home(environ: Mapping[str, str] = os.environ) -> str:
+    """HOME, else what the system knows of this user. Raises CONFIG where neither says (`docker run --user`)."""
+    found = environ.get("HOME") or os.path.expanduser("~")
+    if found == "~":
+        what = f"uid {os.getuid()} has no home folder"
+        raise NibbleError(ExitCode.CONFIG, what, "HOME", "set HOME to a folder that this user can write")
+    return found
 
 
 def demo_model() -> Path:

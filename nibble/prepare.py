@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def local_model(model: str) -> Path | None:
     """The folder a model argument names: a path, or an embedded demo by its name."""
     if demo := demo_models().get(model):
         return demo
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     looks_like_path = model.startswith((".", "/", "~")) or is_folder(path)
     return path if looks_like_path else None
 
@@ -117,7 +118,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         build="" if hardware.assumed else build_id(),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
-        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(asked.accepted.environ),
+        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(for_vllm),
         without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
     )
     return make_plan(parts)

@@ -8,6 +8,7 @@ would not load are left out here, and huggingface_hub 2.4 calls an offline snaps
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -76,7 +77,7 @@ def pull(
     7 disk too small.
     """
     started = time.monotonic()
-    if is_folder(folder := Path(model).expanduser()):
+    if is_folder(folder := Path(os.path.expanduser(model))):
         if blocked := unreadable_file(folder):
             raise not_readable(blocked)
         return PullResult(folder, None, 0, time.monotonic() - started)

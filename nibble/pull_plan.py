@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def plan_pull(
     model: str, revision: str | None, environ: Mapping[str, str], load_format: str = "auto"
 ) -> PullPlan:
     """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated without access, not cached."""
-    if is_folder(Path(model).expanduser()):
+    if is_folder(Path(os.path.expanduser(model))):
         raise NibbleError(
             ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"
         )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nibble.budget import host_reserve_bytes
+from nibble.budget import GIB, host_reserve_bytes
 from nibble.cluster.agent import Agent
 from nibble.cluster.copies import Copies
 from nibble.cluster.facts import target_of
@@ -61,7 +61,6 @@ OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own de
 START_S = 180.0  # a start takes seconds; none may hang without a word
 STOP_S = 10.0
 WATCH_S = 2.0
-GIB = 1 << 30
 _STARTED = "Ray runtime started."
 _KEPT_LINES = 400
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -16,14 +16,16 @@ SHORTEST = 6  # a shorter value would take ordinary words out of every file
 # Names whose values are secrets, in variables, TOML, JSON, YAML, URLs, command lines.
 _WORDS = (
     "token|secret|passw(?:or)?d|passphrase|(?:api|access|account|private)[_-]?key|credential|auth|cookie|webhook"
-    "|[_-](?:key|pass|pwd)(?![\\w-])"
+    "|[_-](?:key|pass|pwd)(?![\\w-])|(?<=\\w)(?<!by)(?<!com)pass(?![\\w-])"
 )
-_NAME = rf"[\w.-]*(?:{_WORDS})[\w.-]*"
+_NAME = rf"(?>[\w.-]*(?:{_WORDS})[\w.-]*)"  # whole, so that a long word is read once
 _SECRET_NAME = re.compile(rf"(?i)^{_NAME}$|^key$")
 # Names that only look so: what a tokenizer is called, how a cluster authenticates, and files that are named but not shown.
 _HARMLESS = re.compile(r"(?i)tokenizer|auth_mode$|_(?:file|path)$|^ssh_auth_sock$")
+_PASSWORD_IN_URL = re.compile(r"(?:\w+://)?[^\s/@:]*:(?!//|\d+/)([^\s@]+)@(?!sha256:)")
 _COUNT = re.compile(r"[\d.,]{1,12}")  # of tokens
 _QUOTED = r"""\"[^\"\n]*\"|'[^'\n]*'"""
+_TEXT = rf"b?\\*(?:{_QUOTED})"  # of bytes too, and of JSON within a text
 # A list, an object, the arguments of a call: with what stands in quotes there.
 _GROUP = "|".join(
     rf"""\{opens}(?:{_QUOTED}|[^\{closes}\"']){{0,4096}}\{closes}""" for opens, closes in ("[]", "{}", "()")
@@ -32,19 +34,26 @@ _GROUP = "|".join(
 _WORD = rf"""(?:{_GROUP}|[^\s,;}}&\"'])+"""
 _BARE = rf"""{_WORD}(?:[ \t]+(?![\w.-]+\s*[=:]|--){_WORD})*"""
 _NAMED = re.compile(
-    rf"(?i)(?P<before>[\"']?(?<![\w.-])(?P<name>{_NAME})[\"']?\s*[=:]\s*)(?P<value>{_QUOTED}|{_BARE})"
+    rf"(?i)(?P<before>[\"']?(?<![\w.-])(?P<name>{_NAME})\\*[\"']?\s*[=:]\s*)(?P<value>{_TEXT}|{_BARE})"
 )
-_FLAG = re.compile(rf"(?i)(?P<before>--(?P<name>{_NAME})(?:\s+|\0|[\"'],\s*[\"']))(?P<value>[^\s\"',\0]+)")
+_FLAG = re.compile(
+    rf"(?i)(?P<before>(?<![\w.-])--(?P<name>{_NAME})(?:\s+|\0|[\"'],\s*[\"']))(?P<value>{_TEXT}|[^\s\"',\0]+)"
+)
 _FORMS = (  # what stands before the secret, and stays, is the group `before`
     re.compile(r"\bhf_[A-Za-z0-9_]{8,}"),
     re.compile(r"\bnbl-[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:sk|pk|rk|nvapi)-[A-Za-z0-9_-]{16,}"),
     re.compile(r"\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"),
-    re.compile(r"\bA(?:KIA|SIA)[A-Z0-9]{16}\b"),
+    re.compile(r"\bA(?:KIA|SIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\bxox[a-z]-[\w-]{10,}"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
-    re.compile(r"(?i)(?<=authorization: )[^\n\"']+|(?<=bearer )[^\s\"']{4,}"),
-    re.compile(r"""(?i)(?P<before>cookie(?:[\\\"']*[ \t]*[:=]|[\"'],)[ \t]*b?[\\\"']*)[^\n\"'\\]+"""),
+    re.compile(r"(?i)(?<=bearer )[^\s\"']{4,}"),
+    re.compile(  # headers: as they are, in a dict, and in pairs
+        r"""(?i)(?P<before>(?:(?:cookie|authorization)(?:[\\\"']*[ \t]*[:=]|[\"'],)|api-key[\"'],)[ \t]*b?[\\\"']*)[^\n\"'\\]+"""
+    ),
     re.compile(r"""(?<=://)[^\s/\"']+(?=@)"""),
+    # The same with a slash in the password (a port and a path are none), and as proxies are written too, without a scheme.
+    re.compile(r"""(?<=://)[^\s/@:\"']*:(?!\d+/)[^\s\"']+(?=@)"""),
+    re.compile(r"""(?<![\w/@:.-])[\w.%+-]+:[^\s/@:\"',]+(?=@(?!sha256:)\w)"""),
     re.compile(r"""(?i)(?P<before>(?:[?&;]|u0026)(?:[\w.-]*sig(?:nature)?|key|code)=)[^\s&;\"'<>\\]+"""),
     # curl's user and password; numbers are the user and group of a container.
     re.compile(
@@ -133,6 +142,7 @@ def _written(value: str) -> set[str]:
 def known_secrets(environ: Mapping[str, str], files: Iterable[Path]) -> set[str]:
     """Values of secret variables, of the files X_FILE and X_PATH name, and of `files`."""
     values = {value for name, value in environ.items() if is_secret_name(name)}
+    values |= {found[1] for value in environ.values() if (found := _PASSWORD_IN_URL.match(value))}
     named = [
         Path(value)
         for name, value in environ.items()

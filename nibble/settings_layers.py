@@ -138,6 +138,15 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
             ExitCode.CONFIG, f"the settings file {path} cannot be read", "a TOML file", "check NIBBLE_CONFIG"
         )
     args, env = table.pop("args", {}), table.pop("env", {})
+    for key, value in (("args", args), ("env", env)):
+        if not isinstance(value, dict):
+            what = f"{key} in {path} is {value!r}"
+            raise NibbleError(ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line")
+    for key, value in (("args", args), ("env", env)):
+        if not isinstance(value, Mapping):
+            raise NibbleError(
+                ExitCode.CONFIG, f"{key} in {path} is {value!r}", f"a table [{key}]", "mend that line"
+            )
     for key in table:
         if key not in Settings.model_fields:
             hint = closest(key, [*Settings.model_fields, "args", "env"])
@@ -162,11 +171,9 @@ def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> N
 def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> NibbleError:
     first = error.errors()[0]
     field = str(first["loc"][0])
-    option = options()[field]
+    option, origin = options()[field], origins[field]
+    written = f"{field} in {origin.name}" if origin.layer == "file" else origin.name
     shown = "not usable" if option.secret else repr(str(first["input"]))
     return NibbleError(
-        ExitCode.USAGE,
-        f"{origins[field].name} is {shown}",
-        option.expected,
-        f"correct or unset {origins[field].name}",
+        ExitCode.USAGE, f"{written} is {shown}", option.expected, f"correct or unset {written}"
     )

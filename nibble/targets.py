@@ -108,13 +108,19 @@ class Target:
 
 @cache
 def load_target(name: str) -> Target:
-    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES."""
+    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES, and without the file."""
     if name not in TARGET_NAMES:
         what = f"there is no target {name!r}"
         raise NibbleError(
             ExitCode.CONFIG, what, "one of " + ", ".join(TARGET_NAMES), "correct NIBBLE_TARGET or --target"
         )
-    return parse_target(root() / "targets" / f"{name}.toml")
+    try:
+        return parse_target(root() / "targets" / f"{name}.toml")
+    except OSError as error:
+        what = f"{root()}/targets/{name}.toml cannot be read ({error.strerror})"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "nibble's own files", "unset NIBBLE_ROOT, or install nibble again"
+        ) from None
 
 
 def parse_target(path: Path) -> Target:

@@ -107,7 +107,21 @@ def read_source(source: Source) -> Checkpoint:
     """Read the checkpoint at `source`, as `read_checkpoint` does."""
     config = _read_config(source)
     tensors = read_tensors(source)
-    return _assemble(source, config, read_json(source, "hf_quant_config.json"), tensors)
+    hf_quant = read_json(source, "hf_quant_config.json")
+    try:
+        return _assemble(source, config, hf_quant, tensors)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # a list where a number belongs, …
+        where = source.path or source.id
+        what = f"config.json or hf_quant_config.json of {where} has a value that cannot be read ({error})"
+        raise NibbleError(
+            ExitCode.MODEL, what, "a model in Hugging Face format", "download the model again"
+        ) from error
 
 
 def sequence_memory_bytes(

@@ -65,8 +65,8 @@ def parse_header(file: str, header: bytes, file_bytes: int, path: str = "") -> d
     Raises MODEL, naming `file`, for anything inconsistent.
     """
     try:
-        data = json.loads(header)
-    except ValueError:  # UnicodeDecodeError is one
+        data = json.loads(header.decode())  # UTF-8 alone: json would guess UTF-16 too
+    except (ValueError, RecursionError):
         raise corrupt(file, "its header is not JSON", "a safetensors header") from None
     if not isinstance(data, dict):
         raise corrupt(file, "its header is no JSON object", "a safetensors header")
@@ -88,7 +88,9 @@ def _tensor(file: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         numbers = (*shape, begin, end)
-        valid = set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end
+        valid = (
+            set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end and isinstance(dtype, str)
+        )
     except (TypeError, KeyError, ValueError):
         valid, dtype, shape, begin, end = False, "", (), 0, 0
     if not valid:

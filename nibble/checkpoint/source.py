@@ -123,7 +123,7 @@ def open_source(
     """
     if path is not None:
         return _folder(model, path, "cache")  # an id whose snapshot the caller has fetched
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if is_folder(folder):
         return _folder(model, folder, "local")
     if model.startswith((".", "/", "~")):
@@ -182,8 +182,9 @@ def read_json(source: Source, file: str) -> dict[str, Any] | None:
     if size is None:
         return None
     try:
-        data = json.loads(source.read(file, 0, min(size, MAX_JSON_BYTES)) if size else b"")
-    except ValueError:
+        # UTF-8 alone, as vLLM reads it: json would guess UTF-16 too.
+        data = json.loads((source.read(file, 0, min(size, MAX_JSON_BYTES)) if size else b"").decode())
+    except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
         raise NibbleError(

@@ -117,7 +117,7 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
 
 def _read(source: str) -> Checkpoint:
     """The checkpoint in a folder, under a demo's name or in the cache; nothing is downloaded."""
-    folder = demo_models().get(source) or Path(source).expanduser()
+    folder = demo_models().get(source) or Path(os.path.expanduser(source))
     if folder.is_dir() or not is_model_id(source):
         return read_checkpoint(str(folder))
     snapshot = cached_snapshot(source, None, access(os.environ).cache)

@@ -123,7 +123,8 @@ def select(
                 ExitCode.CONFIG, what, "a multiple of 16", f"leave it out: --exclude '{parts[0].module}'"
             )
         found[info.name] = tuple(parts)
-    _check_patterns(patterns, [*left_out, *(name.rpartition(".")[0] for name in tensors)])
+    # A tied head has no tensor; whoever leaves heads out means it all the same.
+    _check_patterns(patterns, [*left_out, "lm_head", *(name.rpartition(".")[0] for name in tensors)])
     _check_fused([part.module for parts in found.values() for part in parts], left_out)
     return found
 

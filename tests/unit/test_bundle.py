@@ -54,6 +54,11 @@ SECRETS = {
     "log, signature of S3": "Zq7signatureofS3",
     "log, beside a harmless name": "Zq7-in-a-group",
     "log, several keys": "Zq7-key-two",
+    "log, quoted flag": "Zq7-in-quotes with blanks",
+    "log, bytes": "Zq7-in-bytes",
+    "log, json in a text": "Zq7-in-json-in-a-text",
+    "log, pair of a header": "Zq7-in-a-pair",
+    "log, pair of bytes": "Zq7-in-a-pair-of-bytes",
     "log, header": "Zq7-in-an-authorization-header",
     "log, url": "Zq7-in-a-query",
     "log, form": "hf_Zq7NeverSeenBeforeToken",
@@ -102,6 +107,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
         f"GET https://blob.example/file?sv=2025&sig={SECRETS['log, signature']}&se=2026",
         f"GET https://s3.example/file?X-Amz-Signature={SECRETS['log, signature of S3']}&part=3",
         f"vllm serve m --api-key Zq7-key-one {SECRETS['log, several keys']} --port 8123",
+        f"serve --hf-token '{SECRETS['log, quoted flag']}' --port 8124",
+        f"connect(password=b'{SECRETS['log, bytes']}', kept='beside bytes')",
+        json.dumps(
+            {"log": json.dumps({"password": SECRETS["log, json in a text"], "kept": "beside a text"})}
+        ),
+        f"('authorization', 'Basic {SECRETS['log, pair of a header']}'), ('accept', 'beside a pair')",
+        f"(b'x-api-key', b'{SECRETS['log, pair of bytes']}'), (b'accept', b'beside a pair of bytes')",
         f"headers {{'Authorization: Token {SECRETS['log, header']}'}}",
         f"GET /v1/models?access_token={SECRETS['log, url']}&page=2",
         f"leaked {SECRETS['log, form']} and {SECRETS['log, jwt']}",
@@ -212,6 +224,11 @@ def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) 
         "se=2026",
         "part=3",
         "--port 8123",
+        "--port 8124",
+        "beside bytes",
+        "beside a text",
+        "'beside a pair'",
+        "beside a pair of bytes",
     ):
         assert kept in log
     assert (
@@ -250,7 +267,7 @@ def test_unreadable_settings_do_not_keep_an_archive_from_being_written(
 
 def test_redaction_of_a_long_word_takes_no_time() -> None:
     began = time.monotonic()
-    Redactor([]).text("x" * 300_000 + " token: [" * 2000)
+    Redactor([]).text("x" * 300_000 + " token: [" * 2000 + "-" * 20_000 + " " + "cookie" * 20_000)
     assert time.monotonic() - began < 5
 
 
@@ -318,3 +335,29 @@ def test_a_full_disk_is_one_line(environ: dict[str, str]) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(NibbleError) as caught:
         write_bundle(full, REPORT, environ, None)
     assert caught.value.code is ExitCode.NO_FIT and "No space left on device" in caught.value.line()
+
+
+def test_passwords_are_found_however_a_url_or_proxy_is_written(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    proxies = {
+        "HTTP_PROXY": "me:Xw8proxypassword@proxy.example:3128",
+        "ALL_PROXY": "socks5://me:Xw8/with/slashes@proxy.example:1080",
+        "MYPASS": "Xw8-without-an-underscore",
+    }
+    log = "\n".join(
+        [
+            "the proxy refused Xw8proxypassword",
+            "another refused you:Xw8unknown@proxy.example:3128",
+            "https://you:Xw8/unknown@host.example/a",
+            "xoxb-Xw8-000000000000 and AIza" + "Xw8" * 11 + "ab",
+            "http://hub.example:8000/models/a@main, nibble:cpu@sha256:12ab, bypass=1, one pass: 3 s",
+        ]
+    )
+    (Path(environ["NIBBLE_CACHE_DIR"]) / "logs" / "8000.log").write_text(log)
+    write_bundle(open_bundle(tmp_path / "b.tar.gz"), REPORT, environ | proxies, None)
+    files = contents(tmp_path / "b.tar.gz")
+    assert not [name for name, text in files.items() if "Xw8" in text]
+    kept = files["nibble/logs/8000.log"].splitlines()[-1]
+    assert kept == log.splitlines()[-1]
+    assert json.loads(files["environment.json"])["HTTP_PROXY"] == "[removed]@proxy.example:3128"

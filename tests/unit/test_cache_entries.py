@@ -32,6 +32,11 @@ def said() -> list[str]:
     return []
 
 
+def _make_it_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 def served(caches: CachePlan, said: list[str]) -> Path:
     """The graphs entry after a server that compiled something, was ready and ended."""
     use = Use(caches, said.append)
@@ -73,6 +78,12 @@ def test_a_sound_entry_stays_for_the_next_start(caches: CachePlan, said: list[st
         (lambda so: so.unlink(), "is missing"),
         (lambda so: (so.parents[2] / "files.json").write_text("{"), "files.json cannot be read"),
         (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": 1}}'), "files.json cannot be read"),
+        (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": [1, 2]}}'), "files.json cannot be read"),
+        (
+            lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": [Infinity, 2, ""]}}'),
+            "files.json cannot be read",
+        ),
+        (lambda so: _make_it_a_folder(so.parents[2] / "files.json"), "files.json cannot be read"),
         (
             lambda so: (so.parents[1] / "flashinfer_autotune_cache/autotune_configs.json").write_text('{"a'),
             "autotune_configs.json is no JSON",
@@ -253,6 +264,31 @@ def test_ls_and_prune_speak_json_and_a_dry_run_removes_nothing(caches: CachePlan
     assert f"would remove {folder}" in dry.stdout and folder.is_dir()
     real = nibble("prune", "--all-but-current", cache=caches.root.parent)
     assert f"removed {folder}" in real.stdout and entries(caches.root) == []
+
+
+@pytest.mark.parametrize("limit", [("--max-gib", "nan"), ("--max-gib", "inf"), ("--older-than", "-1")])
+def test_a_limit_that_is_no_number_from_0_up_is_a_usage_error(tmp_path: Path, limit: tuple[str, str]) -> None:
+    done = nibble("prune", *limit, cache=tmp_path)
+    assert done.returncode == 2 and f"{limit[0]} is {float(limit[1])}; expected a number" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_cache_that_this_user_may_not_look_into_is_one_error_and_not_empty(
+    caches: CachePlan, said: list[str]
+) -> None:
+    served(caches, said)
+    caches.root.chmod(0o700)
+    open_to_others(caches.root.parent)
+    code = (
+        "import os, sys; from nibble import cli; from nibble.cache_commands import verify\n"
+        "from nibble import build_id, cache_keys, disk, settings_layers, vllm_schema\n"
+        "vllm_schema.load_schema(); os.setgid(65534); os.setuid(65534)\n"
+        "sys.exit(cli._guarded(lambda: verify({'HOME': '/', 'NIBBLE_CACHE_DIR': sys.argv[1]})))"
+    )
+    command = [sys.executable, "-c", code, caches.root.parent]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert f"{caches.root} cannot be read (Permission denied)" in done.stderr
 
 
 def test_prune_without_a_limit_is_a_usage_error(tmp_path: Path) -> None:

@@ -291,6 +291,8 @@ def test_layers_are_judged_over_all_workers() -> None:
     wrong = entry(wrong=1, wrong_layers=["model.layers.3: off by 1, at most 0.02"], worst_error="inf")
     found = check_layers([{"rank": 0, "checks": [entry()]}, {"rank": 1, "checks": [wrong]}])
     assert (found.verdict, "rank 1, model.layers.3" in found.detail) == ("failed", True)
+    found = check_layers([{"rank": 1, "checks": [wrong], "node": "b"}])
+    assert "; node b: rank 1, model.layers.3" in found.detail
 
 
 def test_what_has_no_reference_is_told_and_not_passed() -> None:

@@ -92,3 +92,19 @@ def test_nobody_listening_is_one_line() -> None:
     error = refusal({"PORT": str(port), "NIBBLE_CACHE_DIR": "/nowhere"})
     assert error.code is ExitCode.ENGINE_DIED
     assert f"no server answers at 127.0.0.1:{port} (Connection refused)" in error.line()
+
+
+def test_a_key_file_of_another_user_does_not_hide_a_server_that_asks_for_none(serve, monkeypatch) -> None:
+    def no_permission(*_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(401)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    environ = serve(answer)
+    monkeypatch.setattr("pathlib.Path.is_file", lambda self: True)
+    monkeypatch.setattr("pathlib.Path.read_text", no_permission)
+    error = refusal(environ)
+    assert error.code is ExitCode.USAGE and "set NIBBLE_API_KEY" in error.line()

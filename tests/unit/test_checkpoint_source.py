@@ -366,3 +366,48 @@ def test_dangling_link_in_a_folder_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/nowhere/blob")
     assert "links to /nowhere/blob, which is not here" in refusal(str(folder)).line()
+
+
+def rewrite_header(file: Path, change: Callable[[dict[str, Any]], bytes]) -> None:
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = change(json.loads(data[8 : 8 + length]))
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            lambda found: json.dumps(found | {"x": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}).encode(),
+            "its header entry for x is malformed",
+        ),
+        (lambda found: json.dumps(found).encode("utf-16"), "its header is not JSON"),
+        (lambda found: b"[" * 100_000, "its header is not JSON"),
+    ],
+    ids=["a list as dtype", "UTF-16", "nested without end"],
+)  # fmt: skip
+def test_a_header_that_safetensors_would_refuse_is_corrupt(folder: Path, change, what: str) -> None:
+    rewrite_header(folder / "model.safetensors", change)
+    assert f"model.safetensors is corrupt: {what}" in refusal(str(folder)).line()
+
+
+def test_json_is_read_as_utf_8_alone_as_vllm_reads_it(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text(), encoding="utf-16")
+    assert "config.json is not JSON" in refusal(str(folder)).line()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("architectures", 5), ("head_dim", "x"), ("num_experts", float("inf")), ("num_hidden_layers", 10**40),
+     ("quantization_config", {"quant_method": "compressed-tensors", "config_groups": 1})],
+)  # fmt: skip
+def test_a_config_with_values_of_another_kind_is_one_error(folder: Path, key: str, value: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    assert "has a value that cannot be read" in refusal(str(folder)).line()
+
+
+def test_a_home_of_an_unknown_user_is_no_folder() -> None:
+    assert "~nobody-of-that-name/model is not a folder" in refusal("~nobody-of-that-name/model").line()

@@ -366,6 +366,12 @@ def test_columns_that_are_no_multiple_of_16_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_a_head_that_is_tied_may_be_excluded_too(tmp_path: Path) -> None:
+    source = {name: tensor for name, tensor in bf16_tensors().items() if not name.startswith("lm_head")}
+    folder = write(tmp_path / "tied", source, CONFIG | {"tie_word_embeddings": True})
+    assert convert(str(folder), tmp_path / "x", "nvfp4", Wishes(exclude=("lm_head",))).weights == 7
+
+
 @pytest.mark.parametrize("pattern", ["down_proj", "*nothing*", "", f"{LAYER}.mlp"])
 def test_a_pattern_that_matches_no_module_is_named(pattern: str, bf16: Path, tmp_path: Path) -> None:
     wishes = Wishes(exclude=("*.o_proj", pattern))

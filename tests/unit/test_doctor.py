@@ -128,6 +128,11 @@ def test_hub_that_answers_is_ok_and_an_absent_one_a_warning(hub: Hub) -> None:
     assert "refused" in gone.what
 
 
+def test_an_endpoint_or_proxy_that_is_no_address_is_a_warning() -> None:
+    check = hub_check("http://127.0.0.1:port", doctor._head)
+    assert check.status == "warning" and "'port'" in check.what
+
+
 def test_hub_that_hangs_costs_three_seconds_at_most() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         check = hub_check(f"http://127.0.0.1:{listener.getsockname()[1]}", doctor._head)

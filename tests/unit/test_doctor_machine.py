@@ -137,3 +137,16 @@ def test_a_start_of_a_model_is_tried_up_to_vllm(tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     assert model_checks(str(model), environ)[0].status == "fail"
     assert "nothing-here" in model_checks(str(tmp_path / "nothing-here"), environ)[0].what
+
+
+def test_a_model_that_is_not_here_and_cannot_be_asked_for_is_no_start_that_would_begin(
+    tmp_path: Path,
+) -> None:
+    environ = {
+        "HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "NIBBLE_TARGET": "cpu",
+        "PATH": os.environ["PATH"],
+    }
+    (check,) = model_checks("acme/absent", environ)
+    assert check.status == "warning" and "unknown until pull" in check.what and "nibble pull" in check.fix

@@ -59,6 +59,12 @@ def test_anything_else_is_executed_as_given(folder: Path) -> None:
     assert (done.stdout, done.returncode) == ("a  b\n", 7)
 
 
+def test_a_misspelled_mode_is_one_line_that_names_the_modes(folder: Path) -> None:
+    done = run(folder, "sevre", "org/model")
+    assert done.returncode == 127 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("nibble: error: 'sevre' is neither a mode nor a program; expected serve,")
+
+
 def test_bash_has_the_environment_of_the_project(folder: Path) -> None:
     (folder / ".venv" / "bin").mkdir(parents=True)
     _script(folder / ".venv" / "bin" / "nibble", "echo of the project")

@@ -206,10 +206,20 @@ def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
     bf16 = ("--nvfp4-activations", "bf16")
     for target in ("hopper", "b200"):
         assert "adds in one order" in reason(plan(model, *bf16, target=target, **invariant, **many), "nibble")
-    reason(plan(model, **invariant, **many), "vllm")
+    reason(plan(model, target="b200", **invariant, **many), "vllm")
     reason(plan(quartet2, **invariant, VLLM_EXTRA_ARGS="--linear-backend marlin"), "vllm")
     reason(plan(quartet2, target="b200", **invariant), "vllm")
     reason(plan(quartet2, VLLM_BATCH_INVARIANT="0"), "vllm")
+
+
+def test_one_order_of_sums_takes_nibbles_kernel_where_vllm_would_emulate_fp4_and_auto_may_choose(
+    model: Path,
+) -> None:
+    """The emulation would end the start: it is slow, and nobody asked for it."""
+    given = {"VLLM_BATCH_INVARIANT": "1", "MAX_NUM_SEQS": "64"}
+    assert "only its slow emulation" in reason(plan(model, **given), "nibble")
+    reason(plan(model, "--linear-kernel", "vllm", **given), "vllm")
+    reason(plan(model, **given, VLLM_EXTRA_ARGS="--linear-backend emulation"), "vllm")
 
 
 def test_experts_alone_are_not_linear_layers(tmp_path: Path) -> None:

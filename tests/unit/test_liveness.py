@@ -60,6 +60,18 @@ def test_the_port_is_the_one_nibble_has_command_line_before_variable_before_sett
     assert healthcheck.control_port(["serve", "--control-port=9003"]) == 9003
 
 
+@pytest.mark.parametrize("content", [None, "control_port = ", "control_port = 'many'"])
+def test_settings_that_cannot_be_read_any_more_are_one_line(
+    content: str | None, healthcheck: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NIBBLE_CONTROL_PORT", raising=False)
+    monkeypatch.setenv("NIBBLE_CONFIG", str(tmp_path / "nibble.toml"))
+    if content is not None:
+        (tmp_path / "nibble.toml").write_text(content)
+    healthy, why = healthcheck.check(only_live=True)
+    assert not healthy and why.startswith("the control port is not known: ")
+
+
 def test_where_nibble_is_gone_it_is_neither(healthcheck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]

@@ -51,6 +51,13 @@ def test_options_become_one_key_of_vllms_additional_config(model: Path) -> None:
     assert json.loads(words[words.index(FLAG) + 1]) == both
 
 
+@pytest.mark.parametrize("value", ["[1]", '"x"', "1"])
+@pytest.mark.parametrize("target", ["gb10", "hopper"])
+def test_an_additional_config_that_is_no_object_is_refused(model: Path, value: str, target: str) -> None:
+    error = refused(model, FLAG, value, "--target", target, "--max-num-seqs", "4")
+    assert error.what.startswith(f"{FLAG} is ") and error.expected == "a JSON object"
+
+
 def test_a_users_additional_config_is_joined_key_by_key(model: Path) -> None:
     own = {"other": 1, "nibble": {"nvfp4_activations": "checkpoint"}}
     found = plan(model, "--quantize-lm-head", "nvfp4", FLAG, json.dumps(own), NIBBLE_NVFP4_ACTIVATIONS="bf16")

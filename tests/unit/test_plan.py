@@ -64,7 +64,10 @@ def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -
     assert "TORCHDYNAMO_DISABLE" not in plan(model, "--target", "hopper", PATH=str(tmp_path / "bin")).env
     compiler = tmp_path / "bin/g++"
     compiler.touch(0o755)
-    for given in ({}, {"CXX": str(compiler), "PATH": "/nowhere"}):
+    settings = tmp_path / "nibble.toml"
+    settings.write_text(f'[env]\nCXX = "{compiler}"\n')
+    named = ({"CXX": str(compiler)}, {"NIBBLE_CONFIG": str(settings)})
+    for given in ({}, *(one | {"PATH": "/nowhere"} for one in named)):
         found = plan(model, "--target", "cpu", **{"PATH": str(tmp_path / "bin"), **given})
         assert "TORCHDYNAMO_DISABLE" not in found.env and "--enforce-eager" not in found.args
 

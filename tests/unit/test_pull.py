@@ -19,6 +19,7 @@ from nibble import doctor
 from nibble import pull as pull_module
 from nibble.doctor import hub_check
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub import access
 from nibble.model_files import RemoteFile, cached_snapshot, missing_weights, select
 from nibble.pull import Progress, as_lines, check_disk, pull
 
@@ -228,6 +229,10 @@ def test_private_model_looks_unknown_to_strangers_and_is_pulled_by_its_owner(
     hub.add("acme/private", model, private=True)
     assert "HF_TOKEN" in refusal("acme/private", environ).line()
     assert pull("acme/private", None, environ | {"HF_TOKEN": GOOD_TOKEN}).bytes > 0
+
+
+def test_a_token_with_blanks_around_it_is_taken_without_them() -> None:
+    assert access({"HOME": "/", "HF_TOKEN": f" {GOOD_TOKEN} "}).token == GOOD_TOKEN
 
 
 def test_refused_token_is_named_not_shown(hub: Hub, model: Path, environ) -> None:

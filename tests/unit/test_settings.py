@@ -132,13 +132,20 @@ def test_tq_alone_means_k8v4_and_presets_go_by_name(value: str, preset: str | No
 
 @pytest.mark.parametrize(
     "text",
-    ["prot = 8000", "port = [", "api_key = 'nbl-123456789'"],
-    ids=["unknown key", "not TOML", "secret"],
+    ["prot = 8000", "port = [", "api_key = 'nbl-123456789'", "env = 1", "args = ['--seed']"],
+    ids=["unknown key", "not TOML", "secret", "no table of variables", "no table of flags"],
 )
 def test_a_bad_settings_file_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "nibble.toml"
     file.write_text(text)
     assert failure({}, {"NIBBLE_CONFIG": str(file)}).code == ExitCode.CONFIG
+
+
+def test_a_bad_value_in_a_settings_file_is_named_with_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "nibble.toml"
+    file.write_text("control_port = 99999\n")
+    error = failure({}, {"NIBBLE_CONFIG": str(file)})
+    assert error.code == ExitCode.USAGE and error.what == f"control_port in {file} is '99999'"
 
 
 def test_a_missing_settings_file_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.errors import NibbleError
+from nibble.errors import ExitCode, NibbleError
 from nibble.lint import ECOSYSTEM_PREFIXES
 from nibble.targets import TARGET_NAMES, load_target, target_for_capability
 from nibble.vllm_schema import load_schema
@@ -64,3 +64,10 @@ def test_the_most_specific_product_name_wins() -> None:
 def test_an_unknown_target_is_refused_with_the_list() -> None:
     with pytest.raises(NibbleError, match="gb10, sm120, b200, hopper, cpu"):
         load_target("sm90")
+
+
+def test_a_root_without_nibbles_files_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIBBLE_ROOT", "/nowhere")
+    with pytest.raises(NibbleError) as caught:
+        load_target.__wrapped__("cpu")
+    assert caught.value.code is ExitCode.CONFIG and "/nowhere/targets/cpu.toml" in caught.value.line()
