@@ -60,7 +60,7 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
     def nodes(body: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "nodes": roster.nodes(),
-            "left": dict(roster.left),
+            "left": roster.left,
             "run": roster.run,
             "state": roster.state,
             "session": roster.session,

@@ -22,7 +22,7 @@ from nibble.cluster.token import members_token
 from nibble.control import ControlServer
 from nibble.engine import Ended, Engine, Event, Failed, Stop
 from nibble.errors import ExitCode, NibbleError
-from nibble.failures import stopped_for_memory
+from nibble.failures import engine_died, stopped_for_memory
 from nibble.governor import Action, Governor
 from nibble.memory import MemorySource
 from nibble.phases import ErrorReader
@@ -90,7 +90,9 @@ class _Headless:
         self._over = threading.Event()  # of the run that is followed
         self._errors = ErrorReader()
         self._run = 0
-        self._began = self._ended = False
+        self._began = False
+        self._ended: Ended | None = None
+        self._lost = ""  # the process of vLLM's that ended first
 
     def status(self) -> dict[str, Any]:
         """What /status answers."""
@@ -157,13 +159,9 @@ class _Headless:
                 )
 
     def _start(self) -> None:
-        self._began, self._ended, self._errors = True, False, ErrorReader()
+        self._began, self._ended, self._lost, self._errors = True, None, "", ErrorReader()
         self._say(f"run {self._run} of the head: starting this machine's ranks")
-        while True:  # what an earlier run left
-            try:
-                self._events.get_nowait()
-            except queue.Empty:
-                break
+        self._forget_earlier_run()
         self._engine = engine = Engine(self._plan.argv(), self._environ(), self._events)
         engine.start_reading(_pass_through, self._errors.feed)
         limit = self._plan.memory_limits
@@ -175,17 +173,27 @@ class _Headless:
                 engine.kill_at_once()
 
         def follow() -> None:
-            """So that `Engine.kill_at_once` knows whom to kill."""
-            engine.first_death(over)
+            """Also so that `Engine.kill_at_once` knows whom to kill."""
+            self._lost = engine.first_death(over) or ""
 
         self._governor = Governor(MemorySource(), limit, on_memory)
         self._over = over = threading.Event()
         engine.run(self._governor.run)
         engine.run(follow)
 
+    def _forget_earlier_run(self) -> None:
+        """What it left in the queue, but for a signal, which is about whatever runs."""
+        left: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left.append(self._events.get_nowait())
+        for event in left:
+            if isinstance(event, Stop):
+                self._events.put(event)
+
     def _take_part(self) -> bool:
         """Until the run is over; False when this node or the server was told to stop."""
-        ended_at: float | None = None
+        death, ended_at = None, 0.0
         member = self._member
         while True:
             if self._stopped():
@@ -199,14 +207,18 @@ class _Headless:
             if member.reply.get("run") != self._run or member.reply.get("state") == "waiting":
                 self._say("the head ended this run")
                 return True
-            if self._ended and ended_at is None:
-                ended_at = time.monotonic()
-                self._say("vLLM ended here; waiting for what the head makes of it")
-            if ended_at is not None and time.monotonic() - ended_at > NEW_RUN_S:
-                cause = f": {self._errors.cause}" if self._errors.cause else ""
-                raise NibbleError(
-                    ExitCode.ENGINE_DIED, f"vLLM ended by itself on this node{cause}", "", "see the log above"
-                )
+            if self._ended and death is None:
+                death, ended_at = self._death(self._ended.code), time.monotonic()
+                self._say(f"{death.what}; waiting for what the head makes of it")
+            if death is not None and time.monotonic() - ended_at > NEW_RUN_S:
+                raise death
+
+    def _death(self, code: int) -> NibbleError:
+        """What is known of vLLM's end here; rank 0 says it too."""
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+        has_killed = self._governor is not None and self._governor.kernel_has_killed()
+        ladder = self._plan.ladder if has_killed else None
+        return engine_died("headless", how, self._errors.cause, self._lost, ladder)
 
     def _stopped(self) -> bool:
         """Takes one event, or waits for half a beat."""
@@ -217,7 +229,7 @@ class _Headless:
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Ended):
-            self._ended = True
+            self._ended = event
         if isinstance(event, Stop):
             self._say(f"{signal_name(event.signum)}: ending this machine's ranks")
         return isinstance(event, Stop)

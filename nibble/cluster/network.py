@@ -43,6 +43,11 @@ def node_address(settings: Settings, head: str | None) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((head or _OUTSIDE, 9))  # sends nothing
             return probe.getsockname()[0]
+    except socket.gaierror as error:
+        what = f"the head {head} is no address and no known name ({error.strerror})"
+        raise NibbleError(
+            ExitCode.CLUSTER, what, "what `ray-head` or rank 0 printed", "correct HEAD_IP"
+        ) from None
     except OSError as error:
         name = "HEAD_IP" if head is None else "WORKER_IP"
         what = f"this node's address cannot be found ({error.strerror or error})"
@@ -115,6 +120,13 @@ def _read(path: Path) -> str:
 def find_interface(asked: str | None, address: str) -> str:
     """The interface of the cluster's traffic: the one that was asked for, else that of `address`. Raises CLUSTER for none."""
     if asked:
+        here = [name for _, name in socket.if_nameindex()]
+        if asked not in here:
+            what = f"this node has no network interface {asked}"
+            action = (
+                "correct NIBBLE_CLUSTER_INTERFACE, or unset it: the one that has this node's address is taken"
+            )
+            raise NibbleError(ExitCode.CLUSTER, what, "one of " + ", ".join(here), action)
         return asked
     found = interface_of(address)
     if found is None:

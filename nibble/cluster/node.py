@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,12 +71,14 @@ def node_handlers(place: Place) -> dict[str, Handler]:
         return all_reduce(place, int(body["rank"]), int(body["world"]), str(body["head"]), int(body["port"]))
 
     listening: list[socket.socket] = []
+    one_at_a_time = threading.Lock()
 
     def listen(body: Mapping[str, Any]) -> dict[str, Any]:
-        while listening:
-            listening.pop().close()
-        found, taken = listen_on(place.address, [int(port) for port in body["ports"]])
-        listening.extend(found)
+        with one_at_a_time:
+            while listening:
+                listening.pop().close()
+            found, taken = listen_on(place.address, [int(port) for port in body["ports"]])
+            listening.extend(found)
         return {"taken": taken}
 
     return {"/facts": facts, "/reach": reach, "/listen": listen, "/allreduce": reduce}

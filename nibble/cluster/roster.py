@@ -49,7 +49,7 @@ class Roster:
         self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
-        self.left: dict[str, str] = {}  # address -> why, of those that went with an error
+        self._left: dict[str, str] = {}
         self.run = 0
         self.state = "waiting"
 
@@ -79,7 +79,7 @@ class Roster:
             if before is not None and before.session == node.session and not node.facts:
                 node.facts = before.facts
             self._nodes[node.address] = node
-            self.left.pop(node.address, None)
+            self._left.pop(node.address, None)
             return {
                 "session": self.session,
                 "run": self.run,
@@ -92,7 +92,13 @@ class Roster:
         with self._lock:
             self._nodes.pop(address, None)
             if why:
-                self.left[address] = why
+                self._left[address] = why
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Address -> why, of the nodes that went with an error."""
+        with self._lock:
+            return dict(self._left)
 
     def nodes(self) -> list[dict[str, Any]]:
         """Every node seen within FORGET_S and not gone in good order, with the age of its last sign of life."""

@@ -8,11 +8,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent, AgentError
 from nibble.cluster.copies import distribute
+from nibble.cluster.facts import Problem
 from nibble.cluster.files import Offers
 from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
@@ -20,6 +22,7 @@ from nibble.cluster.network import is_here
 from nibble.cluster.node import Place, find_place, node_handlers
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
+from nibble.cluster.ray_reach import unreached
 from nibble.cluster.roster import BEAT_S, LOST_S, Roster, lost_node
 from nibble.cluster.token import heads_token, members_token, withhold_from_ray
 from nibble.control import ControlServer
@@ -243,14 +246,14 @@ class Cluster:
         return True
 
     def _preflight(self, nodes: Sequence[Mapping[str, Any]]) -> Report:
-        """The checks; with Ray, where every node loads from the folders that the driver names, those folders too."""
+        """The checks; with Ray also the folders that the driver names, from which every node loads, and Ray's own ways."""
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
         folders = model_folders(self.plan) if has_ray else []
         if settings.cluster_model == "head":
             problems = distribute(self._caller, nodes, self.place.address, folders, self._stop, self._tell)
             if problems or self._stop.is_set():
                 return Report(nodes, problems, None)
-        return preflight(
+        report = preflight(
             self._caller,
             nodes,
             has_ray=has_ray,
@@ -260,6 +263,11 @@ class Cluster:
             least_memory_bytes=least_memory_bytes(self.plan),
             over=self._stop,
         )
+        if not has_ray or report.problems or self._stop.is_set():
+            return report
+        why = unreached([node["address"] for node in nodes], self.environ(self.place.environ), self._stop)
+        action = "see `nibble cluster status`, and start the Ray node anew that was away"
+        return replace(report, problems=[Problem(self._caller.head, why, action)] if why else [])
 
     def _tell(self, text: str) -> None:
         self._state["detail"] = text

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 from serving import ROOT, clean_environ
 
+from nibble.cluster import ray_reach
 from nibble.cluster.ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
+from nibble.cluster.ray_reach import unreached
 from nibble.cluster.token import TOKEN_FILE
 from nibble.processes import processes
 
@@ -121,6 +124,21 @@ def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stop
     head.process.terminate()
     assert head.process.wait(30) == 0
     assert ray_processes() == []
+
+
+def test_a_node_that_rays_head_does_not_reach_is_told_before_a_start(
+    head: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, over = head.address(), threading.Event()
+    token = (Path(head.environ["NIBBLE_CACHE_DIR"]) / TOKEN_FILE).read_text().strip()
+    key = {"RAY_ADDRESS": f"{address}:{GCS_PORT}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    environ = {**head.environ, **key}
+    assert unreached([address], environ, over) is None
+    monkeypatch.setattr(ray_reach, "REACH_S", 2.0)
+    why = unreached([address, "10.9.9.9"], environ, over)
+    assert why == f"Ray's head does not reach all of {address}, 10.9.9.9 within 2 s"
+    over.set()
+    assert unreached([address], environ, over) is None
 
 
 def test_a_head_ends_with_10_when_ray_dies(head: Node) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +29,7 @@ from nibble.cluster.headless import _Headless, serve_headless
 from nibble.cluster.member import Member
 from nibble.cluster.node import proof_handlers
 from nibble.cluster.roster import Roster
-from nibble.engine import Event
+from nibble.engine import Ended, Event, Stop
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory import MemorySource
 from nibble.prepare import plan_for, read_wishes
@@ -139,6 +142,41 @@ def test_a_head_that_begins_nothing_is_exit_9(rank: Rank) -> None:
     error = rank.end()
     assert isinstance(error, NibbleError)
     assert (error.code, "began nothing within 1 s" in error.what) == (ExitCode.CLUSTER, True)
+
+
+def test_what_ended_first_here_is_told_here_and_by_the_error(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM says no word where its engine process was killed while it started (data parallel, headless)."""
+    behave = """
+import subprocess, time
+time.sleep(0.3)
+worker = subprocess.Popen(["VLLM::EngineCore", "300"], executable="/bin/sleep")
+time.sleep(2.5)
+worker.kill()
+worker.wait()
+time.sleep(0.5)
+"""
+    monkeypatch.setattr(engine_module, "child_command", lambda argv: [sys.executable, "-c", behave])
+    monkeypatch.setattr(headless_module, "NEW_RUN_S", 0.5)
+    rank.move("ready", 1)
+    error = rank.end()
+    assert isinstance(error, NibbleError)
+    assert error.code == ExitCode.ENGINE_DIED
+    told = r"vLLM ended by itself in phase headless \(exit code 0\); VLLM::EngineCore \(pid \d+\) ended first"
+    assert re.fullmatch(told, error.what)
+    assert f"{error.what}; waiting for what the head makes of it" in rank.said
+
+
+def test_a_signal_that_comes_as_a_run_begins_is_not_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(text: str) -> None:
+        if text.startswith("run 1"):
+            rank.node._events.put(Ended(1))  # of an earlier run
+            rank.node._events.put(Stop(signal.SIGTERM))
+
+    monkeypatch.setattr(rank.node, "_say", say)
+    rank.move("starting", 1)
+    assert rank.end() == ExitCode.OK
 
 
 def test_memory_that_runs_out_on_its_machine_ends_it_with_7(rank: Rank, memory: Path) -> None:

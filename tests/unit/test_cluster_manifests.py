@@ -116,6 +116,12 @@ def test_variables_of_vllm_nccl_and_ray_go_into_the_pods_but_for_secrets_and_thi
     assert "hush" not in json.dumps(found)
 
 
+def test_an_address_with_a_password_is_not_written_into_a_manifest() -> None:
+    with pytest.raises(NibbleError, match="HF_ENDPOINT has a password") as refused:
+        made("lws", **PLACES["lws"], HF_ENDPOINT="https://me:hush-hush@hub.example")
+    assert refused.value.code == ExitCode.CONFIG and "hush" not in refused.value.line()
+
+
 @pytest.mark.parametrize("way", ["variable", "flag"])
 def test_rays_nodes_get_what_the_network_and_their_watchdog_need(way: str) -> None:
     wanted = {"NIBBLE_CLUSTER_INTERFACE": "eth1", "NIBBLE_MEMORY_RESERVE_GIB": "12.0"}

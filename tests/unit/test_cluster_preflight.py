@@ -164,6 +164,26 @@ def test_an_agent_listens_as_long_as_it_is_told_and_names_a_port_that_is_taken(
         assert unreachable([("127.0.0.1", port)])
 
 
+def test_two_preflights_at_once_do_not_take_each_other_for_another_program() -> None:
+    """`cluster check` beside `serve`."""
+    listen = node_handlers(Place("127.0.0.1", "lo", {}))["/listen"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    taken: list[int] = []
+
+    def ask() -> None:
+        for _ in range(300):
+            taken.extend(listen({"ports": [port]})["taken"])
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not taken
+    listen({"ports": []})
+
+
 def test_a_port_that_opens_a_moment_later_is_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = free.getsockname()

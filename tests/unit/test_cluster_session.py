@@ -153,6 +153,33 @@ def test_a_rank_that_fetches_the_model_from_here_is_waited_for(
     assert list(idle_s) == []
 
 
+def test_with_ray_a_start_waits_until_rays_head_reaches_every_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM would wait for half an hour for a GPU that the head counts as given away."""
+    nodes = [{"address": address, "name": address, "gpus": 1, "age_s": 0.0} for address in (HERE, "10.0.0.2")]
+    environ = {**RAY, "VLLM_CONFIG_ROOT": str(tmp_path / "config")}
+    found = Cluster(
+        plan(RAY), Place(HERE, "lo", environ), "token", None, tmp_path, quiet, threading.Event(), Offers()
+    )
+    whys = iter(["Ray's head does not reach all", None])
+    asked: list[tuple[list[str], str]] = []
+
+    def unreached(addresses: list[str], environ: dict[str, str], over: threading.Event) -> str | None:
+        asked.append((addresses, environ["RAY_ADDRESS"]))
+        return next(whys)
+
+    said: list[str] = []
+    monkeypatch.setattr(session_module, "preflight", lambda *a, **b: Report(nodes, [], None))
+    monkeypatch.setattr(session_module, "unreached", unreached)
+    monkeypatch.setattr(found, "nodes", lambda: nodes)
+    monkeypatch.setattr(found, "say", said.append)
+    assert not found._check(NodeLost("node x is gone"), time.monotonic() + 9)
+    assert "not yet" in said[0] and "Ray's head does not reach all" in said[0]
+    assert found._check(NodeLost("node x is gone"), time.monotonic() + 9)
+    assert asked == [([HERE, "10.0.0.2"], f"{HERE}:6379")] * 2
+
+
 def answers(monkeypatch: pytest.MonkeyPatch, found: Cluster) -> None:
     """Every node but 10.0.0.9 tells its reports."""
 

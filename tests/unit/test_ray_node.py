@@ -12,7 +12,7 @@ import pytest
 from test_memory import machine
 
 from nibble import ray_node
-from nibble.cluster.network import node_address
+from nibble.cluster.network import find_interface, node_address
 from nibble.cluster.node import Place
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
@@ -172,6 +172,18 @@ def test_the_address_is_what_was_given_else_the_route_to_the_head() -> None:
     assert node_address(settings(WORKER_IP="192.0.2.9", HEAD_IP="192.0.2.2"), None) == "192.0.2.9"
     assert node_address(settings(HEAD_IP="192.0.2.2"), None) == "192.0.2.2"
     assert node_address(settings(HEAD_IP="127.0.0.1"), "127.0.0.1") == "127.0.0.1"
+
+
+def test_a_head_ip_that_is_no_known_name_is_what_is_blamed() -> None:
+    with pytest.raises(NibbleError, match=r"the head nosuch\.invalid is no address .* correct HEAD_IP"):
+        node_address(settings(HEAD_IP="nosuch.invalid"), "nosuch.invalid")
+
+
+def test_an_interface_that_is_not_here_is_refused_by_name() -> None:
+    assert find_interface("lo", "127.0.0.1") == "lo"
+    with pytest.raises(NibbleError, match=r"no network interface nosuch0; expected one of .*lo") as caught:
+        find_interface("nosuch0", "127.0.0.1")
+    assert caught.value.code == ExitCode.CLUSTER
 
 
 def test_a_head_whose_address_is_another_machines_does_not_start(tmp_path: Path) -> None:
