@@ -29,7 +29,8 @@ WINDOW_S = (
 )
 HOLDS_S = (60.0, 300.0, 900.0)  # after the third, fourth and fifth failure
 FIRST_HELD = 3
-COUNTED = (ExitCode.ENGINE_DIED, ExitCode.NO_FIT, ExitCode.CANARY)
+# MODEL here is a load that vLLM ended for it; what is refused before a run never comes here.
+COUNTED = (ExitCode.ENGINE_DIED, ExitCode.MODEL, ExitCode.NO_FIT, ExitCode.CANARY)
 SILENT_END = "the start before ended without a word: the machine was reset or nibble was killed"
 _KEPT = 20
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.governor import Limits
 from nibble.memory_plan import Step, show_gib
+
+SHOWN = 3
+# vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/layers.py:37
+_EMPTY = "Following weights were not initialized from checkpoint: "
+_UNSCALED = re.compile(r"ScaleError: (\S+) was not loaded")
+SKIP = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 
 
 def engine_died(
@@ -17,6 +24,15 @@ def engine_died(
     `cause` is the last error it logged, `lost` its process that ended first where that was not the API server;
     `memory_ladder` is given where the kernel's OOM killer struck just before.
     """
+    if names := _not_loaded(cause):
+        more = f" and {len(names) - SHOWN} more" if names[SHOWN:] else ""
+        if _EMPTY in cause and not cause.endswith("}"):
+            more = " and more"  # a cause is cut at some length
+        what = f"vLLM ended the load: no tensor of the checkpoint fills {', '.join(names[:SHOWN])}{more}"
+        action = "download the model again"
+        if _EMPTY in cause:
+            action += f"; if it is whole, skip this check with {SKIP}"
+        return NibbleError(ExitCode.MODEL, what, "a whole checkpoint", action)
     what = f"vLLM ended by itself in phase {phase} ({how})"
     what += f": {cause}" if cause else ""
     what += f"; {lost} ended first" if lost else ""
@@ -24,6 +40,13 @@ def engine_died(
         return NibbleError(ExitCode.ENGINE_DIED, what, "", "see the log above")
     what += "; the kernel's OOM killer struck just then"
     return NibbleError(ExitCode.ENGINE_DIED, what, "", f"to need less: {steps(memory_ladder)}")
+
+
+def _not_loaded(cause: str) -> list[str]:
+    """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused layer's scales."""
+    if match := _UNSCALED.search(cause):
+        return [match[1]]
+    return sorted(re.findall(r"'([^']+)'", cause.partition(_EMPTY)[2]))
 
 
 def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Step]) -> NibbleError:

@@ -52,10 +52,12 @@ class Inspection:
         """One sentence."""
         if self.refusal:
             return f"refused: {self.refusal}"
-        if not self.checkpoint.scheme.is_nvfp4:
-            return "loads; no layer is NVFP4"
         if self.layout and self.layout.wrong:
             return f"loads; {self.layout.wrong} of its weights may have their scales in another layout ({self.scales_read})"
+        if self.checkpoint.missing:
+            return f"seems to be incomplete ({self.scales_read})"
+        if not self.checkpoint.scheme.is_nvfp4:
+            return "loads; no layer is NVFP4"
         return f"loads exactly ({self.scales_read})"
 
     def to_json(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class Inspection:
             "layout": {"tensors": self.layout.tensors, "right": self.layout.right, "wrong": self.layout.wrong}
             if self.layout else None,
             "scales_read": self.scales_read, "vllm_alone": list(self.vllm_alone),
+            "missing": list(checkpoint.missing),
             "problems": [{**asdict(problem), "code": int(problem.code)} for problem in self.problems],
             "verdict": self.verdict, "exit_code": self.exit_code,
         }  # fmt: skip

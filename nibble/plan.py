@@ -27,6 +27,7 @@ from nibble.gemma4 import check_gemma4
 from nibble.governor import Limits, limits
 from nibble.hardware import Hardware
 from nibble.linear_kernel import choose_linear_kernel, linear_kernel_flags
+from nibble.load_check import load_check_flags, load_check_notices
 from nibble.memory_plan import Step, plan_memory
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, choose_alias
@@ -188,6 +189,7 @@ def make_plan(parts: Ingredients) -> Plan:
     kernel = choose_linear_kernel(parts, args)
     args |= linear_kernel_flags(kernel, args)
     args |= quantization_override(parts.checkpoint, args)
+    args |= load_check_flags(parts.checkpoint, args)
     memory = plan_memory(parts, args, topology)
     args |= memory.flags
     args |= fast_start_flags(parts, args)
@@ -227,7 +229,7 @@ def make_plan(parts: Ingredients) -> Plan:
         args=args,
         env=env,
         rules=tuple(rule.id for rule in risks.rules),
-        notices=_notices(parts, values) + risks.notices,
+        notices=_notices(parts, values) + risks.notices + load_check_notices(parts.checkpoint, args),
         budget=memory.budget,
         ladder=memory.ladder,
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nibble.checkpoint.missing import some_of
 from nibble.disk import gib
 from nibble.inspection import Inspection
 
@@ -23,9 +24,13 @@ def show_inspection(found: Inspection) -> None:
         console.print(_inventory(found))
     for line in found.vllm_alone:
         console.print(f"[yellow]vLLM alone[/] {escape(line)}", soft_wrap=True)
+    if missing := found.checkpoint.missing:
+        console.print(
+            f"[yellow]missing[/] {len(missing)}, as it seems: {escape(some_of(missing))}", soft_wrap=True
+        )
     for note in found.checkpoint.scheme.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    colour = "red" if found.refusal else "green"
+    colour = "red" if found.refusal else "yellow" if missing else "green"
     console.print(f"[bold {colour}]{escape(found.verdict)}[/]", soft_wrap=True)
 
 

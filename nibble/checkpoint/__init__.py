@@ -14,10 +14,11 @@ from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
 from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
 from nibble.checkpoint.layers import head_dim as _head_dim
+from nibble.checkpoint.missing import missing_tensors
 from nibble.checkpoint.mixed_layers import labels
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, find_weights, header_problems
 from nibble.checkpoint.scheme import Scheme, detect_scheme, is_w4a4, weight_only
-from nibble.checkpoint.source import Source, download_bytes, open_source, read_json, read_tensors
+from nibble.checkpoint.source import Source, download_bytes, open_source, read_index, read_json, read_tensors
 from nibble.checkpoint.vllm_config import VllmConfig, config_for_vllm, declared_config
 from nibble.checkpoint.weights import Weights, expert_counts, measure
 from nibble.errors import ExitCode, NibbleError
@@ -41,8 +42,8 @@ class Checkpoint:
     `path` is None while the files are on the Hub only; `is_local` means a folder was given instead of an id.
     `weights` is None until headers can be read, `layers` where the architecture is not known; `modules` is there for a
     quantization config that lists layers, once headers can be read. `nvfp4` are the NVFP4 weights and `problems` what their
-    headers show to be wrong. `vllm_config` is the quantization config vLLM needs. `files` maps each path to its bytes,
-    `download_bytes` are those of the files a server needs.
+    headers show to be wrong; `missing` names what seems to be in no file. `vllm_config` is the quantization config vLLM needs.
+    `files` maps each path to its bytes, `download_bytes` are those of the files a server needs.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     nvfp4: tuple[Nvfp4Weight, ...] = field(default=(), repr=False)
     problems: tuple[Problem, ...] = ()
+    missing: tuple[str, ...] = ()
     vllm_config: VllmConfig | None = None
 
     @property
@@ -106,10 +108,11 @@ def read_checkpoint(
 def read_source(source: Source) -> Checkpoint:
     """Read the checkpoint at `source`, as `read_checkpoint` does."""
     config = _read_config(source)
-    tensors = read_tensors(source)
+    index = read_index(source)
+    tensors = read_tensors(source, index)
     hf_quant = read_json(source, "hf_quant_config.json")
     try:
-        return _assemble(source, config, hf_quant, tensors)
+        return _assemble(source, config, hf_quant, tensors, index[1] if index else {})
     except (
         ArithmeticError,
         AttributeError,
@@ -174,16 +177,19 @@ def _assemble(
     config: dict[str, Any],
     hf_quant: dict[str, Any] | None,
     tensors: Mapping[str, TensorInfo] | None,
+    index: Mapping[str, str],
 ) -> Checkpoint:
     text = text_config(config)
     experts, chosen = expert_counts(text)
     count = _whole(text, "num_hidden_layers", "n_layers", "n_layer", "num_blocks")
-    weights = None
+    weights, missing = None, ()
     if tensors is not None:
         if not tensors:
             what = f"the safetensors files of {source.id} hold no tensors"
             raise NibbleError(ExitCode.MODEL, what, "the weights of a model", "download the model again")
         weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
+        # Layers of NAS models differ from each other, as their block_configs say.
+        missing = missing_tensors(tensors, None if "block_configs" in text else count, index)
     found = layers(config)
     scheme, nvfp4, problems = _nvfp4(
         detect_scheme(config, hf_quant, tensors), config, hf_quant, tensors, count
@@ -230,6 +236,7 @@ def _assemble(
         tensors=tensors or {},
         nvfp4=nvfp4,
         problems=problems,
+        missing=missing,
         vllm_config=needed,
     )
 

@@ -28,6 +28,7 @@ PARALLEL_REQUESTS = 8
 CONFIG_FILES = ("config.json", "params.json")
 
 Tensors = dict[str, TensorInfo]
+Index = tuple[str, Mapping[str, str]]  # its file, and by it the file that each tensor is in
 
 
 @dataclass
@@ -193,40 +194,50 @@ def read_json(source: Source, file: str) -> dict[str, Any] | None:
     return data
 
 
-def weight_files(source: Source) -> tuple[str, ...] | None:
-    """The safetensors files vLLM would load, or None when weights are absent or of another format.
-
-    Raises MODEL when an index names a shard that is not there.
-    """
-    listing = [RemoteFile(path, size, None, None) for path, size in source.files.items()]
-    root = [f.path for f in select(listing) if f.path.endswith(".safetensors") and "/" not in f.path]
-    indexes = [
-        f.path for f in select(listing) if f.path.endswith(".safetensors.index.json") and "/" not in f.path
-    ]
+def read_index(source: Source) -> Index | None:
+    """The index of the weights, or None without one. Raises MODEL for one that cannot be read."""
+    indexes = [file for file in _root_files(source) if file.endswith(".safetensors.index.json")]
     if not indexes:
-        return tuple(root) or None
-    index = read_json(source, sorted(indexes)[0]) or {}
+        return None
+    index = read_json(source, indexes[0]) or {}
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         what = f"{_name(source, indexes[0])} has no weight_map"
         raise NibbleError(ExitCode.MODEL, what, "a map from tensor to file", "download it again")
+    return indexes[0], weight_map
+
+
+def weight_files(source: Source, index: Index | None) -> tuple[str, ...] | None:
+    """The safetensors files vLLM would load, or None when weights are absent or of another format.
+
+    Raises MODEL when `index` names a shard that is not there.
+    """
+    if index is None:
+        return tuple(file for file in _root_files(source) if file.endswith(".safetensors")) or None
+    file, weight_map = index
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in source.files]
     if (source.kind == "cache" and missing) or (source.kind == "hub" and len(missing) == len(shards)):
         return None  # an unfinished download, or a repository of an index alone: unknown until pull
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        what = f"{_name(source, indexes[0])} names {missing[0]}{more}, which is not there"
+        what = f"{_name(source, file)} names {missing[0]}{more}, which is not there"
         raise NibbleError(ExitCode.MODEL, what, f"{len(shards)} shards", "copy or download the folder again")
     return tuple(shards)
 
 
-def read_tensors(source: Source) -> Tensors | None:
+def _root_files(source: Source) -> list[str]:
+    """Files a server needs that are in no folder, sorted."""
+    listing = [RemoteFile(path, size, None, None) for path, size in source.files.items()]
+    return [file.path for file in select(listing) if "/" not in file.path]
+
+
+def read_tensors(source: Source, index: Index | None) -> Tensors | None:
     """Every tensor of the checkpoint by name, or None when there are no safetensors headers to read.
 
     Raises MODEL, naming the file, for a corrupt or truncated one.
     """
-    files = weight_files(source)
+    files = weight_files(source, index)
     if files is None:
         return None
     with ThreadPoolExecutor(1 if source.path else PARALLEL_REQUESTS) as pool:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from fault_table import CAUGHT, COLUMNS, REFERENCES
+from coherent_model import write_coherent_model
+from fault_table import CAUGHT, COLUMNS, INCOHERENT, REFERENCES
 from faults import ALL_FAULTS, Faulty, install
 from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
@@ -95,6 +96,25 @@ def test_without_references_the_other_two_find_what_they_found_with_them(
     faulty, _ = larger
     found = {fault: caught(faulty, None, fault) for fault in CAUGHT}
     assert found == {fault: set(names - {REFERENCES}) for fault, names in CAUGHT.items()}
+
+
+@pytest.fixture(scope="module")
+def coherent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    """A model that answers coherence's questions, and has no references."""
+    folder = tmp_path_factory.mktemp("coherent")
+    model = write_coherent_model(folder / "model")
+    faulty = serve_with_faults(folder, str(model), NIBBLE_CANARY="strict")
+    try:
+        faulty.server.wait_until_ready()
+        yield faulty
+    finally:
+        faulty.server.end()
+
+
+@pytest.mark.parametrize("fault", sorted(set(CAUGHT) - {"KV scale wrong by 2"}))
+def test_coherence_finds_what_leaves_no_answer_right_and_nothing_else(fault: str, coherent: Faulty) -> None:
+    found = coherent.canary(fault, None, coherence=True)["coherence"]
+    assert (found.verdict == "failed") == (fault in INCOHERENT), found
 
 
 def test_a_server_whose_fault_is_gone_is_found_healthy_again(

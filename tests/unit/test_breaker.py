@@ -95,6 +95,11 @@ def test_memory_that_ran_out_while_serving_counts(breaker: Breaker) -> None:
     assert breaker.verdict().failures == 1
 
 
+def test_a_load_that_vllm_ended_for_want_of_weights_counts(breaker: Breaker) -> None:
+    fail(breaker, 1, NibbleError(ExitCode.MODEL, "vLLM ended the load"))
+    assert breaker.verdict().failures == 1
+
+
 def test_the_end_names_the_cause_and_the_file_that_clears_it(breaker: Breaker) -> None:
     fail(breaker, 6)
     verdict = breaker.verdict()
