@@ -26,15 +26,14 @@ def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
 
     vLLM is told to stay offline when anything came from the Hub and nothing else may have to.
     """
-    args = dict(plan.args)
-    fetched = folder is not None
-    if (draft := args.get("--speculative-config")) and _is_on_hub(name := _draft_model(draft.value)):
+    args, on_hub = dict(plan.args), beside_the_model(plan.args)
+    if (name := on_hub.get("--speculative-config")) is not None:
+        draft = args["--speculative-config"]
         path = folder if folder and name == plan.settings.model else fetch(name, draft.value.get("revision"))
         args["--speculative-config"] = replace(draft, value={**draft.value, "model": str(path)})
-        fetched = True
-    if (tokenizer := args.get("--tokenizer")) and _is_on_hub(str(tokenizer.value)):
-        args["--tokenizer"] = replace(tokenizer, value=str(fetch(str(tokenizer.value), None)))
-        fetched = True
+    if (name := on_hub.get("--tokenizer")) is not None:
+        args["--tokenizer"] = replace(args["--tokenizer"], value=str(fetch(name, None)))
+    fetched = folder is not None or bool(on_hub)
     env = {
         name: choice
         for name, choice in plan.env.items()
@@ -45,8 +44,15 @@ def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
     return replace(plan, model=str(folder) if folder else plan.model, args=args, env=env)
 
 
-def _draft_model(config: Any) -> str:
-    return str(config.get("model") or "") if isinstance(config, Mapping) else ""
+def beside_the_model(args: Mapping[str, Choice]) -> dict[str, str]:
+    """Flag -> Hub id, of draft and tokenizer where they are on the Hub."""
+    values: dict[str, Any] = {name: choice.value for name, choice in args.items()}
+    config = values.get("--speculative-config")
+    names = {
+        "--speculative-config": str(config.get("model") or "") if isinstance(config, Mapping) else "",
+        "--tokenizer": str(values.get("--tokenizer") or ""),
+    }
+    return {flag: name for flag, name in names.items() if _is_on_hub(name)}
 
 
 def _is_on_hub(name: str) -> bool:

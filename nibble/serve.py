@@ -23,7 +23,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.fp8_checks import check_fp8_on_cpu
 from nibble.hold import hold
 from nibble.launch import serve as launch
-from nibble.localize import Fetch, localize
+from nibble.localize import Fetch, beside_the_model, localize
 from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import root
@@ -232,13 +232,16 @@ def _on_disk(plan: Plan, asked: Asked) -> Plan:
     load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
     if plan.topology.is_headless and plan.settings.cluster_model == "head":
         return _from_head(plan, asked)
-    if plan.checkpoint is not None and plan.checkpoint.is_local:
+    is_local = plan.checkpoint is not None and plan.checkpoint.is_local
+    if is_local and not beside_the_model(plan.args):
         return localize(plan, None, _fetch(environ, as_lines(say)))
     run_checks(
         plan, asked.accepted.environ
     )  # a port in use or a GPU that is not here costs no download either
     with _download_phase(asked) as on_progress:
         fetch = _fetch(environ, on_progress)
+        if is_local:
+            return localize(plan, None, fetch)
         folder = fetch(str(plan.settings.model), plan.revision, load_format)
 
         def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,27 @@ def test_a_draft_model_is_on_disk_before_vllm_starts(hub: Hub, environ, started)
     draft = Path(started[0][0].args["--speculative-config"].value["model"])
     assert draft.name == hub.repos["acme/draft"].sha
     assert (draft / "model.safetensors").is_file()
+
+
+def test_a_draft_that_comes_down_beside_a_model_on_disk_shows_in_status(
+    hub: Hub, environ, started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A liveness probe that finds nothing there would end a long download."""
+    seen: list[dict[str, object]] = []
+
+    def pull(*given: object) -> object:
+        url = f"http://127.0.0.1:{environ['NIBBLE_CONTROL_PORT']}/status"
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            seen.append(json.load(reply))
+        return real(*given)
+
+    real = serve_module.pull
+    monkeypatch.setattr(serve_module, "pull", pull)
+    model = write_model(tmp_path / "mine")
+    config = '{"method": "draft_model", "model": "acme/draft", "num_speculative_tokens": 2}'
+    assert serve_module.serve([str(model), "--speculative-config", config], environ) == 0
+    assert [one["phase"] for one in seen] == ["download"]
+    assert Path(started[0][0].args["--speculative-config"].value["model"]).name == hub.repos["acme/draft"].sha
 
 
 def test_what_this_machine_cannot_serve_costs_no_download(hub: Hub, environ, started, tmp_path: Path) -> None:
