@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub import GOOD_TOKEN, Hub
@@ -98,7 +99,7 @@ def test_a_draft_that_comes_down_beside_a_model_on_disk_shows_in_status(
     """A liveness probe that finds nothing there would end a long download."""
     seen: list[dict[str, object]] = []
 
-    def pull(*given: object) -> object:
+    def pull(*given: Any) -> Any:
         url = f"http://127.0.0.1:{environ['NIBBLE_CONTROL_PORT']}/status"
         with urllib.request.urlopen(url, timeout=5) as reply:
             seen.append(json.load(reply))
