@@ -7,8 +7,14 @@ the answer is no.
 
 from __future__ import annotations
 
+import sys
+
+from ray._private.utils import get_dashboard_dependency_error
 from ray.scripts import scripts
 
 if __name__ == "__main__":
+    if missing := get_dashboard_dependency_error():
+        # Ray would start without its agents, whose ports the preflight then finds closed.
+        sys.exit(f"Error: Ray is installed without its agents' packages ({missing}): install ray[default]")
     scripts.get_ray_client_dependency_error = lambda: "turned off by nibble"  # pyright: ignore
     scripts.main()

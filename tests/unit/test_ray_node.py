@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +22,7 @@ from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.governor import UNWATCHED
 from nibble.memory import MemorySource, memory_now
+from nibble.paths import root
 from nibble.settings import Settings
 from nibble.settings_layers import load_settings
 
@@ -211,3 +215,15 @@ def test_rays_tracebacks_become_one_line_with_exit_9(lines: list[str], role: str
     assert error.code == ExitCode.CLUSTER
     assert words in error.line()
     assert "Traceback" not in error.line()
+
+
+def test_a_ray_without_its_agents_packages_is_told_before_it_starts(tmp_path: Path) -> None:
+    """It would start, and the preflight find the agents' ports closed."""
+    pytest.importorskip("ray")
+    (tmp_path / "opencensus.py").write_text("raise ImportError('no opencensus here')")
+    command = [sys.executable, "-m", "nibble.cluster.ray_start", "start", "--head"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root())])}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    error = ray_node.explain_failure(done.stderr.splitlines(), "head", HEAD)
+    assert "no opencensus here" in error.line() and "install ray[default]" in error.line()
