@@ -11,6 +11,7 @@ from nibble.checkpoint import Checkpoint, read_source
 from nibble.checkpoint.exclusions import correct, excluded
 from nibble.checkpoint.fused_groups import FusedGroup, fused_groups
 from nibble.checkpoint.nvfp4 import Problem
+from nibble.checkpoint.plain_values import check_plain_values
 from nibble.checkpoint.scale_layout import LayoutCheck, check_layout
 from nibble.checkpoint.scale_values import check_values, marlin_flushes, read_floats
 from nibble.checkpoint.source import Source, open_source
@@ -109,6 +110,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
     problems, layout, flushed = list(checkpoint.problems), None, 0
     if reads_all and folder is not None:
         problems += check_values(folder, nvfp4).problems
+        problems += check_plain_values(folder, checkpoint.tensors.values(), checkpoint.num_layers)
         layout = check_layout(folder, nvfp4, is_cloverlm(checkpoint))
         problems += [layout.problem] if layout.problem else []
         flushed = marlin_flushes(folder, nvfp4)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.plain_values import check_plain_values
 from nibble.checkpoint.scale_layout import check_layout
 from nibble.checkpoint.scale_values import check_values
 from nibble.cloverlm import check_vocabulary, is_cloverlm
@@ -37,13 +38,17 @@ def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
 
 
 def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
-    """How much was read and how long it took. Raises MODEL or CONFIG, naming the first tensor that is wrong."""
+    """How much was read and how long it took: scales, and what is small and not quantized.
+
+    Raises MODEL or CONFIG, naming the first tensor that is wrong.
+    """
     weights = [weight for weight in checkpoint.nvfp4 if with_draft or not weight.is_draft]
     if checkpoint.path is None or not weights:
         return []
     start = time.monotonic()
     values = check_values(checkpoint.path, weights)
-    for problem in values.problems:
+    plain = check_plain_values(checkpoint.path, checkpoint.tensors.values(), checkpoint.num_layers)
+    for problem in (*values.problems, *(one for one in plain if with_draft or not one.is_draft)):
         raise problem.error(checkpoint.where)
     if problem := check_layout(checkpoint.path, weights, is_cloverlm(checkpoint)).problem:
         raise problem.error(checkpoint.where)
