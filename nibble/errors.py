@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
+
+_PASSWORD = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")  # a proxy's, a Hub's
 
 
 class ExitCode(IntEnum):
@@ -41,10 +44,10 @@ class NibbleError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message as one line, whatever line breaks its parts carried."""
+        """The message as one line, whatever line breaks its parts carried, without passwords in addresses."""
         parts = [self.what]
         if self.expected:
             parts.append(f"expected {self.expected}")
         if self.action:
             parts.append(self.action)
-        return " ".join("; ".join(parts).split())
+        return _PASSWORD.sub("…", " ".join("; ".join(parts).split()))
