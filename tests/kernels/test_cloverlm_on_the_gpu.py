@@ -31,7 +31,7 @@ from test_cloverlm_in_vllm import (
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 # Humming, vLLM's choice for weights alone, adds the parts of a long sum in the order in which they are ready, with atomics
-# (humming 0.1.17 epilogue/gmem_writer.cuh:169): it does not equal itself. nibble's kernel has one order.
+# (humming 0.1.17 epilogue/gmem_writer.cuh:169), so it need not equal itself. nibble's kernel has one order.
 NIBBLES = {"linear_kernel": "nibble"}
 WEIGHTS_ALONE = {"nvfp4_activations": "bf16"}
 WAYS = {
