@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-_PASSWORD = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")  # a proxy's, a Hub's
+PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]+(?=@)")  # a proxy's, a Hub's
 
 
 class ExitCode(IntEnum):
@@ -50,4 +50,4 @@ class NibbleError(Exception):
             parts.append(f"expected {self.expected}")
         if self.action:
             parts.append(self.action)
-        return _PASSWORD.sub("…", " ".join("; ".join(parts).split()))
+        return PASSWORD_IN_ADDRESS.sub("…", " ".join("; ".join(parts).split()))

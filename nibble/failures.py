@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from nibble.checkpoint.missing import SHOWN, some_of
 from nibble.errors import ExitCode, NibbleError
 from nibble.governor import Limits
 from nibble.memory_plan import Step, show_gib
 
-SHOWN = 3
 # vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/layers.py:37
 _EMPTY = "Following weights were not initialized from checkpoint: "
 _UNSCALED = re.compile(r"ScaleError: (\S+) was not loaded")
@@ -25,10 +25,9 @@ def engine_died(
     `memory_ladder` is given where the kernel's OOM killer struck just before.
     """
     if names := _not_loaded(cause):
-        more = f" and {len(names) - SHOWN} more" if names[SHOWN:] else ""
-        if _EMPTY in cause and not cause.endswith("}"):
-            more = " and more"  # a cause is cut at some length
-        what = f"vLLM ended the load: no tensor of the checkpoint fills {', '.join(names[:SHOWN])}{more}"
+        is_cut = _EMPTY in cause and not cause.endswith("}")  # a cause is cut at some length
+        shown = f"{', '.join(names[:SHOWN])} and more" if is_cut else some_of(names)
+        what = f"vLLM ended the load: no tensor of the checkpoint fills {shown}"
         action = "download the model again"
         if _EMPTY in cause:
             action += f"; if it is whole, skip this check with {SKIP}"

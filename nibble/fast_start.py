@@ -47,14 +47,14 @@ def _startup_plan(target: Target, args: Mapping[str, Choice]) -> Choices:
 
 def _forked_engine(args: Mapping[str, Choice]) -> Choices:
     """One engine of one process is forked, as vLLM's library does it by default; its command line spawns one that imports
-    everything once more. The server has no other Python thread then and has not touched the GPU; where that is not so, and on
-    WSL, vLLM spawns all the same (vllm 0.32 utils/system_utils.py:122).
+    everything once more. The server has no other Python thread then (seen on the CPU) and has not touched the GPU; where it has,
+    and on WSL, vLLM spawns all the same (vllm 0.32 utils/system_utils.py:122).
     """
     if any(name in args and args[name].value not in (1, None) for name in _SEVERAL) or _is_true(
         args, "--numa-bind"
     ):
         return {}
-    reason = "the engine is forked from the server: on an H200 10 s less than importing everything again"
+    reason = "the engine is forked from the server, which has imported everything already"
     return {"VLLM_WORKER_MULTIPROC_METHOD": Choice("fork", SOURCE, reason)}
 
 

@@ -12,6 +12,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.plain_values import check_plain_values
 from nibble.checkpoint.scale_layout import check_layout
 from nibble.checkpoint.scale_values import check_values
+from nibble.checkpoint.weights import kind_of
 from nibble.cloverlm import check_vocabulary, is_cloverlm
 from nibble.disk import gib
 from nibble.errors import ExitCode, NibbleError
@@ -47,8 +48,9 @@ def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
         return []
     start = time.monotonic()
     values = check_values(checkpoint.path, weights)
-    plain = check_plain_values(checkpoint.path, checkpoint.tensors.values(), checkpoint.num_layers)
-    for problem in (*values.problems, *(one for one in plain if with_draft or not one.is_draft)):
+    count = checkpoint.num_layers
+    read = [one for one in checkpoint.tensors.values() if with_draft or kind_of(one.name, count) != "draft"]
+    for problem in (*values.problems, *check_plain_values(checkpoint.path, read, count)):
         raise problem.error(checkpoint.where)
     if problem := check_layout(checkpoint.path, weights, is_cloverlm(checkpoint)).problem:
         raise problem.error(checkpoint.where)

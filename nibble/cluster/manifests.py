@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nibble.cluster.ports import AGENT_PORT, GCS_PORT
 from nibble.command_line import CommandLine
 from nibble.environment import nibble_names
-from nibble.errors import ExitCode, NibbleError
+from nibble.errors import PASSWORD_IN_ADDRESS, ExitCode, NibbleError
 from nibble.plan import Plan
 from nibble.prepare import Asked
 from nibble.settings import options
@@ -106,18 +106,13 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
         if name.startswith(_OF_OTHERS) and not name.startswith(_NOT_FOR_PODS) and name not in nibble_names()
     ]
     found = {name: environ[name] for name in names}
-    if secret := next((name for name, value in found.items() if _has_password(value)), None):
+    if secret := next((name for name, value in found.items() if PASSWORD_IN_ADDRESS.search(value)), None):
         what = f"{secret} has a password in its address, and a manifest is no place for one"
         raise NibbleError(ExitCode.CONFIG, what, "an address without a password", "give the pods another one")
     if more := found.get("VLLM_EXTRA_ARGS"):
         flags = read_flags(split_words(more, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", load_schema())
         found["VLLM_EXTRA_ARGS"] = shlex.join(_words_for_pods(flags))
     return found
-
-
-def _has_password(value: str) -> bool:
-    """Whether there is an address like https://name:password@host."""
-    return re.search(r"://[^/\s@]*:[^/\s@]+@", value) is not None
 
 
 def _words_for_pods(flags: Flags) -> list[str]:
