@@ -142,11 +142,6 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         if not isinstance(value, dict):
             what = f"{key} in {path} is {value!r}"
             raise NibbleError(ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line")
-    for key, value in (("args", args), ("env", env)):
-        if not isinstance(value, Mapping):
-            raise NibbleError(
-                ExitCode.CONFIG, f"{key} in {path} is {value!r}", f"a table [{key}]", "mend that line"
-            )
     for key in table:
         if key not in Settings.model_fields:
             hint = closest(key, [*Settings.model_fields, "args", "env"])
