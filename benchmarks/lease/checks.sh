@@ -6,12 +6,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 export CUDA_VISIBLE_DEVICES=$((gpus > 1)) OMP_NUM_THREADS=4
 pytest=(python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short)
 export PYTHONPATH=${PYTHONPATH}:benchmarks/lease
+# Others come and go on this GPU: no share of it, and no look at what is free.
+export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
 step clover_tests 700 "${pytest[@]}" tests/kernels/test_cloverlm_on_the_gpu.py -k "not two_gpus" &
 (
   step quartet2_tests 60 "${pytest[@]}" tests/kernels/test_quartet2.py
-  # Others come and go on this GPU: no share of it, and no look at what is free. One cache for all cases.
-  export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((2 << 30)) NIBBLE_CACHE_DIR=/tmp/canary_cache
+  export NIBBLE_CACHE_DIR=/tmp/canary_cache # one for all cases
   step canary_faults 550 python3 benchmarks/canary_faults.py --case experts --case larger --commit "${COMMIT}" --out /tmp/R/canary_faults.json
 ) &
+VLLM_USE_FLASHINFER_SAMPLER=0 step robustness 240 "${pytest[@]}" -m vllm tests/e2e/test_robustness.py --junitxml /tmp/R/robustness.xml &
 wait
 touch /tmp/R/checks.done

@@ -1,6 +1,6 @@
 """A server under load and under attack: nothing is lost that can be kept, nobody waits for ever, nothing takes it down.
 
-On a GPU: `python -m pytest tests/e2e/test_robustness.py`.
+On a GPU: `python -m pytest tests/e2e/test_robustness.py --junitxml FILE`; FILE has what each test counted and measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from slow_model import make_slow_model
 from nibble.hardware import detect
 
 pytestmark = pytest.mark.vllm
+Record = Callable[[str, object], None]
 RUNNING, STREAMS = 32, 64  # half of the streams wait when the signal comes
 FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", str(RUNNING))
 LONG = 1900
@@ -87,7 +88,9 @@ def status_of(server: Server, request: Malformed) -> int:
         return response.status
 
 
-def test_a_thousand_malformed_requests_are_refused_while_a_stream_goes_on(server: Server) -> None:
+def test_a_thousand_malformed_requests_are_refused_while_a_stream_goes_on(
+    server: Server, record_property: Record
+) -> None:
     stream = server.stream(LONG).wait_for(2)
     sent = malformed(1000)
     assert len(set(sent)) == 1000
@@ -98,6 +101,7 @@ def test_a_thousand_malformed_requests_are_refused_while_a_stream_goes_on(server
         for status, one in zip(found, sent, strict=True)
         if not (400 <= status < 500 or (status == 500 and NO_OBJECT in one.body))
     ]
+    record_property("answers_by_status", dict(Counter(found)))
     assert not wrong, (Counter(found), wrong[:20])
     stream.wait_for(stream.chunks + 5).hang_up()
     assert answers(server) and server.is_ready()
@@ -115,29 +119,35 @@ def test_what_is_no_http_is_answered_or_closed(server: Server) -> None:
     assert answers(server) and server.is_ready()
 
 
-def test_clients_that_disconnect_leave_nothing_running(server: Server) -> None:
+def test_clients_that_disconnect_leave_nothing_running(server: Server, record_property: Record) -> None:
     streams = open_streams(server, STREAMS, LONG)
     for stream in streams[:16]:
         stream.wait_for(1, 120)
     assert requests(server)["running"] >= 16
     for stream in streams:
         stream.hang_up()
-    deadline = time.monotonic() + 30
+    began = time.monotonic()
     while (now := requests(server))["running"] or now["waiting"]:
-        assert time.monotonic() < deadline, now
+        assert time.monotonic() < began + 30, now
         time.sleep(0.2)
+    record_property("streams", STREAMS)
+    record_property("seconds_until_none_ran", round(time.monotonic() - began, 1))
     assert now["kv"] == 0
     assert answers(server) and server.is_ready()
 
 
-def test_sigterm_loses_none_of_64_streams(server: Server) -> None:
+def test_sigterm_loses_none_of_64_streams(server: Server, record_property: Record) -> None:
     tokens = tokens_in(server, 10)
     streams = open_streams(server, STREAMS, tokens)
     streams[0].wait_for(3, 120)
     assert not any(stream.finish_reason for stream in streams), "a stream was over before the signal"
     server.signal()
+    began = time.monotonic()
     for stream in streams:
         stream.join(150)
+    record_property("streams", STREAMS)
+    record_property("tokens_each", tokens)
+    record_property("seconds_to_drain", round(time.monotonic() - began, 1))
     found = Counter((stream.error, stream.finish_reason, stream.completion_tokens) for stream in streams)
     assert found == {(None, "length", tokens): STREAMS}
     assert server.wait(30) == 0
@@ -146,7 +156,7 @@ def test_sigterm_loses_none_of_64_streams(server: Server) -> None:
 
 
 def test_an_engine_killed_under_load_ends_every_stream_and_exits_10_and_a_key_stays_out_of_sight(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, record_property: Record
 ) -> None:
     """Also the server with a generated key, to save a start."""
     server = Server(tmp_path, ["serve", str(model), *FLAGS, "--host", "0.0.0.0"])
@@ -159,9 +169,13 @@ def test_an_engine_killed_under_load_ends_every_stream_and_exits_10_and_a_key_st
         streams[0].wait_for(3, 120)
         engine = next(one for one in server.engine_processes() if "EngineCor" in one.name)
         os.kill(engine.pid, signal.SIGKILL)
+        began = time.monotonic()
         for stream in streams:
             assert stream.join(30).finish_reason is None
+        record_property("streams", STREAMS)
+        record_property("seconds_until_all_ended", round(time.monotonic() - began, 1))
         assert server.wait(30) == 10
+        record_property("seconds_until_exit_10", round(time.monotonic() - began, 1))
         assert server.engine_processes() == []
         last = server.err.read_text().splitlines()[-1]
         assert "nibble: error: vLLM ended by itself in phase ready" in last
