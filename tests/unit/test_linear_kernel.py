@@ -190,8 +190,9 @@ def quartet2(tmp_path: Path) -> Path:
     return folder
 
 
-def test_quartet_ii_is_left_to_vllms_kernel(quartet2: Path) -> None:
-    assert "Quartet II" in reason(plan(quartet2), "vllm")
+def test_quartet_ii_takes_nibbles_kernel_up_to_the_same_number_of_rows(quartet2: Path) -> None:
+    assert "up to 16 rows" in reason(plan(quartet2, MAX_NUM_SEQS="16"), "nibble")
+    assert "up to 17 rows" in reason(plan(quartet2, MAX_NUM_SEQS="17"), "vllm")
 
 
 def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
@@ -207,9 +208,8 @@ def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
     for target in ("hopper", "b200"):
         assert "adds in one order" in reason(plan(model, *bf16, target=target, **invariant, **many), "nibble")
     reason(plan(model, target="b200", **invariant, **many), "vllm")
-    reason(plan(quartet2, **invariant, VLLM_EXTRA_ARGS="--linear-backend marlin"), "vllm")
     reason(plan(quartet2, target="b200", **invariant), "vllm")
-    reason(plan(quartet2, VLLM_BATCH_INVARIANT="0"), "vllm")
+    assert "rows" in reason(plan(quartet2, VLLM_BATCH_INVARIANT="0"), "nibble")
 
 
 def test_one_order_of_sums_takes_nibbles_kernel_where_vllm_would_emulate_fp4_and_auto_may_choose(
