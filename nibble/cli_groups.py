@@ -198,7 +198,9 @@ def cluster_status(words: Words = None) -> None:
 
 @cluster_app.command("check", context_settings=FREE_WORDS)
 def cluster_check(words: Words = None) -> None:
-    """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?"""
+    """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?
+    With MODEL: have they got it, or can they download it?
+    """
     from nibble.cluster.commands import cluster_check as check
     from nibble.cluster.commands import network_lines
     from nibble.prepare import read_wishes

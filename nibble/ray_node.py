@@ -69,12 +69,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     """Run a head node until told to stop (0).
 
-    Raises CLUSTER (9) where Ray does not start, NO_FIT (7) where memory runs short here; 10 when it dies later.
+    Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7) where memory runs short
+    here; 10 when it dies later.
     """
     if settings.head_ip and not is_here(settings.head_ip):
         what = f"HEAD_IP {settings.head_ip} is no address of this machine"
         action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
         raise NibbleError(ExitCode.CLUSTER, what, "one head in a cluster", action)
+    gpus = _gpus(settings, environ)
     token, where = heads_token(settings, environ)
     place = find_place(settings, environ, None)
     address = place.address
@@ -89,7 +91,7 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     handlers = head_handlers(roster) | node_handlers(place) | copies.handlers()
     handlers |= proof_handlers(Path(proof.name))
     agent = Agent(address, token, handlers, copies.senders(), environ)
-    member = Member(address, token, address, "ray-head", None, _gpus(settings, environ), environ, place.facts)
+    member = Member(address, token, address, "ray-head", None, gpus, environ, place.facts)
     survive_memory_pressure()
     with proof, running(agent), leaving(member):
         command = ray_command(head_flags(address, settings.num_gpus))
@@ -101,19 +103,17 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     """Join the cluster of HEAD_IP until told to stop (0); 10 when Ray dies or the head is lost.
 
-    Raises USAGE (2) where HEAD_IP or the token is missing, CLUSTER (9) where the head does not take this node, NO_FIT (7) where
-    memory runs short here.
+    Raises USAGE (2) where HEAD_IP or the token is missing, CONFIG (5) for more GPUs than are here, CLUSTER (9) where the head
+    does not take this node, NO_FIT (7) where memory runs short here.
     """
     if not settings.head_ip:
         what = "a Ray worker needs the head's address"
         raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
-    token = members_token(settings, environ, "a Ray worker")
+    token, gpus = members_token(settings, environ, "a Ray worker"), _gpus(settings, environ)
     place = find_place(settings, environ, settings.head_ip)
     address, head = place.address, f"{settings.head_ip}:{GCS_PORT}"
     require_head(settings.head_ip)
-    member = Member(
-        settings.head_ip, token, address, "ray-worker", None, _gpus(settings, environ), environ, place.facts
-    )
+    member = Member(settings.head_ip, token, address, "ray-worker", None, gpus, environ, place.facts)
     member.greet()
     refuse(member)
     copies = Copies(token, environ, settings.cache_dir)
@@ -129,7 +129,12 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
 
 
 def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
-    return len(detect(environ).gpus) if settings.num_gpus is None else settings.num_gpus
+    """How many this node offers. Raises CONFIG for more than it has: Ray believes it, and vLLM's ranks would find none."""
+    here = len(detect(environ).gpus)
+    if here and settings.num_gpus is not None and settings.num_gpus > here:
+        what = f"NUM_GPUS is {settings.num_gpus} and {here} GPUs are here"
+        raise NibbleError(ExitCode.CONFIG, what, f"at most {here}", "correct or unset NUM_GPUS")
+    return here if settings.num_gpus is None else settings.num_gpus
 
 
 def _proof_folder() -> tempfile.TemporaryDirectory[str]:
@@ -180,7 +185,9 @@ def node_environ(place: Place, token: str, proof: Path) -> dict[str, str]:
     added = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     ports = {name: str(port) for name, port in PORT_VARIABLES.items()}
     own = {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address, FOLDER: str(proof)}
-    return ports | kept | added | own
+    # Ray's own would kill a worker at 95 % of a machine's memory, which on unified memory is what a plan may take.
+    monitor = {"RAY_memory_monitor_refresh_ms": "0"}
+    return ports | monitor | kept | added | own
 
 
 def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
@@ -225,8 +232,9 @@ def require_head(host: str, timeout_s: float = 10.0) -> None:
     """Raises CLUSTER where nothing listens: Ray itself would try for minutes."""
     try:
         socket.create_connection((host, GCS_PORT), timeout=timeout_s).close()
-    except OSError as error:
-        raise _unreachable(f"{host}:{GCS_PORT}", error.strerror or str(error)) from None
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise _unreachable(f"{host}:{GCS_PORT}", why) from None
 
 
 # --- the process ---

@@ -101,8 +101,10 @@ def call(
             connection.request("POST", path, json.dumps(body or {}, default=str), headers)
             response = connection.getresponse()
             data = json.loads(response.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException) as error:  # a certificate that is refused is a ValueError too
         raise AgentError(0, str(getattr(error, "strerror", None) or error) or type(error).__name__) from None
+    except ValueError:
+        raise AgentError(0, "what answers there is none of nibble's nodes") from None
     if response.status != 200:
         raise AgentError(response.status, str(data.get("error")))
     return data

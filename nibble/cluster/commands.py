@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from typing import Any
 
 from nibble.cluster.agent import AgentError
+from nibble.cluster.claim import Claim
 from nibble.cluster.facts import usable_rdma
 from nibble.cluster.network import find_interface, network_environ, node_address
 from nibble.cluster.preflight import Caller, Report, preflight
-from nibble.cluster.roster import LOST_S
+from nibble.cluster.roster import LOST_S, head_first
 from nibble.cluster.token import members_token
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import Asked
+from nibble.prepare import Asked, local_model
+from nibble.settings import Settings
 
 
 def cluster_nodes(asked: Asked) -> dict[str, Any]:
@@ -21,14 +24,25 @@ def cluster_nodes(asked: Asked) -> dict[str, Any]:
 
 
 def cluster_check(asked: Asked) -> Report:
-    """The preflight over all nodes that the head knows. Not while a model is served: it uses the same network and GPUs."""
+    """The preflight over all nodes that the head knows, with the model where one is given.
+
+    Not while a server starts or serves: both use the same ports, network and GPUs.
+    """
     caller = _caller(asked)
+    with Claim(caller, f"`nibble cluster check` runs on {platform.node()}") as claim:
+        try:
+            claim.take()
+        except AgentError as error:
+            if error.status == 400:
+                raise _not_idle(str(error)) from None
+            raise _no_answer(caller, error) from None
+        return _check(caller, asked.settings)
+
+
+def _check(caller: Caller, settings: Settings) -> Report:
     found = _ask(caller)
     if any(node["busy"] for node in found["nodes"]):
-        what = "the cluster serves a model, which the all-reduce would disturb"
-        raise NibbleError(
-            ExitCode.CLUSTER, what, "an idle cluster", "stop the server, or use `nibble cluster status`"
-        )
+        raise _not_idle("the cluster serves a model")
     alive = [node for node in found["nodes"] if node["age_s"] < LOST_S]
     silent = [node for node in found["nodes"] if node["age_s"] >= LOST_S]
     if silent:
@@ -37,12 +51,26 @@ def cluster_check(asked: Asked) -> Report:
     if not alive:
         what = f"the head at {caller.head} knows no node yet"
         raise NibbleError(ExitCode.CLUSTER, what, "nodes that have joined", "see what the nodes say")
-    nodes = sorted(alive, key=lambda node: node["address"] != caller.head)
+    nodes = head_first(alive)
     has_ray = any(node["role"].startswith("ray") for node in nodes)
     if has_ray:  # as before a start: a head without GPUs holds no part of a model
         nodes = [node for node in nodes if node["gpus"]] or nodes
-    least = asked.settings.cluster_min_gb_per_s
-    return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=least)
+    folder = local_model(settings.model) if settings.model else None
+    on_hub = {"model": settings.model, "revision": settings.revision}
+    return preflight(
+        caller,
+        nodes,
+        has_ray=has_ray,
+        models=[str(folder.resolve())] if folder else [],
+        hub=on_hub if settings.model and not folder else None,
+        first_gives=settings.cluster_model == "head",
+        least_gb_per_s=settings.cluster_min_gb_per_s,
+    )
+
+
+def _not_idle(what: str) -> NibbleError:
+    action = "wait until it is over, or stop it; `nibble cluster status` disturbs nothing"
+    return NibbleError(ExitCode.CLUSTER, f"{what}: nothing was checked", "an idle cluster", action)
 
 
 def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -61,10 +89,13 @@ def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def network_lines(report: Report) -> list[str]:
-    """A line for each node that said what it is: its interface, and the RDMA devices that NCCL would take."""
+    """A line for each node that said what it is: its interface, the RDMA devices that NCCL would take, and the model there."""
     return [
         f"node {node['name']}: {node['facts'].get('interface', '?')}, "
         f"RDMA {', '.join(usable_rdma(node['facts'])) or 'none'}"
+        + "".join(
+            f", {one} {state.partition(',')[0]}" for one, state in node["facts"].get("models", {}).items()
+        )
         for node in report.nodes
     ]
 
@@ -82,9 +113,16 @@ def _ask(caller: Caller) -> dict[str, Any]:
     try:
         return caller.ask(caller.head, "/nodes", {}, 5.0)
     except AgentError as error:
-        if error.status == 401:
-            what = f"the head at {caller.head} refused this token"
-            action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
-            raise NibbleError(ExitCode.CLUSTER, what, "the head's token", action) from None
-        what = f"no head answers at {caller.head} ({error})"
-        raise NibbleError(ExitCode.CLUSTER, what, "a running head", "set HEAD_IP to its address") from None
+        raise _no_answer(caller, error) from None
+
+
+def _no_answer(caller: Caller, error: AgentError) -> NibbleError:
+    if error.status == 401:
+        what = f"the head at {caller.head} refused this token"
+        action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
+        return NibbleError(ExitCode.CLUSTER, what, "the head's token", action)
+    if error.status == 404:
+        what = f"the node at {caller.head} is no head"
+        return NibbleError(ExitCode.CLUSTER, what, "the address of rank 0 or `ray-head`", "correct HEAD_IP")
+    what = f"no head answers at {caller.head} ({error})"
+    return NibbleError(ExitCode.CLUSTER, what, "a running head", "set HEAD_IP to its address")

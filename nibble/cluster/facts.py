@@ -17,11 +17,13 @@ from typing import Any
 from nibble.budget import memory_bytes
 from nibble.build_id import build_id
 from nibble.cluster.network import mtu, rdma_devices
-from nibble.disk import free_bytes
+from nibble.disk import free_bytes, gib
+from nibble.errors import NibbleError
 from nibble.hardware import Hardware, detect
+from nibble.hub import access
 from nibble.memory_plan import show_gib
-from nibble.model_files import missing_weights
-from nibble.paths import cache_dir
+from nibble.model_files import cached_snapshot, missing_weights
+from nibble.pull_plan import plan_pull
 from nibble.targets import Target, load_target, target_for_capability
 
 GIB = 1 << 30
@@ -50,10 +52,12 @@ class Problem:
     action: str
 
 
-def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """This node's facts, as plain data. Takes about a second the first time: every installed file's hash counts."""
+def collect(address: str, interface: str, environ: Mapping[str, str], cache: Path) -> dict[str, Any]:
+    """This node's facts, as plain data. Takes about a second the first time: every installed file's hash counts.
+
+    `cache` is nibble's cache folder.
+    """
     here = detect(environ)
-    cache = cache_dir(environ)
     target = target_of(here)
     return {
         "build": build_id(),
@@ -72,7 +76,7 @@ def collect(address: str, interface: str, environ: Mapping[str, str]) -> dict[st
         "rdma_is_off": environ.get("NCCL_IB_DISABLE", "0") == "1",
         # Of the host or of the fullest GPU, wherever this target has the weights.
         "memory_available_bytes": memory_bytes(target, here)[1] if target else None,
-        "disk_free_bytes": free_bytes(cache) if cache.exists() else None,
+        "disk_free_bytes": free_bytes(cache),
     }
 
 
@@ -107,6 +111,17 @@ def model_state(folder: str) -> str:
         return "absent"
     missing = missing_weights(Path(folder))
     return f"incomplete: {missing[0]} is missing" if missing else "here"
+
+
+def hub_state(model: str, revision: str | None, environ: Mapping[str, str]) -> str:
+    """ "here", "downloadable" or "absent, and …" for a model of the Hub's on this node. Fetches nothing but listings."""
+    try:
+        if cached_snapshot(model, revision, access(environ).cache):
+            return "here"
+        plan = plan_pull(model, revision, environ)
+    except NibbleError as error:
+        return f"absent, and {error.what}"
+    return "downloadable" if plan.fits else f"absent, and {gib(plan.fetch_bytes)} do not fit in {plan.cache}"
 
 
 def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> list[Problem]:

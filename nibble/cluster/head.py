@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from nibble.cluster.agent import Handler
 from nibble.cluster.member import Member
 from nibble.cluster.ports import AGENT_PORT
-from nibble.cluster.roster import Refused, Roster
+from nibble.cluster.roster import Roster
 from nibble.errors import ExitCode, NibbleError
 
 
@@ -47,11 +47,13 @@ def leaving(member: Member) -> Iterator[None]:
 def head_handlers(roster: Roster) -> dict[str, Handler]:
     """The paths that only a head has."""
 
-    def beat(body: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return roster.beat(body)
-        except Refused as error:
-            raise ValueError(str(error)) from None
+    def claim(body: Mapping[str, Any]) -> dict[str, Any]:
+        roster.claim(str(body["who"]), str(body["what"]))
+        return {}
+
+    def release(body: Mapping[str, Any]) -> dict[str, Any]:
+        roster.release(str(body["who"]))
+        return {}
 
     def leave(body: Mapping[str, Any]) -> dict[str, Any]:
         roster.leave(str(body["address"]), str(body.get("why") or ""))
@@ -66,7 +68,7 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
             "session": roster.session,
         }
 
-    return {"/beat": beat, "/leave": leave, "/nodes": nodes}
+    return {"/beat": roster.beat, "/claim": claim, "/release": release, "/leave": leave, "/nodes": nodes}
 
 
 def refuse(member: Member) -> None:

@@ -33,21 +33,20 @@ class RdmaDevice:
 def node_address(settings: Settings, head: str | None) -> str:
     """Where the other nodes reach this one:
 
-    WORKER_IP, on the head (`head` None) HEAD_IP, else the address of the route to the head.
+    WORKER_IP, on the head (`head` None) HEAD_IP, else the address of NIBBLE_CLUSTER_INTERFACE, else that of the route to the
+    head. Raises CLUSTER for a name that nobody knows.
     """
     if settings.worker_ip:
-        return settings.worker_ip
+        return _ipv4(settings.worker_ip, "WORKER_IP")
     if head is None and settings.head_ip:
-        return settings.head_ip
+        return _ipv4(settings.head_ip, "HEAD_IP")
+    if settings.cluster_interface and (found := address_of(settings.cluster_interface)):
+        return found
+    target = _ipv4(head, "HEAD_IP") if head else _OUTSIDE
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((head or _OUTSIDE, 9))  # sends nothing
+            probe.connect((target, 9))  # sends nothing
             return probe.getsockname()[0]
-    except socket.gaierror as error:
-        what = f"the head {head} is no address and no known name ({error.strerror})"
-        raise NibbleError(
-            ExitCode.CLUSTER, what, "what `ray-head` or rank 0 printed", "correct HEAD_IP"
-        ) from None
     except OSError as error:
         name = "HEAD_IP" if head is None else "WORKER_IP"
         what = f"this node's address cannot be found ({error.strerror or error})"
@@ -56,26 +55,37 @@ def node_address(settings: Settings, head: str | None) -> str:
         ) from None
 
 
+def _ipv4(name: str, variable: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except (OSError, UnicodeError) as error:  # a name with an empty part cannot even be asked for
+        what = f"{variable} {name} is no IPv4 address and no known name ({getattr(error, 'strerror', error)})"
+        raise NibbleError(ExitCode.CLUSTER, what, "a node's address", f"correct {variable}") from None
+
+
 def is_here(address: str) -> bool:
     """Whether `address` (or the name of one) is this machine's."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0], socket.SOCK_STREAM) as probe:
             probe.bind(found[4])
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return True
 
 
 def interface_of(address: str) -> str | None:
     """The network interface that has `address` (IPv4), or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return "lo" if address.startswith("127.") else None
+    found = next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+    return found or ("lo" if address.startswith("127.") else None)
+
+
+def address_of(interface: str) -> str | None:
+    """Its first IPv4 address; None where it has none, or is not here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def mtu(interface: str) -> int | None:

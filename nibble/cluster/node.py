@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nibble.cluster.agent import Handler
 from nibble.cluster.allreduce import TIMEOUT_S
-from nibble.cluster.facts import collect, model_state
+from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
+from nibble.paths import cache_dir
 from nibble.proof import read_reports
 from nibble.settings import Settings
 
@@ -29,12 +31,14 @@ _AGAIN_S = 0.1
 class Place:
     """This node in the network. A network that was away may come back as another interface, so that is looked for each time.
 
-    `asked_interface` is the user's (None: the one that has `address`), `given` the user's environment.
+    `asked_interface` is the user's (None: the one that has `address`), `given` the user's environment, `cache` nibble's cache
+    folder here.
     """
 
     address: str
     asked_interface: str | None
     given: Mapping[str, str]
+    cache: Path
 
     @property
     def interface(self) -> str:
@@ -48,27 +52,33 @@ class Place:
         return {**chosen, **self.given}
 
     def facts(self) -> dict[str, Any]:
-        return collect(self.address, self.interface, self.environ)
+        return collect(self.address, self.interface, self.environ, self.cache)
 
 
 def find_place(settings: Settings, environ: Mapping[str, str], head: str | None) -> Place:
     """`head` is its address, None on the head itself. Raises CLUSTER where this node has no usable address."""
     address = node_address(settings, head)
     find_interface(settings.cluster_interface, address)
-    return Place(address, settings.cluster_interface, environ)
+    return Place(address, settings.cluster_interface, environ, settings.cache_dir or cache_dir(environ))
 
 
 def node_handlers(place: Place) -> dict[str, Handler]:
     """The paths that every node has."""
 
     def facts(body: Mapping[str, Any]) -> dict[str, Any]:
-        return place.facts() | {"models": {one: model_state(one) for one in body.get("models") or ()}}
+        models = {one: model_state(one) for one in body.get("models") or ()}
+        if asked := body.get("hub"):
+            models[str(asked["model"])] = hub_state(str(asked["model"]), asked["revision"], place.given)
+        return place.facts() | {"models": models}
 
     def reach(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"unreachable": unreachable([(str(host), int(port)) for host, port in body["targets"]])}
 
+    rank_here = OneAtATime()
+
     def reduce(body: Mapping[str, Any]) -> dict[str, Any]:
-        return all_reduce(place, int(body["rank"]), int(body["world"]), str(body["head"]), int(body["port"]))
+        words = (str(int(body[name])) for name in ("rank", "world"))
+        return all_reduce(place, rank_here, [*words, str(body["head"]), str(int(body["port"]))])
 
     listening: list[socket.socket] = []
     one_at_a_time = threading.Lock()
@@ -125,22 +135,38 @@ def _knock(host: str, port: int) -> OSError | None:
     return None
 
 
-def all_reduce(place: Place, rank: int, world: int, head: str, port: int) -> dict[str, Any]:
-    """This node's rank, in a process of its own; {"error": …} where it failed."""
-    words = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", str(rank), str(world), head, str(port)]
+class OneAtATime:
+    """A process of which there is only the last one: whoever asked for the one before has gone, and it would meet the new
+    one's partners.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+        with self._lock:
+            if self._child is not None:
+                self._child.kill()
+            out = subprocess.PIPE
+            self._child = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=out, text=True)
+            return self._child
+
+
+def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str, Any]:
+    """This node's rank, in a process of its own; {"error": …} where it failed. `words` are those of nibble.cluster.allreduce."""
+    command = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", *words]
+    child = here.start(command, place.environ)
     try:
-        done = subprocess.run(
-            words,
-            env=dict(place.environ),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S + 30,
-            check=False,
-        )
+        out, err = child.communicate(timeout=TIMEOUT_S + 30)
     except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
         return {"error": f"nothing came of it within {TIMEOUT_S + 30} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
+    lines = out.strip().splitlines()
+    if child.returncode == 0 and lines:
         return json.loads(lines[-1])
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    return {"error": (errors or done.stderr.strip().splitlines() or ["no message"])[-1].strip()[:300]}
+    if child.returncode == -signal.SIGKILL:
+        return {"error": "it was ended here, for another one or for want of memory"}
+    errors = [line for line in err.splitlines() if "Error" in line]
+    return {"error": (errors or err.strip().splitlines() or ["no message"])[-1].strip()[:300]}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 GCS_PORT = 6379
+METRICS = "--metrics-export-port"
 # Ray would choose these at random (ray 2.60 scripts.py).
 NODE_PORTS: Mapping[str, int] = {
     "--node-manager-port": 6380,
@@ -13,7 +14,7 @@ NODE_PORTS: Mapping[str, int] = {
     "--runtime-env-agent-port": 6382,
     "--dashboard-agent-grpc-port": 6383,
     "--dashboard-agent-listen-port": 6384,
-    "--metrics-export-port": 6385,
+    METRICS: 6385,
     "--min-worker-port": 20000,
     "--max-worker-port": 20999,
 }
@@ -45,16 +46,19 @@ def rank_0_ports(values: Mapping[str, Any]) -> list[int]:
 def firewall_rows() -> list[tuple[str, str, str]]:
     """(port or range, who listens, who connects), all TCP."""
     workers = f"{NODE_PORTS['--min-worker-port']}-{NODE_PORTS['--max-worker-port']}"
-    node = ", ".join(str(port) for name, port in NODE_PORTS.items() if "worker" not in name)
+    node = ", ".join(
+        str(port) for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS
+    )
     return [
         (str(AGENT_PORT), "every node", "every node: signs of life, preflight, model files"),
         (str(GCS_PORT), "Ray head", "Ray nodes"),
         (node, "every Ray node", "Ray nodes"),
         (workers, "every Ray node", "Ray nodes: worker processes"),
+        (str(NODE_PORTS[METRICS]), "every Ray node", "nobody: metrics, without a token; leave closed"),
         (
             ", ".join(str(port) for port in PORT_VARIABLES.values()),
             "Ray head",
-            "nobody: metrics; leave closed",
+            "nobody: metrics, without a token; leave closed",
         ),
         (str(MASTER_PORT), "rank 0", "other ranks, without Ray"),
         (
@@ -62,6 +66,10 @@ def firewall_rows() -> list[tuple[str, str, str]]:
             "rank 0",
             "other ranks, where data parallel replicas are on several machines",
         ),
-        (str(CHECK_PORT), "head", "every node, while the preflight's all-reduce runs"),
+        (
+            str(CHECK_PORT),
+            "head (one without GPUs: the first node that has some)",
+            "every node, while the preflight's all-reduce runs",
+        ),
         (KERNEL_RANGE, "every node", "every node: torch.distributed, NCCL, vLLM's queues"),
     ]

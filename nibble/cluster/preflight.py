@@ -11,16 +11,15 @@ from typing import Any
 
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.facts import Problem, compare
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS
+from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, METRICS, NODE_PORTS
 from nibble.errors import ExitCode, NibbleError
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
 FACTS_TIMEOUT_S = 20.0
+HUB_TIMEOUT_S = 120.0  # which may be slow to say that it cannot be reached
 # Of a Ray node's; metrics are nobody's business here.
-RAY_PORTS = tuple(
-    port for name, port in NODE_PORTS.items() if "worker" not in name and name != "--metrics-export-port"
-)
+RAY_PORTS = tuple(port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS)
 RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]  # stands for the range: the last that Ray takes
 _LOOK_S = 0.2
 
@@ -72,6 +71,8 @@ def preflight(
     *,
     has_ray: bool,
     models: Sequence[str] = (),
+    hub: Mapping[str, str | None] | None = None,
+    first_gives: bool = False,
     ports: Sequence[int] = (MASTER_PORT,),
     least_gb_per_s: float | None,
     least_memory_bytes: int = 0,
@@ -80,11 +81,14 @@ def preflight(
     """Check `nodes`, the head's own first. Stops at the first group of checks that finds something, and, without a result, as
     soon as `over` is set.
 
-    `models` are folders that every node must have; none where each downloads. `ports` are vLLM's own on the head, without Ray.
+    `models` are folders that every node must have; none where each downloads. `hub` is the "model" and "revision" that each must
+    have or be able to download (with Ray, whose workers look in one place, all but the first must have it). With `first_gives`
+    both are asked of the first alone. `ports` are vLLM's own on the head, without Ray.
     `least_gb_per_s` None takes the default.
     """
     over = over or threading.Event()
-    problems, fresh = _ask_facts(caller, nodes, models, over)
+    asked = {"models": models, "hub": hub}
+    problems, fresh = _ask_facts(caller, nodes, asked, first_gives, has_ray, over)
     if fresh and not problems:
         problems = compare(fresh, least_memory_bytes)
     if not problems:
@@ -96,25 +100,33 @@ def preflight(
 
 
 def _ask_facts(
-    caller: Caller, nodes: Sequence[Mapping[str, Any]], models: Sequence[str], over: threading.Event
+    caller: Caller,
+    nodes: Sequence[Mapping[str, Any]],
+    asked: Mapping[str, Any],
+    first_gives: bool,
+    has_ray: bool,
+    over: threading.Event,
 ) -> tuple[list[Problem], list[Mapping[str, Any]]]:
-    """The nodes with their facts of this moment; that they answer is the way from here to them."""
+    """The nodes with their facts of this moment; that they answer is the way from here to them. `asked` are the models."""
     problems: list[Problem] = []
     fresh: dict[str, Mapping[str, Any]] = {}
+    timeout_s = HUB_TIMEOUT_S if asked["hub"] else FACTS_TIMEOUT_S
+    get = f"run `nibble pull {asked['hub']['model']}`" if asked["hub"] else "copy the model to the same path"
 
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
-        return caller.ask(node["address"], "/facts", {"models": models})
+        body = {} if first_gives and node is not nodes[0] else asked
+        return caller.ask(node["address"], "/facts", body, timeout_s)
 
     for node, answer in _all(nodes, ask, over):
         if isinstance(answer, AgentError):
             problems.append(_no_answer(node, answer))
             continue
         fresh[node["address"]] = {**node, "facts": answer}
-        for folder in [one for one in models if answer["models"][one] != "here"]:
-            action = "set NIBBLE_CLUSTER_MODEL=head, or copy the model to the same path there"
-            problems.append(
-                Problem(node["name"], f"the model {folder} is {answer['models'][folder]}", action)
-            )
+        enough = ("here",) if has_ray and node is not nodes[0] else ("here", "downloadable")
+        for model, state in answer["models"].items():
+            if state not in enough:
+                action = f"set NIBBLE_CLUSTER_MODEL=head, or {get} there"
+                problems.append(Problem(node["name"], f"the model {model} is {state}", action))
     return problems, [fresh[node["address"]] for node in nodes if node["address"] in fresh]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,8 @@ class Node:
         return self.address if self.rank is None else f"{self.address} (rank {self.rank})"
 
 
-class Refused(Exception):
-    """A beat that cannot be accepted; the text is for its sender."""
+class Refused(ValueError):
+    """A beat or a claim that cannot be accepted; the text is for its sender."""
 
 
 class Roster:
@@ -50,6 +50,7 @@ class Roster:
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._left: dict[str, str] = {}
+        self._claim = ("", "", 0.0)  # by whom, in words what for, and when it was last said
         self.run = 0
         self.state = "waiting"
 
@@ -94,6 +95,24 @@ class Roster:
             if why:
                 self._left[address] = why
 
+    def claim(self, who: str, what: str) -> None:
+        """`who` has the nodes to itself until it releases them or has not asked again for LOST_S.
+
+        Raises Refused with `what` the one who has them says of itself.
+        """
+        now = self._clock()
+        with self._lock:
+            holder, said, asked = self._claim
+            if holder not in ("", who) and now - asked < LOST_S:
+                raise Refused(said)
+            self._claim = (who, what, now)
+
+    def release(self, who: str) -> None:
+        """The end of a claim of `who`."""
+        with self._lock:
+            if self._claim[0] == who:
+                self._claim = ("", "", 0.0)
+
     @property
     def left(self) -> dict[str, str]:
         """Address -> why, of the nodes that went with an error."""
@@ -111,6 +130,11 @@ class Roster:
                 (vars(node) | {"name": node.name, "age_s": now - node.seen}) for node in self._nodes.values()
             ]
         return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
+
+
+def head_first(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`nodes` with the head's own before the others."""
+    return sorted(nodes, key=lambda node: node["role"] != "ray-head" and node["rank"] != 0)
 
 
 def lost_node(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent, AgentError
+from nibble.cluster.claim import Claim
 from nibble.cluster.copies import distribute
 from nibble.cluster.facts import Problem
 from nibble.cluster.files import Offers
@@ -23,7 +24,7 @@ from nibble.cluster.node import Place, find_place, node_handlers
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.ray_reach import unreached
-from nibble.cluster.roster import BEAT_S, LOST_S, Roster, lost_node
+from nibble.cluster.roster import BEAT_S, LOST_S, Roster, head_first, lost_node
 from nibble.cluster.token import heads_token, members_token, withhold_from_ray
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
@@ -92,6 +93,7 @@ class Cluster:
         self._stop, self._offers = stop, offers
         assert plan.topology.head is not None
         self._caller = Caller(place.address if roster else plan.topology.head, token, place.environ)
+        self.claim = Claim(self._caller, f"a server at {place.address} is starting")
         self._members: dict[str, dict[str, Any]] = {}
         self._last: list[dict[str, Any]] = []
         self._left: Mapping[str, str] = {}
@@ -144,6 +146,14 @@ class Cluster:
             return f"{topology.ranks} GPUs are needed and the nodes offer {gpus} ({there})"
         return None
 
+    def _taken(self) -> str | None:
+        """Who else has the nodes, in words; None once this server has them."""
+        try:
+            self.claim.take()
+        except AgentError as error:
+            return str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
+        return None
+
     def lost(self) -> str | None:
         """Which node of the running server is gone, in words."""
         now = self.nodes()
@@ -187,17 +197,20 @@ class Cluster:
             while self._wait(lost, deadline):
                 if self._check(lost, deadline):
                     return not self._stop.is_set()
+                self.claim.release()
                 self._stop.wait(BEAT_S)
             return False
         finally:
             control.close()
 
     def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
-        """Until all are there. A rank that fetches the model from this one gives no other sign of life."""
+        """Until all are there and nobody else has them. A rank that fetches the model from this one gives no other sign
+        of life.
+        """
         limit_s = self.plan.settings.cluster_wait_seconds
         said = ""
         while not self._stop.is_set():
-            why = self.missing()
+            why = self.missing() or self._taken()
             if why is None:
                 return True
             if why != said:
@@ -217,7 +230,7 @@ class Cluster:
         """The preflight; False where it fails with a node that has just come back, which is not always whole yet."""
         topology = self.plan.topology
         alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
-        nodes = sorted(alive, key=lambda node: node["address"] != self._caller.head)
+        nodes = head_first(alive)
         if topology.nodes is None:
             nodes = [node for node in nodes if node["gpus"]]
         self._state["detail"] = f"preflight of {len(nodes)} nodes"
@@ -317,9 +330,11 @@ class Cluster:
         """The server answers: headless ranks are ready too."""
         if self._roster:
             self._roster.state = "ready"
+        self.claim.release()
 
     def end(self, stopped: bool) -> None:
         """The run is over; headless ranks end theirs, for good where the server was `stopped`."""
+        self.claim.release()
         if self._roster:
             self._roster.state = "stopped" if stopped else "waiting"
             if stopped:
@@ -389,7 +404,11 @@ def serve_across(
     the waiting: process 1 of a container would never see one that nobody handles.
     """
     stop = threading.Event()
-    with stop_signals(lambda signum: stop.set()), open_cluster(plan, environ, say, stop) as cluster:
+    with (
+        stop_signals(lambda signum: stop.set()),
+        open_cluster(plan, environ, say, stop) as cluster,
+        cluster.claim,
+    ):
         lost: NodeLost | None = None
         for _ in range(RESTARTS + 1):
             if not cluster.prepare(lost):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import cache_dir
+from nibble.redact import is_secret_name
 from nibble.settings import Settings
 
 TOKEN_FILE = "ray_auth_token"
@@ -86,12 +87,14 @@ def _stored_token(path: Path) -> str:
 
 def withhold_from_ray(environ: Mapping[str, str]) -> None:
     """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole environment but for the names
-    in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py).
+    in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py). Other programs' secrets are known by their names.
     """
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
     folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
     path = folder / "ray_non_carry_over_env_vars.json"
     ours = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", *SECRETS}
+    # vLLM's own have numbers of tokens among them.
+    ours |= {name for name in environ if is_secret_name(name) and not name.startswith("VLLM_")}
     try:
         names = set(json.loads(path.read_text())) if path.exists() else set()
         if ours <= names:

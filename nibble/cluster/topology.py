@@ -64,7 +64,8 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     ranks = tensor * pipeline * data
     nodes, rank = int(values.get("--nnodes") or 1), int(values.get("--node-rank") or 0)
     backend = values.get(BACKEND)
-    if settings.cluster == "ray" or backend == "ray":
+    # vLLM's replicas through Ray would start a cluster of their own here where none is named (vllm 0.32 v1/engine/utils.py:547).
+    if settings.cluster == "ray" or "ray" in (backend, values.get("--data-parallel-backend")):
         return _on_ray(settings, ranks, nodes, gpus_here, "asked for")
     if nodes > 1:
         return _without_ray(settings, ranks, nodes, rank)
@@ -73,10 +74,14 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
         raise NibbleError(ExitCode.USAGE, what, "both", "set NIBBLE_NNODES to the number of machines")
     here = tensor * pipeline * replicas_here(values)
     fits = here <= (1 if gpus_here is None else gpus_here)
-    if settings.cluster == "auto" and settings.head_ip and backend is None and not fits:
-        return _on_ray(
-            settings, ranks, nodes, gpus_here, "HEAD_IP is set and the ranks do not fit this machine"
-        )
+    if settings.head_ip and not fits and "--nnodes" not in values:
+        if settings.cluster == "mp":
+            what = f"NIBBLE_CLUSTER is mp and the {here} ranks do not fit this machine"
+            action = "set it to the number of machines, on all of them"
+            raise NibbleError(ExitCode.USAGE, what, "NIBBLE_NNODES", action)
+        if backend is None:
+            reason = "HEAD_IP is set and the ranks do not fit this machine"
+            return _on_ray(settings, ranks, nodes, gpus_here, reason)
     reason = "all ranks are on this machine" if here == ranks else "other replicas are servers of their own"
     return Topology("machine", ranks, here, 1, 0, None, reason)
 

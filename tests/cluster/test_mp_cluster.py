@@ -11,6 +11,7 @@ pytestmark = pytest.mark.docker
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
 STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+CHECK = STATUS.replace("status", "check")
 
 
 def ranks(**more: str) -> dict[str, str]:
@@ -66,6 +67,13 @@ def test_the_cluster_answers_only_with_its_token(nodes: tuple[Node, Node]) -> No
     assert wrong.returncode == 9
     assert wrong.stderr.count("\n") == 1 and "refused this token" in wrong.stderr
     assert TOKEN not in head.logs()
+
+
+def test_a_check_leaves_a_server_alone_and_says_so(nodes: tuple[Node, Node]) -> None:
+    head, _ = nodes
+    checked = head.python(CHECK, HEAD_IP=head.address)
+    assert (checked.returncode, "nothing was checked" in checked.stderr) == (9, True)
+    assert head.is_ready()
 
 
 @pytest.mark.slow

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub import Hub
 
-from nibble.cluster import commands, network
+from nibble.cluster import commands, facts, network
 from nibble.cluster import node as node_module
-from nibble.cluster.facts import SAME, compare, model_state
+from nibble.cluster.claim import Claim
+from nibble.cluster.facts import SAME, compare, hub_state, model_state
 from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
-from nibble.cluster.node import Place, node_handlers, unreachable
+from nibble.cluster.node import Place, find_place, node_handlers, unreachable
 from nibble.cluster.ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, judge, preflight
 from nibble.errors import ExitCode, NibbleError
 from nibble.prepare import read_wishes
+from nibble.pull import pull
 
 FACTS = {**dict.fromkeys(SAME, "same"), "memory_available_bytes": 8 << 30, "disk_free_bytes": 9 << 30}
 
@@ -85,13 +88,16 @@ def test_one_node_with_all_ranks_has_no_network_to_measure() -> None:
 
 @dataclass(frozen=True)
 class Nodes(Caller):
-    """Nodes with the same facts, whose all-reduce is what `reduce` says; on `taken` something listens."""
+    """Nodes with the same facts, whose all-reduce is what `reduce` says; on `taken` something listens; `models` says where the
+    model is not here.
+    """
 
     head: str = "a"
     token: str = "token"
     environ: Mapping[str, str] = field(default_factory=dict)
     reduce: Callable[[str], dict[str, Any]] = lambda address: answer(address, 0.1)
     taken: Sequence[int] = ()
+    models: Mapping[str, str] = field(default_factory=dict)
     listened: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     reached: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -104,12 +110,16 @@ class Nodes(Caller):
         if path == "/reach":
             self.reached[address] = body["targets"]
             return {"unreachable": []}
-        return dict(FACTS)
+        on_hub = [body["hub"]["model"]] if body.get("hub") else []
+        found = {one: self.models.get(address, "here") for one in [*body.get("models", ()), *on_hub]}
+        return FACTS | {"models": found}
 
 
-def check(caller: Caller, *names: str, over: threading.Event | None = None, has_ray: bool = False) -> Report:
+def check(
+    caller: Caller, *names: str, over: threading.Event | None = None, has_ray: bool = False, **more: Any
+) -> Report:
     nodes = [node(name) | {"address": name} for name in names]
-    return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=None, over=over)
+    return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=None, over=over, **more)
 
 
 def test_the_port_of_vllms_own_way_is_reached_on_rank_0_and_free_again_afterwards() -> None:
@@ -153,7 +163,7 @@ def test_an_agent_listens_as_long_as_it_is_told_and_names_a_port_that_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node_module, "REACH_S", 0.2)
-    listen = node_handlers(Place("127.0.0.1", "lo", {}))["/listen"]
+    listen = node_handlers(Place("127.0.0.1", "lo", {}, Path("/tmp")))["/listen"]
     with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as free:
         taken, port = other.getsockname()[1], free.getsockname()[1]
         free.close()
@@ -166,7 +176,7 @@ def test_an_agent_listens_as_long_as_it_is_told_and_names_a_port_that_is_taken(
 
 def test_two_preflights_at_once_do_not_take_each_other_for_another_program() -> None:
     """`cluster check` beside `serve`."""
-    listen = node_handlers(Place("127.0.0.1", "lo", {}))["/listen"]
+    listen = node_handlers(Place("127.0.0.1", "lo", {}, Path("/tmp")))["/listen"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     taken: list[int] = []
@@ -210,9 +220,12 @@ def test_rdma_on_one_node_and_not_on_another_is_a_problem_that_names_it() -> Non
 
 
 def test_the_check_prints_each_nodes_interface_and_rdma() -> None:
-    nodes = [node("a", interface="eth0", **rdma(3)), node("b", interface="eth1")]
+    nodes = [
+        node("a", interface="eth0", **rdma(3)),
+        node("b", interface="eth1", models={"org/m": "downloadable"}),
+    ]
     lines = commands.network_lines(Report(nodes, [], None))
-    assert lines == ["node a: eth0, RDMA rocep1s0f0:1 (GID 3)", "node b: eth1, RDMA none"]
+    assert lines == ["node a: eth0, RDMA rocep1s0f0:1 (GID 3)", "node b: eth1, RDMA none, org/m downloadable"]
 
 
 def test_the_node_whose_all_reduce_failed_first_is_the_one_that_is_named() -> None:
@@ -260,19 +273,22 @@ def asked_to_check(monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]])
 
     monkeypatch.setattr(commands, "preflight", preflight)
     monkeypatch.setattr(commands, "_ask", lambda caller: {"nodes": nodes})
+    monkeypatch.setattr(Claim, "take", lambda claim: None)
     commands.cluster_check(read_wishes([], {"HEAD_IP": "127.0.0.1", "NIBBLE_CLUSTER_TOKEN": "token"}))
     return checked
 
 
-def ray(name: str, gpus: int, age_s: float = 0.0) -> dict[str, Any]:
-    return {"name": name, "address": name, "role": "ray-worker", "gpus": gpus, "busy": 0, "age_s": age_s}
+def ray(name: str, gpus: int, age_s: float = 0.0, role: str = "ray-worker") -> dict[str, Any]:
+    node = {"name": name, "address": name, "role": role, "rank": None}
+    return node | {"gpus": gpus, "busy": 0, "age_s": age_s}
 
 
 def test_the_check_leaves_out_a_head_without_gpus_and_names_a_silent_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert asked_to_check(monkeypatch, [ray("127.0.0.1", 0), ray("b", 1), ray("c", 1)]) == ["b", "c"]
-    assert asked_to_check(monkeypatch, [ray("b", 0), ray("127.0.0.1", 0)]) == ["127.0.0.1", "b"]
+    head = ray("d", 0, role="ray-head")
+    assert asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1), head]) == ["b", "c"]
+    assert asked_to_check(monkeypatch, [ray("b", 0), head]) == ["d", "b"]
     with pytest.raises(NibbleError, match="node c has given no sign of life for 60 s"):
         asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1, age_s=60.0)])
 
@@ -289,6 +305,55 @@ def test_a_model_folder_is_here_absent_or_incomplete(tmp_path: Path) -> None:
     assert model_state(str(tmp_path)).startswith("incomplete: ")
 
 
+ON_HUB = {"model": "org/m", "revision": None}
+
+
+@pytest.mark.parametrize(
+    ("states", "has_ray", "more", "words"),
+    [
+        ({}, True, {"models": ["/m"]}, None),
+        ({"b": "absent"}, False, {"models": ["/m"]}, "the model /m is absent; .*copy the model"),
+        ({"a": "downloadable", "b": "downloadable"}, False, {"hub": ON_HUB}, None),
+        ({"b": "absent, and org/m is gated"}, False, {"hub": ON_HUB}, "org/m is gated; .*nibble pull org/m"),
+        (
+            {"a": "downloadable", "b": "downloadable"},
+            True,
+            {"hub": ON_HUB},
+            "the model org/m is downloadable",
+        ),
+        ({"a": "downloadable"}, True, {"hub": ON_HUB}, None),
+        ({"b": "absent"}, True, {"hub": ON_HUB, "first_gives": True}, None),
+        ({"a": "absent"}, True, {"models": ["/m"], "first_gives": True}, "node a: the model /m is absent"),
+    ],
+)
+def test_every_node_has_the_model_or_can_download_it(
+    states: Mapping[str, str], has_ray: bool, more: Mapping[str, Any], words: str | None
+) -> None:
+    report = check(Nodes(models=states), "a", "b", has_ray=has_ray, **more)
+    if words is None:
+        assert report.problems == []
+    else:
+        with pytest.raises(NibbleError, match=words):
+            report.demand()
+
+
+def test_a_model_of_the_hubs_is_here_downloadable_or_absent_and_why(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    with Hub() as hub:
+        hub.add("acme/demo", folder)
+        hub.add("acme/gated", folder, gated=True)
+        hub.add("acme/huge", folder, huge={"model-2.safetensors": 1 << 50})
+        environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
+        assert hub_state("acme/demo", None, environ) == "downloadable"
+        assert "is a gated model" in hub_state("acme/gated", None, environ)
+        assert "1048576.0 GiB do not fit in" in hub_state("acme/huge", None, environ)
+        pull("acme/demo", None, environ)
+    assert hub_state("acme/demo", None, environ) == "here"
+
+
 def test_the_interface_is_the_one_that_has_the_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("198.51.100.7") is None
@@ -296,10 +361,24 @@ def test_the_interface_is_the_one_that_has_the_address() -> None:
     assert not is_here("198.51.100.7")
 
 
+def test_the_disk_that_counts_is_that_of_the_cache_folder_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A settings file may say which; the variable need not be there."""
+    file = tmp_path / "nibble.toml"
+    file.write_text(f'cache_dir = "{tmp_path}/elsewhere"\n')
+    asked = read_wishes(["--config", str(file)], {"HEAD_IP": "127.0.0.1", "HOME": str(tmp_path)})
+    looked: list[Path] = []
+    monkeypatch.setattr(facts, "free_bytes", lambda path: looked.append(path) or 9)
+    place = find_place(asked.settings, asked.accepted.environ, None)
+    assert place.facts()["disk_free_bytes"] == 9
+    assert looked == [tmp_path / "elsewhere"]
+
+
 def test_a_network_that_comes_back_as_another_interface_is_found_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = Place("10.0.0.2", None, {"NCCL_SOCKET_IFNAME": "ours"})
+    place = Place("10.0.0.2", None, {"NCCL_SOCKET_IFNAME": "ours"}, Path("/tmp"))
     for name in ("eth0", "eth1"):
         monkeypatch.setattr(network, "interface_of", lambda address, name=name: name)
         assert place.environ["GLOO_SOCKET_IFNAME"] == place.facts()["interface"] == name

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,20 @@ def quiet(text: str) -> None:
     """Says nothing."""
 
 
+def opened(
+    environ: dict[str, str],
+    folder: Path,
+    given: Mapping[str, str] | None = None,
+    roster: Roster | None = None,
+) -> Cluster:
+    """The server's side here; `given` is the user's environment."""
+    place, stop = Place(HERE, "lo", given or {}, folder), threading.Event()
+    return Cluster(plan(environ), place, "hush", roster, folder, quiet, stop, Offers())
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(
-        plan(MP), Place(HERE, "lo", {}), "token", Roster("head"), tmp_path, quiet, threading.Event(), Offers()
-    )
+    return opened(MP, tmp_path, roster=Roster("head"))
 
 
 def roster_of(cluster: Cluster) -> Roster:
@@ -94,9 +103,7 @@ def test_missing_ranks_are_named(cluster: Cluster) -> None:
 def test_with_ray_gpus_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, int]], words: str | None
 ) -> None:
-    found = Cluster(
-        plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet, threading.Event(), Offers()
-    )
+    found = opened(RAY, tmp_path)
     listed = [{"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes]
     monkeypatch.setattr(found, "nodes", lambda: listed)
     missing = found.missing()
@@ -107,9 +114,7 @@ def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The head keeps what it said last: that it holds a part of the model."""
-    found = Cluster(
-        plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet, threading.Event(), Offers()
-    )
+    found = opened(RAY, tmp_path)
     gone = {"address": "10.0.0.2", "name": "10.0.0.2", "session": "a", "busy": 1, "age_s": 15.0}
     there = gone | {"address": "10.0.0.3", "name": "10.0.0.3", "age_s": 1.0}
     monkeypatch.setattr(found, "nodes", lambda: [gone, there])
@@ -157,11 +162,10 @@ def test_with_ray_a_start_waits_until_rays_head_reaches_every_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM would wait for half an hour for a GPU that the head counts as given away."""
-    nodes = [{"address": address, "name": address, "gpus": 1, "age_s": 0.0} for address in (HERE, "10.0.0.2")]
+    head = {"address": HERE, "name": HERE, "role": "ray-head", "rank": None, "gpus": 1, "age_s": 0.0}
+    nodes = [head, head | {"address": "10.0.0.2", "name": "10.0.0.2", "role": "ray-worker"}]
     environ = {**RAY, "VLLM_CONFIG_ROOT": str(tmp_path / "config")}
-    found = Cluster(
-        plan(RAY), Place(HERE, "lo", environ), "token", None, tmp_path, quiet, threading.Event(), Offers()
-    )
+    found = opened(RAY, tmp_path, environ)
     whys = iter(["Ray's head does not reach all", None])
     asked: list[tuple[list[str], str]] = []
 
@@ -204,9 +208,7 @@ def test_the_other_ranks_are_asked_what_their_workers_proved(
 def test_with_ray_the_nodes_that_hold_parts_are_asked_this_machines_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = Cluster(
-        plan(RAY), Place(HERE, "lo", {}), "token", None, tmp_path, quiet, threading.Event(), Offers()
-    )
+    found = opened(RAY, tmp_path)
     answers(monkeypatch, found)
     nodes = [
         {"address": address, "name": address, "busy": busy, "age_s": age_s}
@@ -293,6 +295,7 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
     monkeypatch.setattr(session_module, "BEAT_S", 0.01)
     monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
     monkeypatch.setattr(Cluster, "missing", lambda self: None)
+    monkeypatch.setattr(Cluster, "_taken", lambda self: None)
     monkeypatch.setattr(Cluster, "_check", lambda self, lost, deadline: True)
 
     def run(start: int) -> int:
@@ -343,6 +346,15 @@ def test_secrets_stay_out_of_what_ray_copies_and_other_names_are_kept(tmp_path: 
     assert {"OURS", "NIBBLE_API_KEY", "HF_TOKEN", "NIBBLE_GATE_INTERNAL", "RAY_AUTH_TOKEN_PATH"} <= set(names)
 
 
+def test_what_is_named_like_a_secret_stays_here_too(tmp_path: Path) -> None:
+    own = {"AWS_SECRET_ACCESS_KEY": "k", "WANDB_API_KEY": "k", "PGPASSWORD": "k"}
+    others = {"VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "9", "TOKENIZERS_PARALLELISM": "0", "NCCL_DEBUG": "INFO"}
+    withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path), **own, **others})
+    names = set(json.loads((tmp_path / "ray_non_carry_over_env_vars.json").read_text()))
+    assert own.keys() <= names
+    assert not others.keys() & names
+
+
 def test_the_folder_of_that_file_is_the_one_vllm_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,16 +380,7 @@ def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
 def test_the_environment_of_vllm_on_ray_has_the_token_as_a_private_file(tmp_path: Path) -> None:
     environ = {**RAY, "VLLM_CONFIG_ROOT": str(tmp_path / "config")}
     chosen = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    cluster = Cluster(
-        plan(RAY),
-        Place(HERE, "lo", {**chosen, **environ}),
-        "hush",
-        None,
-        tmp_path,
-        quiet,
-        threading.Event(),
-        Offers(),
-    )
+    cluster = opened(RAY, tmp_path, {**chosen, **environ})
     found = cluster.environ(environ | {"NCCL_SOCKET_IFNAME": "eth7"})
     assert found["RAY_ADDRESS"] == "127.0.0.1:6379"
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")

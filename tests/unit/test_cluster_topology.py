@@ -33,6 +33,10 @@ def test_an_address_of_a_head_means_ray_where_the_ranks_do_not_fit() -> None:
     assert flags_of(found) == {"--distributed-executor-backend": "ray"}
 
 
+def test_one_node_is_this_machine_whatever_else_is_set() -> None:
+    assert find_topology(settings(HEAD_IP="192.0.2.2"), {**TWO, "--nnodes": 1}, 1).mode == "machine"
+
+
 def test_a_number_of_nodes_means_vllms_own_way() -> None:
     values = {**TWO, "--pipeline-parallel-size": 2, "--nnodes": 2, "--node-rank": 1}
     found = find_topology(settings(HEAD_IP="192.0.2.2"), values, 2)
@@ -72,11 +76,13 @@ def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, 
     [
         ({}, {"--nnodes": 2, **TWO}, ExitCode.USAGE, "HEAD_IP"),
         ({"NIBBLE_CLUSTER": "ray"}, TWO, ExitCode.USAGE, "HEAD_IP"),
+        ({}, {"--data-parallel-backend": "ray"}, ExitCode.USAGE, "HEAD_IP"),
         ({"HEAD_IP": "h"}, {"--nnodes": 2, "--node-rank": 2, **TWO}, ExitCode.USAGE, "NIBBLE_NODE_RANK is 2"),
         ({}, {"--data-parallel-size": "0"}, ExitCode.CONFIG, "--data-parallel-size is 0"),
         ({"HEAD_IP": "h"}, {"--node-rank": 1}, ExitCode.USAGE, "NIBBLE_NNODES is not set"),
         ({"HEAD_IP": "h"}, {"--nnodes": 3, **TWO}, ExitCode.CONFIG, "2 ranks cannot be divided over 3"),
         ({"HEAD_IP": "h", "NIBBLE_CLUSTER": "ray"}, {"--nnodes": 2}, ExitCode.CONFIG, "NIBBLE_NNODES is set"),
+        ({"HEAD_IP": "h", "NIBBLE_CLUSTER": "mp"}, TWO, ExitCode.USAGE, "expected NIBBLE_NNODES"),
     ],
 )
 def test_what_cannot_be_is_one_error(environ: dict, values: dict, code: ExitCode, words: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from test_memory import machine
 
 from nibble import ray_node
 from nibble.cluster.network import find_interface, node_address
-from nibble.cluster.node import Place
+from nibble.cluster.node import Place, find_place
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.governor import UNWATCHED
+from nibble.hardware import Gpu, detect
 from nibble.memory import MemorySource, memory_now
 from nibble.paths import root
 from nibble.settings import Settings
@@ -74,11 +76,20 @@ def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> No
         "PATH": "/bin",
         "HF_HOME": "/h",
     }
-    environ = ray_node.node_environ(Place("192.0.2.3", "eth0", given), "token", Path("/tmp/proof"))
+    environ = ray_node.node_environ(
+        Place("192.0.2.3", "eth0", given, Path("/tmp")), "token", Path("/tmp/proof")
+    )
     assert (environ["RAY_AUTH_MODE"], environ["RAY_AUTH_TOKEN"]) == ("token", "token")
     assert environ["VLLM_HOST_IP"] == "192.0.2.3"
     assert (environ["HF_HOME"], environ["NIBBLE_PROOF"]) == ("/h", "/tmp/proof")
     assert not {"NIBBLE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN_FILE"} & set(environ)
+
+
+def test_memory_is_watched_by_nibble_and_not_by_ray_too_unless_the_user_says_so() -> None:
+    for given, milliseconds in (({}, "0"), ({"RAY_memory_monitor_refresh_ms": "250"}, "250")):
+        place = Place("192.0.2.3", "eth0", given, Path("/tmp"))
+        environ = ray_node.node_environ(place, "token", Path("/tmp/proof"))
+        assert environ["RAY_memory_monitor_refresh_ms"] == milliseconds
 
 
 def test_no_secret_is_in_the_command_line() -> None:
@@ -163,6 +174,16 @@ def test_a_worker_without_a_head_is_a_usage_error() -> None:
     assert caught.value.code == ExitCode.USAGE
 
 
+def test_a_node_does_not_offer_more_gpus_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would believe it, and vLLM's ranks look for GPUs that are not there."""
+    here = replace(detect({}), gpus=(Gpu(0, "H200", (9, 0), 1 << 30, 1 << 30, "GPU-0"),) * 2)
+    monkeypatch.setattr(ray_node, "detect", lambda environ: here)
+    with pytest.raises(NibbleError, match="NUM_GPUS is 3 and 2 GPUs are here") as caught:
+        ray_node._gpus(settings(NUM_GPUS="3"), {})
+    assert caught.value.code == ExitCode.CONFIG
+    assert [ray_node._gpus(settings(**one), {}) for one in ({"NUM_GPUS": "1"}, {})] == [1, 2]
+
+
 def test_a_worker_whose_head_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -178,9 +199,31 @@ def test_the_address_is_what_was_given_else_the_route_to_the_head() -> None:
     assert node_address(settings(HEAD_IP="127.0.0.1"), "127.0.0.1") == "127.0.0.1"
 
 
-def test_a_head_ip_that_is_no_known_name_is_what_is_blamed() -> None:
-    with pytest.raises(NibbleError, match=r"the head nosuch\.invalid is no address .* correct HEAD_IP"):
-        node_address(settings(HEAD_IP="nosuch.invalid"), "nosuch.invalid")
+@pytest.mark.parametrize("name", ["nosuch.invalid", "10..0.1", "::1"])
+def test_a_name_that_leads_nowhere_is_what_is_blamed(name: str) -> None:
+    for given, head in ((settings(HEAD_IP=name), name), (settings(HEAD_IP=name), None)):
+        with pytest.raises(NibbleError, match=f"{name} is no IPv4 address .* correct HEAD_IP") as caught:
+            node_address(given, head)
+        assert caught.value.code == ExitCode.CLUSTER
+    with pytest.raises(NibbleError, match=f"WORKER_IP {name} is no IPv4 address .* correct WORKER_IP"):
+        node_address(settings(WORKER_IP=name), "127.0.0.1")
+
+
+def test_an_interface_that_was_asked_for_gives_the_address_where_none_was(tmp_path: Path) -> None:
+    """Not that of the route: what vLLM tells others of itself and where Gloo and NCCL listen have to be one place."""
+    lo = {"NIBBLE_CLUSTER_INTERFACE": "lo"}
+    assert node_address(settings(**lo), None) == "127.0.0.1"
+    assert node_address(settings(**lo, HEAD_IP="192.0.2.2"), "192.0.2.2") == "127.0.0.1"
+    assert node_address(settings(**lo, HEAD_IP="192.0.2.2"), None) == "192.0.2.2"
+    assert node_address(settings(**lo, WORKER_IP="192.0.2.9"), "192.0.2.2") == "192.0.2.9"
+    with pytest.raises(NibbleError, match="no network interface nosuch0"):
+        find_place(settings(NIBBLE_CLUSTER_INTERFACE="nosuch0", HEAD_IP="127.0.0.1"), {}, "127.0.0.1")
+
+
+def test_a_head_ip_may_be_a_name_on_the_head_too() -> None:
+    """Its agent, its interface and the others' table of nodes need the address."""
+    assert node_address(settings(HEAD_IP="localhost"), None) == "127.0.0.1"
+    assert node_address(settings(WORKER_IP="localhost"), "10.0.0.1") == "127.0.0.1"
 
 
 def test_an_interface_that_is_not_here_is_refused_by_name() -> None:
