@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.backend_rules import in_effect
 from nibble.errors import ExitCode, NibbleError
+from nibble.linear_kernel import INVARIANT, is_batch_invariant
 from nibble.nvfp4_options import asked as plugin_options
+from nibble.one_order import ADDS_IN_ONE_ORDER
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -77,9 +79,10 @@ class Deviation:
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:
     """For every part, in the order in which deviations are told. `environ` is the user's, which vLLM sees too."""
     asked = {flag: choice.value for flag, choice in plan.args.items()}
-    found = {part: _backend(part, flag, plan, asked) for flag, part in BACKEND_FLAGS.items()}
+    variables = {name: str(choice.value) for name, choice in plan.env.items()} | dict(environ)
+    found = {part: _backend(part, flag, plan, asked, variables) for flag, part in BACKEND_FLAGS.items()}
     sampler = plan.target.expected.get("sampler", ())
-    if SAMPLER_SWITCH in plan.env or SAMPLER_SWITCH in environ or "--logprobs-mode" in asked:
+    if SAMPLER_SWITCH in variables or "--logprobs-mode" in asked:
         sampler = ()  # vLLM 0.32 v1/sample/ops/topk_topp_sampler.py:95, :224
     return (
         *found.values(),
@@ -90,13 +93,17 @@ def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, .
     )
 
 
-def _backend(part: str, flag: str, plan: Plan, asked: Mapping[str, Any]) -> Expectation:
+def _backend(
+    part: str, flag: str, plan: Plan, asked: Mapping[str, Any], variables: Mapping[str, str]
+) -> Expectation:
     if part in OUR_KERNELS and plugin_options(asked).get(f"{part}_kernel") == "nibble":
         return Expectation(part, OUR_KERNELS[part], f"{part}_kernel of --additional-config")
     value = in_effect(flag, asked)
     if value not in ("", "auto"):
         choice = plan.args.get(flag)
         return Expectation(part, (value,), f"{flag} ({choice.source})" if choice else flag)
+    if part == "linear" and plan.target.device == "cuda" and is_batch_invariant(variables):
+        return Expectation(part, ADDS_IN_ONE_ORDER, INVARIANT)
     if plan.recipe is not None and part in plan.recipe.expected:
         return Expectation(part, (plan.recipe.expected[part],), f"recipe {plan.recipe.id}")
     return Expectation(part, tuple(plan.target.expected.get(part, ())), f"target {plan.target.name}")

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ FIRST_HELD = 3
 # MODEL here is a load that vLLM ended for it; what is refused before a run never comes here.
 COUNTED = (ExitCode.ENGINE_DIED, ExitCode.MODEL, ExitCode.NO_FIT, ExitCode.CANARY)
 SILENT_END = "the start before ended without a word: the machine was reset or nibble was killed"
+OF_THE_PLACE = ("VLLM_HOST_IP", "VLLM_PORT")  # of a container, whose next one has others
 _KEPT = 20
 
 
@@ -74,8 +75,11 @@ def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
     return Verdict(len(run), max(0.0, HOLDS_S[len(run) - FIRST_HELD] - since_s), False, cause)
 
 
-def plan_key(plan: Plan) -> str:
-    """The same for the same model and settings on the same versions, whatever is free and whichever port is used."""
+def plan_key(plan: Plan, environ: Mapping[str, str]) -> str:
+    """The same for the same model and settings on the same versions, whatever is free and whichever port is used.
+
+    `environ` is the user's: vLLM's own variables count as settings, and so does what a start may end for.
+    """
     ours = (SOURCE, "nibble's default")
     args = {
         name: str(choice.value)
@@ -83,8 +87,11 @@ def plan_key(plan: Plan) -> str:
         if name not in ("--host", "--port") and not (name in (KV, UTILIZATION) and choice.source in ours)
     }
     env = {name: str(choice.value) for name, choice in plan.env.items()}
-    reserve = plan.settings.memory_reserve_gib
-    parts: list[Any] = [__version__, plan.target.name, plan.model, plan.revision, args, env, reserve]
+    for name, value in plan.vllm_environ(environ).items():
+        if name.startswith("VLLM_") and name not in OF_THE_PLACE:
+            env[name] = value
+    ours_too = [plan.settings.memory_reserve_gib, plan.settings.kernel_assertion, plan.settings.canary]
+    parts: list[Any] = [__version__, plan.target.name, plan.model, plan.revision, args, env, ours_too]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

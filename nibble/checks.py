@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +58,7 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
         check_port("PORT", settings.host, settings.port, bind_problem(settings.host, settings.port))
     control = bind_problem("127.0.0.1", settings.control_port)
     check_port("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port, control)
+    check_certificate({flag: str(choice.value) for flag, choice in plan.args.items()})
     child = plan.vllm_environ(environ)
     warnings += check_folders(settings.cache_dir or cache_dir(environ), vllm_cache(child))
     if plan.checkpoint is not None and plan.checkpoint.is_local:  # one from the Hub was verified by the pull
@@ -150,6 +152,32 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
             "set HOST to 127.0.0.1, 0.0.0.0 or one of its own",
         )
     raise NibbleError(ExitCode.CONFIG, what, "", action)
+
+
+def check_certificate(args: Mapping[str, str]) -> None:
+    """Raise CONFIG for a certificate or key that cannot be used: vLLM reads them once the model is loaded."""
+    certificate, key, authorities = (
+        args.get(f"--ssl-{name}") for name in ("certfile", "keyfile", "ca-certs")
+    )
+    if certificate is None and key is None:
+        return
+    if certificate is None:
+        raise NibbleError(
+            ExitCode.CONFIG, "--ssl-keyfile is set without --ssl-certfile", "both", "set --ssl-certfile too"
+        )
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")  # else OpenSSL would ask on the terminal
+        if authorities:
+            context.load_verify_locations(authorities)
+    except OSError as error:  # SSLError too
+        named = " and ".join(name for name in (certificate, key, authorities) if name)
+        why = getattr(error, "reason", None) or error.strerror or error
+        what = f"{named} cannot be used for HTTPS ({why})"
+        expected = "a certificate and its key without a passphrase, as PEM files that this user may read"
+        raise NibbleError(
+            ExitCode.CONFIG, what, expected, "correct --ssl-certfile and --ssl-keyfile"
+        ) from None
 
 
 def check_folders(own: Path, engine: Path) -> list[str]:

@@ -300,7 +300,7 @@ def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
     )
     if hub.offline:
         return [Check("hub", "ok", "HF_HUB_OFFLINE is set: only cached models"), token]
-    return [hub_check(hub.endpoint, _head), token]
+    return [hub_check(hub.address, _head), token]
 
 
 def hub_check(endpoint: str, head: Callable[[str], str | None]) -> Check:

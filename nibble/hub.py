@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nibble.disk import not_writable
-from nibble.errors import ExitCode, NibbleError
+from nibble.errors import PASSWORD_IN_ADDRESS, ExitCode, NibbleError
 from nibble.paths import home
 from nibble.secrets import read_secret
 
@@ -30,9 +30,16 @@ class Access:
     token: str | None
     offline: bool
 
+    @property
+    def address(self) -> str:
+        """The endpoint without user and password, to be shown."""
+        scheme, _, rest = self.endpoint.partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
     def page(self, model: str) -> str:
         """The model's page, where terms are accepted."""
-        return f"{self.endpoint}/{model}"
+        return f"{self.address}/{model}"
 
 
 def access(environ: Mapping[str, str]) -> Access:
@@ -140,7 +147,7 @@ def not_cached(model: str, hub: Access) -> NibbleError:
 
 def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
     """The Hub did not answer (well)."""
-    what = f"{model} is not complete in {hub.cache} and {hub.endpoint} cannot be used ({detail})"
+    what = f"{model} is not complete in {hub.cache} and {hub.address} cannot be used ({detail})"
     action = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
     return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
 
@@ -160,7 +167,7 @@ def in_words(error: BaseException) -> str:
             return "it did not answer in time"
     last = chain[-1]
     told = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
-    return " ".join(told.split())[:160] or type(last).__name__
+    return PASSWORD_IN_ADDRESS.sub("…", " ".join(told.split()))[:160] or type(last).__name__
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -186,20 +193,20 @@ def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | Non
     if "Invalid credentials" in str(error):
         action = "make a new token at https://huggingface.co/settings/tokens or unset HF_TOKEN"
         return NibbleError(
-            ExitCode.MODEL, f"{hub.endpoint} refuses this HF_TOKEN (invalid or expired)", "", action
+            ExitCode.MODEL, f"{hub.address} refuses this HF_TOKEN (invalid or expired)", "", action
         )
     if status in (401, 404):  # the Hub answers 401, not 404, to strangers
         if hub.token is None:
             what, action = (
-                f"{hub.endpoint} has no public model {model}",
+                f"{hub.address} has no public model {model}",
                 "check the spelling; a private model needs HF_TOKEN",
             )
         else:
-            what = f"{hub.endpoint} has no model {model} that this HF_TOKEN may see"
+            what = f"{hub.address} has no model {model} that this HF_TOKEN may see"
             action = "check the spelling and the token's permissions"
         return NibbleError(ExitCode.MODEL, what, "the id of an existing model", action)
     if status == 403:
-        what = f"{hub.endpoint} forbids access to {model}"
+        what = f"{hub.address} forbids access to {model}"
         return NibbleError(
             ExitCode.MODEL, what, "", f"check the permissions of HF_TOKEN and {hub.page(model)}"
         )

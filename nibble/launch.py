@@ -6,12 +6,9 @@ import os
 import queue
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nibble.admission import Admission
@@ -37,7 +34,8 @@ from nibble.readiness import (
     reachable_host,
     requests_in_flight,
 )
-from nibble.start_times import StartTimes, left_s
+from nibble.run_folder import make_run_folder, socket_environ
+from nibble.start_times import StartTimes, Timeline
 
 if TYPE_CHECKING:
     from nibble.cluster.session import Watch
@@ -49,8 +47,6 @@ TEARDOWN_S = (
 LOADING_STOP_S = 5.0
 SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
 ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
-# A socket's path has 107 bytes at most (unix(7)), of which vLLM's name takes 37 (vllm 0.32 utils/network_utils.py:177).
-LONGEST_SOCKET_FOLDER = 70
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 
@@ -100,11 +96,7 @@ class Supervisor:
         settings = plan.settings
         self._plan, self._key, self._events = plan, key, events
         self._on_success, self._on_ready, self._watch = on_success, on_ready, watch
-        self._start_times = start_times or StartTimes(None)
-        self._started = self._phase_since = time.monotonic()
-        self._since = datetime.now(UTC)
-        self._update = PhaseUpdate("start")
-        self._history: list[dict[str, Any]] = [{"phase": "start", "at_s": 0.0}]
+        self._timeline = Timeline(start_times or StartTimes(None))
         self._phases, self._drain_log, self._errors = PhaseReader(), DrainReader(), ErrorReader()
         self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
@@ -112,13 +104,13 @@ class Supervisor:
         self._control = ControlServer(settings.control_port, self.status, self._is_ready)
         self._governor = Governor(MemorySource(), limit, self._on_memory)
         self._limit = limit
-        self._folder = _temporary_folder()
+        self._folder = make_run_folder()
         self._admission = Admission(self._folder / "gate")
         tls = "--ssl-certfile" in plan.args
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
         elsewhere = watch.reports if watch else dict
         self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere)
-        base = _sockets(plan, self._folder) | plan.vllm_environ(environ) | self._proof.environ()
+        base = socket_environ(plan, self._folder) | plan.vllm_environ(environ) | self._proof.environ()
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         self._engine = Engine(
             plan.argv(), child, events
@@ -131,7 +123,7 @@ class Supervisor:
         """Everything; see `serve`."""
         self._control.start()
         self._display.start()
-        self._show(self._update)
+        self._show(PhaseUpdate("start"))
         self._engine.start_reading(self._display.pass_through, self._read)
         self._engine.run(self._probe)
         self._engine.run(self._governor.run)
@@ -154,19 +146,10 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         """What /status answers; no secrets."""
-        now = time.monotonic()
         return {
             "state": self._admission.state,
-            "phase": self._update.phase,
-            "progress": self._update.progress,
-            "detail": self._update.detail,
-            "since": self._since.isoformat(timespec="seconds"),
-            "seconds_in_phase": round(now - self._phase_since, 1),
-            "seconds_since_start": round(now - self._started, 1),
+            **self._timeline.to_json(),
             "last_sign_of_life_age_s": round(self._engine.silence(), 1),
-            "history": list(self._history),
-            "last_start_s": self._start_times.last,
-            "eta_s": left_s(self._start_times.last, self._update.phase, now - self._phase_since),
             **self._proof.to_json(),
             "facts": dict(self._phases.facts),
             "memory": self._governor.to_json(),
@@ -210,7 +193,7 @@ class Supervisor:
             if stall.due(self._engine.silence()):
                 now = activity(self._engine.pid)
                 self._display.say(
-                    f"{self._update.phase}: no sign of life for {self._engine.silence():.0f} s; "
+                    f"{self._timeline.phase}: no sign of life for {self._engine.silence():.0f} s; "
                     f"meanwhile the engine used {now.since(earlier)}. Waiting on; Ctrl-C or SIGTERM stops it"
                 )
             elif self._engine.silence() < _IDLE_POLL_S:
@@ -220,8 +203,8 @@ class Supervisor:
         with self._lock:
             self._show(PhaseUpdate("ready"))
         self._display.stop()
-        self._start_times.keep(self._history)
-        seconds = time.monotonic() - self._started
+        self._timeline.keep()
+        seconds = self._timeline.seconds
         generates = self._generates is not False
         names, facts = self._plan.served_names, self._phases.facts
         terminal = stderr_is_terminal()
@@ -233,7 +216,7 @@ class Supervisor:
         self._display.stop()
         self._admission.set("draining", "drain")
         self._display.say(
-            f"{signal_name(event.signum)} during {self._update.phase}: stopping; nothing was being served"
+            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; nothing was being served"
         )
         self._engine.terminate()
         until_it_ends(self._next, self._drain_log, time.monotonic() + LOADING_STOP_S)
@@ -327,7 +310,7 @@ class Supervisor:
     def _death(self, how: str) -> NibbleError:
         ladder = self._plan.ladder if self._governor.kernel_has_killed() else None
         lost = "" if "killed" in how else self._lost
-        return engine_died(self._update.phase, how, self._errors.cause, lost, ladder)
+        return engine_died(self._timeline.phase, how, self._errors.cause, lost, ladder)
 
     def _watch_processes(self) -> None:
         """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by it and stays."""
@@ -350,7 +333,7 @@ class Supervisor:
     def _on_memory(self, action: Action, why: str) -> None:
         """In the watchdog's thread: nothing here may wait."""
         if action == "stop":
-            error = stopped_for_memory(self._update.phase, why, self._limit, self._plan.ladder)
+            error = stopped_for_memory(self._timeline.phase, why, self._limit, self._plan.ladder)
             self._events.put(Failed(error))
             self._engine.kill_at_once()
         elif action == "pause":
@@ -376,31 +359,7 @@ class Supervisor:
                 self._show(update)
 
     def _show(self, update: PhaseUpdate) -> None:
-        if update.phase != self._update.phase:
-            self._phase_since = time.monotonic()
-            self._since = datetime.now(UTC)
-            self._history.append({"phase": update.phase, "at_s": round(self._phase_since - self._started, 2)})
-        self._update = update
+        self._timeline.go_to(update)
         self._admission.change("starting", "ready" if update.phase == "ready" else "starting", update.phase)
         if update.phase != "ready":  # that is told with more words
             self._display.show(update)
-
-
-def _sockets(plan: Plan, folder: Path) -> dict[str, str]:
-    """Where vLLM's processes make the sockets they meet at: those of a vLLM that was killed go with our folder.
-
-    Ray hands VLLM_* on to machines that do not have it (vllm 0.32 ray/ray_env.py:56).
-    """
-    if plan.topology.mode == "ray" or len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:
-        return {}
-    return {"VLLM_RPC_BASE_PATH": str(folder)}
-
-
-def _temporary_folder() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="nibble-"))
-    except OSError as error:
-        what = f"no folder for temporary files can be written ({error.strerror or error})"
-        raise NibbleError(
-            ExitCode.CONFIG, what, "a writable /tmp", "mount a tmpfs on /tmp or set TMPDIR"
-        ) from None

@@ -68,9 +68,13 @@ def _has_only_nibbles(parts: Ingredients) -> bool:
     return is_emulated or "fp4" not in scheme.activations
 
 
-def _is_batch_invariant(parts: Ingredients) -> bool:
-    environ = {**parts.loaded.file_env, **parts.accepted.environ}
+def is_batch_invariant(environ: Mapping[str, str]) -> bool:
+    """Whether vLLM is asked for results that do not depend on the batch."""
     return environ.get(INVARIANT, "0").strip() not in ("", "0")
+
+
+def _is_batch_invariant(parts: Ingredients) -> bool:
+    return is_batch_invariant({**parts.loaded.file_env, **parts.accepted.environ})
 
 
 def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:

@@ -32,12 +32,13 @@ from nibble.memory_plan import Step, plan_memory
 from nibble.moe_configs import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.moe_configs import Alias, choose_alias
 from nibble.nvfp4_options import check_nvfp4_options, with_served_activations
+from nibble.one_order import check_one_order
 from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
 from nibble.quantized_layers import quantization_override
 from nibble.recipes import ResolvedRecipe
 from nibble.risks import Risks, rule_environment, weigh_risks
-from nibble.rules import TURBOQUANT_COST, check_model, check_parallel, check_recipe, check_request
+from nibble.rules import TURBOQUANT_COST, check_api, check_model, check_parallel, check_recipe, check_request
 from nibble.settings import Settings, options
 from nibble.targets import Target
 from nibble.vllm_args import write_flag
@@ -182,10 +183,12 @@ def make_plan(parts: Ingredients) -> Plan:
     topology = find_topology(settings, values, gpus_here)
     flags = topology_flags(topology)
     args = {name: Choice(value, "nibble's default", why) for name, (value, why) in flags.items()} | args
+    check_api(values, {**parts.loaded.file_env, **parts.accepted.environ}, topology)
     check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, topology)
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args
     values |= {name: choice.value for name, choice in risks.args.items()}
+    check_one_order(parts, values)
     kernel = choose_linear_kernel(parts, args)
     args |= linear_kernel_flags(kernel, args)
     args |= quantization_override(parts.checkpoint, args)

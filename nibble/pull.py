@@ -94,7 +94,7 @@ def pull(
     except NibbleError as error:
         if cached is None or not error.__cause__ or not _is_outage(error.__cause__):
             raise
-        notice = f"{hub.endpoint} cannot be reached; using {model} at {cached.name} from the cache"
+        notice = f"{hub.address} cannot be reached; using {model} at {cached.name} from the cache"
         return PullResult(cached, cached.name, 0, time.monotonic() - started, (notice,))
     if current := cached_snapshot(model, commit, hub.cache, load_format):
         return PullResult(current, commit, 0, time.monotonic() - started)

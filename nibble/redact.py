@@ -16,7 +16,7 @@ SHORTEST = 6  # a shorter value would take ordinary words out of every file
 # Names whose values are secrets, in variables, TOML, JSON, YAML, URLs, command lines.
 _WORDS = (
     "token|secret|passw(?:or)?d|passphrase|(?:api|access|account|private)[_-]?key|credential|auth|cookie|webhook"
-    "|[_-](?:key|pass|pwd)(?![\\w-])|(?<=\\w)(?<!by)(?<!com)pass(?![\\w-])"
+    "|[_-](?:key|pass|pwd|pat)(?![\\w-])|(?<=\\w)(?<!by)(?<!com)pass(?![\\w-])"
 )
 _NAME = rf"(?>[\w.-]*(?:{_WORDS})[\w.-]*)"  # whole, so that a long word is read once
 _SECRET_NAME = re.compile(rf"(?i)^{_NAME}$|^key$")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ TURBOQUANT_COST: Mapping[str, str] = {
     "turboquant_k3v4_nc": "perplexity +10.63 %, GSM8K 0.90 -> 0.78, cache 4.3x smaller",
     "turboquant_3bit_nc": "perplexity +20.59 %, GSM8K 0.90 -> 0.72, cache 4.9x smaller",
 }
+
+
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"  # vllm 0.32 entrypoints/cli/serve.py:65; it takes no --middleware
 
 
 def check_request(settings: Settings) -> None:
@@ -113,6 +117,27 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
             "a revision of 40 hex digits",
             "set NIBBLE_REVISION to the commit you have read",
         )
+
+
+def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology) -> None:
+    """What leaves no HTTP API behind nibble's gate; vLLM's other servers let in everybody, before ready and without a key."""
+    other = next((name for name in ("--grpc", "--headless") if args.get(name) is True), "")
+    servers = args.get("--api-server-count")
+    if environ.get(RUST_FRONTEND, "0").strip() not in ("", "0"):
+        what, action = f"{RUST_FRONTEND} serves without nibble's gate", f"unset {RUST_FRONTEND}"
+    elif other == "--grpc":
+        what, action = "--grpc serves another API, without nibble's gate", "drop --grpc"
+    elif (other or (servers is not None and int(servers) < 1)) and not topology.is_headless:
+        what = f"{other or f'--api-server-count {servers}'} starts engines without an API"
+        action = (
+            "drop it; for a rank on another machine set NIBBLE_NNODES and NIBBLE_NODE_RANK (docs/cluster.md)"
+        )
+    elif str(args.get("--ssl-cert-reqs")) == str(ssl.CERT_REQUIRED.value):
+        what = "--ssl-cert-reqs 2 lets nobody in without a certificate of their own, nibble's own requests neither"
+        action = "drop it, and ask for certificates in a proxy in front"
+    else:
+        return
+    raise NibbleError(ExitCode.CONFIG, what, "vLLM's HTTP API", action)
 
 
 def check_parallel(

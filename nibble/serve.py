@@ -26,12 +26,12 @@ from nibble.launch import serve as launch
 from nibble.localize import Fetch, beside_the_model, localize
 from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
-from nibble.paths import root
+from nibble.paths import demo_models, root
 from nibble.plan import Plan
 from nibble.prebuild import prebuilding
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
 from nibble.processes import stop_signals, survive_memory_pressure
-from nibble.pull import OnProgress, Progress, as_lines, pull
+from nibble.pull import OnProgress, Progress, PullResult, as_lines, pull
 from nibble.pull_plan import plan_pull, refuse_what_does_not_fit
 from nibble.pull_progress import shown
 from nibble.recipes import load_recipe
@@ -101,7 +101,8 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
         # One line, the first on stdout; a program that started us follows `status` from there.
         start = {"status": f"http://127.0.0.1:{settings.control_port}/status", "plan": plan.to_json()}
         print(json.dumps(start, default=str), flush=True)
-    breaker = Breaker(cache / "crash-loop" / f"{plan_key(plan)}.json", str(settings.model), say)
+    record = f"{plan_key(plan, accepted)}.json"
+    breaker = Breaker(cache / "crash-loop" / record, str(settings.model), say)
     verdict = breaker.verdict()
     if verdict.is_tripped:
         raise breaker.tripped(verdict)
@@ -110,7 +111,7 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
             return ExitCode.OK
         # What is free has changed meanwhile, and the files may have: somebody may have mended what failed.
         plan = _checked(_on_disk(plan_for(asked), asked), accepted)
-    times = StartTimes(cache / "start-times" / f"{plan_key(plan)}.json")
+    times = StartTimes(cache / "start-times" / record)
     return _Run(plan, accepted, key, breaker, times, on_ready).run()
 
 
@@ -209,9 +210,12 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
         raise NibbleError(
             ExitCode.USAGE, "no model is given", "MODEL or an argument", "write `nibble pull ORG/NAME`"
         )
+    as_json = "--json" in asked.command.rest
+    if demo := demo_models().get(settings.model):
+        say(f"{settings.model} comes with nibble: nothing is to be downloaded")
+        return _told(pull(str(demo), None, environ)), as_json
     recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
     revision = settings.revision or (recipe.revision if recipe else "") or None
-    as_json = "--json" in asked.command.rest
     if "--dry-run" in asked.command.rest:
         plan = plan_pull(settings.model, revision, hub_environ(asked))
         for line in () if as_json else plan.lines():
@@ -222,8 +226,11 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
         result = pull(settings.model, revision, hub_environ(asked), on_progress)
     if result.revision and not revision:
         say(f"{settings.model} is at {result.revision}; NIBBLE_REVISION={result.revision} pins it")
-    data = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
-    return data, as_json
+    return _told(result), as_json
+
+
+def _told(result: PullResult) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
 
 
 def _on_disk(plan: Plan, asked: Asked) -> Plan:

@@ -15,7 +15,10 @@ from nibble.readiness import Api
 
 Messages = Sequence[Mapping[str, str]]
 # Reasoning models answer at once where their template knows one of these; others ignore them.
+KWARGS = "chat_template_kwargs"
 NO_THINKING = {"enable_thinking": False, "thinking": False}
+# A model's generation_config.json may have others, and the greedy token is then not the likeliest one.
+PLAIN = {"temperature": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Asker:
 
     def answer(self, prompt: str | Messages | Sequence[int], tokens: int, **more: Any) -> Answer:
         """The greedy answer to a text, a conversation or token ids; `more` goes into the request."""
-        body = {"max_tokens": tokens, "temperature": 0, "return_token_ids": True, **more}
+        body = {"max_tokens": tokens, "return_token_ids": True, **PLAIN, **more}
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             choice, ids = self._choice("/v1/completions", body | {"prompt": prompt, "logprobs": 2})
             found = choice["logprobs"]
@@ -56,7 +59,7 @@ class Asker:
             "messages": prompt,
             "logprobs": True,
             "top_logprobs": 2,
-            "chat_template_kwargs": NO_THINKING,
+            KWARGS: NO_THINKING,
         }
         choice, ids = self._choice("/v1/chat/completions", request)
         content = choice["logprobs"]["content"]
@@ -76,8 +79,8 @@ class Asker:
         body = {
             "messages": messages,
             "max_tokens": tokens,
-            "temperature": 0,
-            "chat_template_kwargs": NO_THINKING,
+            KWARGS: NO_THINKING,
+            **PLAIN,
             **more,
         }
         return self._choice("/v1/chat/completions", body)[0]["message"]
@@ -99,6 +102,10 @@ class Asker:
 
     def _choice(self, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         status, text = self._call(path, {"model": self.model, **body})
+        if (
+            status == 400 and KWARGS in body
+        ):  # Mistral's tokenizers take none (vllm 0.32 tokenizers/mistral.py:147)
+            return self._choice(path, {name: value for name, value in body.items() if name != KWARGS})
         if status != 200:
             raise _refused(path, status, text)
         answer = json.loads(text)

@@ -54,12 +54,12 @@ def _is_looked_at(tensor: TensorInfo) -> bool:
 def first_not_finite(data: bytes, dtype: str) -> int | None:
     """The first element whose exponent is all ones; little-endian `dtype`."""
     width = _WIDTHS[dtype]
-    first, second = (
-        data[width - 1 :: width],
-        data[width - 2 :: width],
-    )  # sign and most of the exponent; what follows
+    first = data[width - 1 :: width]  # sign and most of the exponent
     if dtype == "F16":
         found = re.search(rb"[\x7c-\x7f\xfc-\xff]", first)
         return found.start() if found else None
+    if b"\x7f" not in first and b"\xff" not in first:  # as good as always; five times as fast as the search
+        return None
+    second = data[width - 2 :: width]
     places = (match.start() for match in re.finditer(rb"[\x7f\xff]", first))
     return next((place for place in places if second[place] & 0x80), None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nibble.canary.references import FILE, WEIGHT_ONLY_FILE
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.exclusions import PLAIN
 from nibble.checkpoint.headers import TensorInfo
@@ -110,8 +111,12 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
     assert found.path is not None
     with _beside(dest) as unfinished:
         from_bf16 = _pack if is_cloverlm(found) else _quantize
-        count = (from_bf16 if to == "nvfp4" else _relabel)(found, found.path, unfinished, to, wishes)
-        _copy_others(found.path, unfinished, {info.file for info in found.tensors.values()})
+        make = from_bf16 if to == "nvfp4" else _relabel
+        count = make(found, found.path, unfinished, to, wishes)
+        left_out = {info.file for info in found.tensors.values()}
+        if make is _quantize:
+            left_out |= {FILE, WEIGHT_ONLY_FILE}  # answers recorded of other numbers
+        _copy_others(found.path, unfinished, left_out)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
 
 
@@ -180,9 +185,9 @@ def _beside(dest: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _copy_others(source: Path, dest: Path, weight_files: Iterable[str]) -> None:
-    """Every file that is neither weights nor written already."""
-    skip = {*weight_files, CONFIG_FILE, HF_QUANT_FILE}
+def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
+    """Every file that is not `left_out` and not written already."""
+    skip = {*left_out, CONFIG_FILE, HF_QUANT_FILE}
     for parent, folders, names in os.walk(source, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from serving import ROOT, Server
 
 from nibble.canary.references import FILE, MEAN_LIMIT, References, read_references, write_references
+from nibble.checkpoint.plain_values import SMALL_BYTES
+from nibble.convert import convert
 from nibble.hardware import detect
 from nibble.proof import references_of
 
@@ -227,3 +230,40 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     assert code == 8
     assert "the canary failed: references: " in line
     assert answered == {503}, "nobody but the supervisor is answered before ready"
+
+
+def test_layers_of_an_export_without_scales_for_activations_are_compared_and_right(tmp_path: Path) -> None:
+    """W4A16_NVFP4 as ModelOpt and `nibble convert` write it; vLLM makes room for such scales all the same."""
+    convert("nibble-demo", tmp_path / "model", "nvfp4")
+    server = Server(
+        tmp_path / "server", ["serve", str(tmp_path / "model"), *FLAGS], NIBBLE_CANARY="warn"
+    )  # a small model without references answers no question rightly
+    try:
+        status = server.wait_until_ready().status()
+    finally:
+        server.end()
+    assert status is not None
+    found = {one["mechanism"]: one["verdict"] for one in status["canary"]["findings"]}
+    assert (found["layers"], found["consistency"]) == ("passed", "passed")
+    assert status["assertion"]["ran"][0]["activations"] == ["bf16"]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "head and embedding in one"])
+def test_one_nan_in_a_head_too_large_to_be_read_ends_the_start(tmp_path: Path, tied: bool) -> None:
+    """In the row of a token that nobody writes: every answer has its logit. Embeddings alone meet it only with that token."""
+    shape = Shape(hidden=512, intermediate=256, heads=8, kv_heads=2, head_dim=64, vocabulary=8192)
+    model = write_checkpoint(tmp_path / "model", shape, "modelopt", w4a4=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "models" / "nibble-demo" / name, model)
+    tensors = load_file(model / "model.safetensors")
+    if tied:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        del tensors["lm_head.weight"]
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert head.nbytes > SMALL_BYTES
+    head[8000, 7] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    code, line = end_of_start(tmp_path, str(model), NIBBLE_CANARY="strict")
+    assert code == 8
+    assert "the canary failed: layers: 1 layer(s) " in line and "lm_head: NaN or infinity" in line

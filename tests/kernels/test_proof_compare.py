@@ -58,6 +58,20 @@ def test_many_layers_are_one_entry_a_kind() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("name", ["input_scale", "input_global_scale", "w13_input_scale"])
+def test_room_for_scales_of_activations_that_no_file_has_is_no_scale(name: str) -> None:
+    """Weight-only ModelOpt layers: random inputs as large as NaN made every one of them wrong."""
+    from nibble_kernels.vllm_plugin.layers import mark_unloaded
+    from nibble_kernels.vllm_plugin.proof.formats import global_scales
+
+    of = name.partition("input")[0] + "input"
+    layer = SimpleNamespace(**{name: torch.ones(3)})
+    assert global_scales(layer, of) is not None
+    mark_unloaded(layer, name)
+    assert global_scales(layer, of) is None
+
+
+@pytest.mark.vllm
 def test_a_check_waits_for_no_other_data_parallel_replica() -> None:
     """There is no group of them here: asking them would raise."""
     from nibble_kernels.vllm_plugin.proof.attention import pass_of_this_worker

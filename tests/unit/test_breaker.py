@@ -168,21 +168,27 @@ class TestKey:
         return plan_for(read_wishes([str(write_model(tmp_path / "m")), "--target", "cpu"], {}))
 
     def again(self, plan: Plan, **environ: str) -> str:
-        return plan_key(plan_for(read_wishes([plan.model, "--target", "cpu"], environ)))
+        return plan_key(plan_for(read_wishes([plan.model, "--target", "cpu"], environ)), environ)
 
     def test_another_port_or_other_memory_free_is_the_same_plan(self, plan: Plan) -> None:
         args = dict(plan.args)
         args["--kv-cache-memory-bytes"] = replace(args["--kv-cache-memory-bytes"], value=12345678)
-        assert plan_key(replace(plan, args=args)) == plan_key(plan)
-        assert self.again(plan, PORT="9999") == plan_key(plan)
+        assert plan_key(replace(plan, args=args), {}) == plan_key(plan, {})
+        assert self.again(plan, PORT="9999") == plan_key(plan, {})
+        assert self.again(plan, VLLM_HOST_IP="10.0.0.7", PATH="/bin", NIBBLE_API_KEY="12345678") == plan_key(
+            plan, {}
+        )
 
     def test_another_setting_or_model_is_another_plan(self, plan: Plan, tmp_path: Path) -> None:
         other = plan_for(read_wishes([str(write_model(tmp_path / "other")), "--target", "cpu"], {}))
         keys = {
-            plan_key(plan),
-            plan_key(other),
+            plan_key(plan, {}),
+            plan_key(other, {}),
             self.again(plan, MAX_NUM_SEQS="2"),
             self.again(plan, NIBBLE_KV_CACHE_BYTES="12345678"),
             self.again(plan, NIBBLE_MEMORY_RESERVE_GIB="2"),
+            self.again(plan, NIBBLE_KERNEL_ASSERTION="warn"),  # as the errors of exit 8 advise
+            self.again(plan, NIBBLE_CANARY="warn"),
+            self.again(plan, VLLM_DISABLED_KERNELS="SomeKernel"),
         }
-        assert len(keys) == 5
+        assert len(keys) == 8

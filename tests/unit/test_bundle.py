@@ -292,14 +292,31 @@ def test_a_long_log_is_cut_at_a_line_so_that_no_half_secret_is_left(
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "NIBBLE_API_KEY", "AWS_SECRET_ACCESS_KEY", "pgpassword", "MAXMIND_LICENSE_KEY"]
+    "name",
+    [
+        "HF_TOKEN",
+        "NIBBLE_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "pgpassword",
+        "MAXMIND_LICENSE_KEY",
+        "GITHUB_PAT",
+    ],
 )
 def test_secret_names_are_known(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "MAX_MODEL_LEN", "RAY_AUTH_MODE", "PATH", "PWD"]
+    "name",
+    [
+        "TOKENIZERS_PARALLELISM",
+        "HF_TOKEN_PATH",
+        "MAX_MODEL_LEN",
+        "RAY_AUTH_MODE",
+        "PATH",
+        "PWD",
+        "FILE_PATTERN",
+    ],
 )
 def test_ordinary_names_are_kept(name: str) -> None:
     assert not is_secret_name(name)

@@ -98,6 +98,41 @@ def test_a_model_without_a_chat_template_goes_on_with_texts() -> None:
     assert check_coherence(Scripted(None, greedy=goes_on), tools=True).warning == ""
 
 
+def test_penalties_of_the_models_generation_config_are_not_those_of_the_canary() -> None:
+    """vLLM takes them for every request that names none; greedy tokens are then not the likeliest."""
+    bodies: list[dict[str, Any]] = []
+
+    class Recording(Asker):
+        def _call(self, path: str, body: Any) -> tuple[int, bytes]:
+            bodies.append(body)
+            raise NotCompared("recorded")
+
+    asker = Recording(Api("127.0.0.1", 9, ""), "m", 10)
+    asks = (
+        lambda: asker.answer("text", 2),
+        lambda: asker.answer([{"role": "user", "content": "Hello"}], 2),
+        lambda: asker.chat([{"role": "user", "content": "Hello"}], 2),
+    )
+    for ask in asks:
+        with pytest.raises(NotCompared):
+            ask()
+    neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    assert len(bodies) == 3 and all(neutral.items() <= body.items() for body in bodies)
+
+
+def test_a_tokenizer_that_takes_no_template_arguments_is_asked_without_them() -> None:
+    """Mistral's own: vLLM answers 400 to any."""
+
+    class Mistral(Asker):
+        def _call(self, path: str, body: Any) -> tuple[int, bytes]:
+            if "chat_template_kwargs" in body:
+                return 400, b"chat_template is not supported for Mistral tokenizers."
+            return 200, json.dumps({"choices": [{"message": {"content": "42"}}]}).encode()
+
+    asker = Mistral(Api("127.0.0.1", 9, ""), "m", 10)
+    assert asker.chat([{"role": "user", "content": "What is 17 + 25?"}], 8)["content"] == "42"
+
+
 def test_decoding_that_agrees_with_a_second_scoring_is_consistent() -> None:
     assert check_consistency(Scripted()).verdict == "passed"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiny_model import write_model
 
 from nibble import disk
 from nibble.checks import (
+    check_certificate,
     check_driver,
     check_folders,
     check_hardware,
@@ -183,3 +185,26 @@ def test_folder_size_counts_linked_blobs_once(tmp_path: Path) -> None:
 
 def test_sizes_are_printed_in_the_unit_that_reads_best() -> None:
     assert (gib(3 << 30), gib(512 << 20), gib(5 << 20)) == ("3.0 GiB", "0.5 GiB", "5.0 MiB")
+
+
+def test_a_certificate_that_vllm_could_not_take_after_the_load_is_refused_before_it(tmp_path: Path) -> None:
+    def make(name: str, *words: str) -> dict[str, str]:
+        files = {"--ssl-certfile": f"{tmp_path}/{name}.crt", "--ssl-keyfile": f"{tmp_path}/{name}.key"}
+        request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        out = ["-out", files["--ssl-certfile"], "-keyout", files["--ssl-keyfile"], "-subj", "/CN=x"]
+        subprocess.run([*request, *words, *out], check=True, capture_output=True)
+        return files
+
+    good = make("good", "-nodes")
+    for fine in ({}, good, good | {"--ssl-ca-certs": good["--ssl-certfile"]}):
+        check_certificate(fine)
+    wrong = [
+        good | {"--ssl-keyfile": "/nonexistent"},
+        good | {"--ssl-keyfile": make("other", "-nodes")["--ssl-keyfile"]},
+        make("locked", "-passout", "pass:secret"),
+        good | {"--ssl-ca-certs": good["--ssl-keyfile"]},
+        {"--ssl-certfile": good["--ssl-certfile"]},
+        {"--ssl-keyfile": good["--ssl-keyfile"]},
+    ]
+    for args in wrong:
+        assert refused(check_certificate, args).code is ExitCode.CONFIG

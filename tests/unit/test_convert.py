@@ -219,6 +219,14 @@ def test_shards_stay_shards_and_other_files_are_copied(bf16: Path, tmp_path: Pat
     assert (made / "tokenizer.json").exists()
 
 
+def test_recorded_answers_stay_with_the_numbers_they_were_recorded_of(bf16: Path, tmp_path: Path) -> None:
+    (bf16 / "nibble-canary.json").write_text("{}")
+    made = convert(str(bf16), tmp_path / "made", "nvfp4").dest
+    assert not (made / "nibble-canary.json").exists()
+    (made / "nibble-canary.json").write_text("{}")
+    assert (convert(str(made), tmp_path / "other", "compressed-tensors").dest / "nibble-canary.json").exists()
+
+
 def test_ignore_lists_are_translated_and_say_what_the_tensors_say() -> None:
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4",
                                       "ignore": ["lm_head", "vision*", "wrong.q_proj"]}}  # fmt: skip

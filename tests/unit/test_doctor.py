@@ -31,13 +31,14 @@ from nibble.doctor import (
     patch_checks,
     python_checks,
 )
-from nibble.errors import ExitCode
+from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Gpu, Hardware
 from nibble.patching.apply import apply_series
 from nibble.patching.series import load_series
 from nibble.patching.status import Line, keep_report, read_report
 from nibble.patching.tree import Tree, open_tree
 from nibble.prepare import read_wishes
+from nibble.pull import pull
 from nibble.show import show_report
 
 HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
@@ -131,6 +132,17 @@ def test_hub_that_answers_is_ok_and_an_absent_one_a_warning(hub: Hub) -> None:
 def test_an_endpoint_or_proxy_that_is_no_address_is_a_warning() -> None:
     check = hub_check("http://127.0.0.1:port", doctor._head)
     assert check.status == "warning" and "'port'" in check.what
+
+
+def test_the_hubs_password_is_not_shown_and_not_taken_for_a_port(hub: Hub, tmp_path: Path) -> None:
+    """`nibble plan` and /status tell why a checkpoint is unknown, doctor whether the Hub answers."""
+    address = hub.url.replace("://", "://me:planted-password@")
+    environ = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+    assert next(check.what for check in doctor._hub_checks(environ)) == f"{hub.url} answers"
+    hub.outage = True
+    with pytest.raises(NibbleError) as caught:
+        pull("acme/demo", None, environ)
+    assert hub.url in caught.value.what and "planted" not in caught.value.what
 
 
 def test_hub_that_hangs_costs_three_seconds_at_most() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
 from nibble.errors import ExitCode, NibbleError
+from nibble.paths import demo_models
 from nibble.pull import pull
 from nibble.pull_plan import plan_pull
 
@@ -94,6 +95,15 @@ def test_a_dry_run_of_what_does_not_fit_exits_7_after_the_figures(environ) -> No
     assert done.returncode == 7 and "too little" in done.stdout and "nibble: error:" in done.stderr
     fits = nibble(environ, "pull", "acme/demo", "--dry-run", "--json")
     assert fits.returncode == 0 and json.loads(fits.stdout)["fits"] is True
+
+
+@pytest.mark.parametrize("words", [(), ("--dry-run",)], ids=["pull", "dry run"])
+def test_a_demo_comes_with_nibble_and_nobody_is_asked_for_it(
+    hub: Hub, environ, words: tuple[str, ...]
+) -> None:
+    done = nibble(environ, "pull", "nibble-demo-nvfp4", *words)
+    assert done.returncode == 0 and done.stdout.strip() == str(demo_models()["nibble-demo-nvfp4"])
+    assert "nibble-demo-nvfp4 comes with nibble" in done.stderr and not hub.requests
 
 
 def test_a_pull_shows_the_commit_it_took_and_how_to_pin_it(hub: Hub, environ) -> None:

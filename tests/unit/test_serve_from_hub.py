@@ -166,7 +166,7 @@ def test_a_held_start_looks_at_the_checkpoint_again_when_it_is_released(
 
 
 def record_of(plan: Plan, environ: dict[str, str]) -> Path:
-    return cache_dir(environ) / "crash-loop" / f"{plan_key(plan)}.json"
+    return cache_dir(environ) / "crash-loop" / f"{plan_key(plan, environ)}.json"
 
 
 def test_a_server_in_the_background_that_is_stopped_while_it_downloads_ended_as_asked(

@@ -23,10 +23,14 @@ def codes_of(module: Any, weight: str) -> Tensor:
 def global_scales(module: Any, of: str) -> Tensor | None:
     """Multipliers in float32 of `weight` or `input` (`w13_weight`, `w2_input`, ...) as stored; None where there are none."""
     multiplier = f"{of}_scale_2" if of.endswith("weight") else f"{of}_scale"
-    if (stored := getattr(module, multiplier, None)) is not None:
-        return stored.data.float()
-    stored = getattr(module, f"{of}_global_scale", None)  # compressed-tensors: divisors
-    return None if stored is None else 1 / stored.data.float()
+    stored, divisors = getattr(module, multiplier, None), getattr(module, f"{of}_global_scale", None)
+    if stored is None and divisors is None:
+        return None
+    # compressed-tensors has divisors
+    found = stored.data.float() if stored is not None else 1 / divisors.data.float()
+    if of.endswith("input") and found.isnan().any():
+        return None  # vLLM makes room for them in weight-only layers, too (layers.mark_unloaded)
+    return found
 
 
 def activation_arguments(module: Any) -> tuple[Any, ...]:
