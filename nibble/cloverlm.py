@@ -89,11 +89,11 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
 
 def _check_whole(file: Path) -> None:
     try:
-        from nibble_kernels.tokenmonster import load
+        from nibble_kernels.tokenmonster import eot_of, load
     except ImportError:  # check_plugin says what is missing
         return
     try:
-        load(file)
+        eot_of(load(file), file.name)
     except ValueError as error:
         action = f"download it again from {SOURCE}, or name the right file with --tokenizer PATH"
         raise NibbleError(ExitCode.MODEL, str(error), VOCABULARY, action) from None

@@ -38,9 +38,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", default=list(PROMPTS), help="texts to go on from"
-    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
     parser.add_argument("--model", default="daslab-testing/CloverLM", help="folder or Hugging Face id")
     parser.add_argument("--tokenizer", help="path of the TokenMonster vocabulary file")
     parser.add_argument("--api", action="store_true", help="serve the OpenAI API instead")
@@ -51,16 +49,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", default="0.9", help="share of GPU memory (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="length of each answer (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.api and options.prompts:
+        parser.error("--api takes no prompts")
+    options.prompts = options.prompts or PROMPTS
+    return options
 
 
 def _generate(words: list[str], options: argparse.Namespace) -> int:
     """Answer the prompts in this process, with what `nibble plan` would serve the model with."""
     sys.path.insert(0, str(ROOT))
-    from nibble.errors import NibbleError
-    from nibble.nvfp4_checks import check_nvfp4
-    from nibble.prepare import plan_for, read_wishes
-
+    try:
+        from nibble.errors import NibbleError
+        from nibble.nvfp4_checks import check_nvfp4
+        from nibble.prepare import plan_for, read_wishes
+    except ImportError as error:
+        print(f"error: {error.name} is not installed for {sys.executable}; run `make setup`", file=sys.stderr)
+        return 3
     try:
         plan = plan_for(read_wishes(words, dict(os.environ)))
         if plan.checkpoint is None or plan.checkpoint.path is None:
@@ -72,7 +77,8 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
         return int(error.code)
     environ = plan.vllm_environ(os.environ)
     os.environ.clear()
-    os.environ.update(environ)
+    # vLLM's log would stand between the answers.
+    os.environ.update({"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environ)
 
     from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
     from vllm.exceptions import VLLMClientError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import threading
 import unicodedata
 from pathlib import Path
@@ -192,3 +193,81 @@ def test_a_smaller_vocabulary_than_its_eot_is_another_one(kernels: ModuleType, t
     write_vocabulary(tmp_path / "short.vocab")
     with pytest.raises(ValueError, match="it is another one"):
         TokenMonsterTokenizer.from_pretrained(tmp_path)
+
+
+def of_cloverlms_size(tmp_path: Path, eot: bytes | None = None) -> Path:
+    """32000 ids under a name that does not say which of them ends a document; `eot` has CloverLM's."""
+    tokens = [bytes([byte]) for byte in range(256)] + [f" {n:05}".encode() for n in range(32000 - 256)]
+    if eot is not None:
+        tokens[14199] = eot
+    return write_vocabulary(tmp_path / "renamed.vocab", tokens, eot=None)
+
+
+def test_one_of_the_same_size_without_eot_is_another_one(load: Any, tmp_path: Path) -> None:
+    from nibble_kernels.tokenmonster import VocabularyError, eot_of
+
+    vocabulary = load(of_cloverlms_size(tmp_path))
+    with pytest.raises(VocabularyError, match=r"renamed\.vocab has b' 13943' as id 14199, which is <eot>"):
+        eot_of(vocabulary, "renamed.vocab")
+    assert eot_of(vocabulary, "published-eot%3D14199.vocab") == 14199
+
+
+@pytest.mark.parametrize("eot", [b"<eot>", b"<\x7f eot>"])
+def test_a_renamed_one_is_known_by_what_its_last_token_spells(eot: bytes, load: Any, tmp_path: Path) -> None:
+    from nibble_kernels.tokenmonster import eot_of
+
+    assert eot_of(load(of_cloverlms_size(tmp_path, eot)), "renamed.vocab") == 14199
+
+
+@pytest.fixture(params=[0, 1], ids=["no capcode", "marks"])
+def of_a_kind(request: pytest.FixtureRequest, kernels: ModuleType, tmp_path: Path) -> Any:
+    """A tokenizer, with and without tokens that take away a space."""
+    pytest.importorskip("vllm")
+    from nibble_kernels.vllm_plugin.cloverlm.tokenizer import TokenMonsterTokenizer
+
+    write_vocabulary(tmp_path / f"made-here-eot={len(tokens_of())}.vocab", capcode=request.param)
+    return TokenMonsterTokenizer.from_pretrained(tmp_path)
+
+
+REGEX = "the people: .{9}é"  # a dot would match the mark
+
+
+def chosen(tokenizer: Any, allowed: list[int], generator: random.Random) -> int:
+    """One of the tokens that may come next, with the mark if there is one."""
+    marked = [token for token in allowed if b"\x7f" in tokenizer.vocabulary.text_of[token]]
+    return generator.choice(marked or allowed)
+
+
+@pytest.mark.vllm
+def test_what_xgrammar_matched_is_what_the_answer_says(of_a_kind: Any) -> None:
+    import xgrammar
+
+    size, generator = of_a_kind.vocab_size, random.Random(0)
+    info = xgrammar.TokenizerInfo.from_huggingface(of_a_kind, vocab_size=size)
+    grammar = xgrammar.GrammarCompiler(info).compile_regex(REGEX)
+    for _ in range(20):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        mask = xgrammar.allocate_token_bitmask(1, size)
+        ids: list[int] = []
+        while not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(mask)
+            allowed = [n for n in range(size) if mask[0, n // 32] >> (n % 32) & 1]
+            ids.append(chosen(of_a_kind, allowed, generator))
+            assert matcher.accept_token(ids[-1])
+        assert ids.pop() == of_a_kind.eos_token_id
+        assert re.fullmatch(REGEX, of_a_kind.decode(ids))
+
+
+@pytest.mark.vllm
+def test_what_outlines_matched_is_what_the_answer_says(of_a_kind: Any) -> None:
+    import outlines_core
+    from vllm.v1.structured_output.utils import get_outlines_vocabulary
+
+    index = outlines_core.Index(REGEX, get_outlines_vocabulary(of_a_kind).inner)
+    generator = random.Random(0)
+    for _ in range(20):
+        guide, ids = outlines_core.Guide(index), []
+        while not guide.is_finished():
+            ids.append(chosen(of_a_kind, guide.get_tokens(), generator))
+            guide.advance(ids[-1])
+        assert re.fullmatch(REGEX, of_a_kind.decode(ids))

@@ -101,12 +101,15 @@ def test_a_file_that_is_no_vocabulary_of_this_size_is_refused(content: bytes, tm
     assert caught.value.code == ExitCode.MODEL and "512 ids" in caught.value.line()
 
 
+OF_ITS_SIZE = "made-here-eot=511.vocab"
+
+
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     """A model's folder with a vocabulary of its 512 ids."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"%03d" % number for number in range(255)]
     folder = write_headers(tmp_path / "m")
-    write_vocabulary(folder / NAME, tokens)
+    write_vocabulary(folder / OF_ITS_SIZE, tokens)
     return folder
 
 
@@ -121,12 +124,24 @@ def test_the_vocabulary_of_the_models_size_passes(whole: Path) -> None:
 def test_a_vocabulary_that_is_not_whole_is_refused_before_anything_is_loaded(
     kept: int | None, said: str, whole: Path
 ) -> None:
-    content = (whole / NAME).read_bytes()
-    (whole / NAME).write_bytes(content[:kept] if kept else content + b"more")
+    content = (whole / OF_ITS_SIZE).read_bytes()
+    (whole / OF_ITS_SIZE).write_bytes(content[:kept] if kept else content + b"more")
     found = plan(whole)
     with pytest.raises(NibbleError) as caught:
         check_vocabulary(found.checkpoint, found.args)
-    assert caught.value.code == ExitCode.MODEL and said in caught.value.line() and NAME in caught.value.line()
+    assert (
+        caught.value.code == ExitCode.MODEL
+        and said in caught.value.line()
+        and OF_ITS_SIZE in caught.value.line()
+    )
+
+
+def test_one_in_which_another_id_ends_a_document_is_refused_before_anything_is_loaded(whole: Path) -> None:
+    (whole / OF_ITS_SIZE).rename(whole / NAME)
+    found = plan(whole)
+    with pytest.raises(NibbleError) as caught:
+        check_vocabulary(found.checkpoint, found.args)
+    assert caught.value.code == ExitCode.MODEL and "it is another one" in caught.value.line()
 
 
 def test_reading_a_vocabulary_takes_no_torch(whole: Path) -> None:
@@ -134,7 +149,7 @@ def test_reading_a_vocabulary_takes_no_torch(whole: Path) -> None:
     sources = [str(root() / "kernels/src"), *sys.path]
     code = (
         "import sys; from pathlib import Path; from nibble_kernels.tokenmonster import load;"
-        f" load(Path({str(whole / NAME)!r})); assert 'torch' not in sys.modules"
+        f" load(Path({str(whole / OF_ITS_SIZE)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sources)}, check=True

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +96,18 @@ def test_cloverlm_is_served_with_the_options_of_its_authors_script() -> None:
     assert refused.returncode == 2 and "max-model-len" in refused.stderr.lower()
     offline = run("serve-cloverlm.py", "--model", "acme/Clover", "a prompt")
     assert offline.returncode == 4 and "acme/Clover" in offline.stderr and "Traceback" not in offline.stderr
+    both = run("serve-cloverlm.py", *words, "a prompt")
+    assert both.returncode == 2 and "--api takes no prompts" in both.stderr
+
+
+def test_cloverlm_offline_says_what_to_install_where_nothing_is(tmp_path: Path) -> None:
+    """A checkout without a .venv, and a Python that has the standard library alone."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "nibble").symlink_to(root() / "nibble")
+    script = shutil.copy(SCRIPTS / "serve-cloverlm.py", tmp_path / "scripts")
+    command = [sys.executable, "-I", "-S", script, "a prompt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and "run `make setup`" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("verb", "is_named"), [("serve", True), ("plan", True), ("test", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nibble_kernels.tokenmonster.documents import EOT, eot_of
 from nibble_kernels.tokenmonster.vocabulary import Token, Vocabulary, VocabularyError, load
 
-__all__ = ["Token", "Vocabulary", "VocabularyError", "load"]
+__all__ = ["EOT", "Token", "Vocabulary", "VocabularyError", "eot_of", "load"]

@@ -25,6 +25,7 @@ NONE = 0xFFFFFF
 LONGEST_TOKEN = 40
 RAW, UTF8 = 0, 1
 NO_CAPCODE, BOUNDARIES = 0, 1
+SPECIAL = 64
 
 
 class VocabularyError(ValueError):
@@ -65,6 +66,7 @@ class Vocabulary:
         self.capcode, self.charset, self.normalization = capcode, charset, normalization
         self.unknown_id, self.delete_id = unknown_id, delete_id
         self.text_of = {token.id: token.text for token in tokens}
+        self.special_ids = frozenset(token.id for token in tokens if token.flags & SPECIAL)
         self.longest = max((len(token.text) for token in tokens), default=0)
         self._search = encoder.Prefixes([token.text for token in tokens])
 

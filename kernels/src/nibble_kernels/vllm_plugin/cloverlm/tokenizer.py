@@ -6,20 +6,19 @@ the token that ends a document, as the authors' evaluations use it; nothing is p
 
 from __future__ import annotations
 
-import re
+import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import unquote
 
 from transformers import BatchEncoding
 from transformers.utils import chat_template_utils
 from vllm.tokenizers.protocol import TokenizerLike
+from vllm.v1.structured_output.utils import OutlinesVocabulary
 
-from nibble_kernels.tokenmonster import Vocabulary, VocabularyError, load
+from nibble_kernels.tokenmonster import EOT, Vocabulary, eot_of, load
 
-EOT = "<eot>"
-EOT_ID = 14199  # of CloverLM, where the file's name does not say
 VOCABULARY = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
 SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -39,12 +38,6 @@ def find_vocabulary(path: Path) -> Path:
     )
 
 
-def eot_id(name: str) -> int:
-    """The id of `<eot>`, which the name of the published file ends with ("…-eot=14199.vocab")."""
-    match = re.search(r"eot=(\d+)", unquote(name))
-    return int(match[1]) if match else EOT_ID
-
-
 class TokenMonsterTokenizer(TokenizerLike):
     """Tokens are strings of the vocabulary's bytes as Latin-1, so that no byte of a cut character is lost between them."""
 
@@ -59,11 +52,15 @@ class TokenMonsterTokenizer(TokenizerLike):
         **kwargs: Any,
     ) -> TokenMonsterTokenizer:
         """From a folder with one .vocab file, or from the file. Raises ValueError or FileNotFoundError; downloads nothing."""
+        from nibble_kernels.vllm_plugin.cloverlm.grammars import register_grammars
+
+        register_grammars()  # here and not with the plugin: other models have no use for it
         file = find_vocabulary(Path(path_or_repo_id))
+        vocabulary = load(file)
         template = file.parent / CHAT_TEMPLATE
         return cls(
-            load(file),
-            eot_id(file.name),
+            vocabulary,
+            eot_of(vocabulary, file.name),
             name_or_path=str(path_or_repo_id),
             chat_template=template.read_text() if template.is_file() else None,
             truncation_side=kwargs.get("truncation_side", "left"),
@@ -78,10 +75,6 @@ class TokenMonsterTokenizer(TokenizerLike):
         chat_template: str | None = None,
         truncation_side: str = "left",
     ) -> None:
-        if eot > vocabulary.max_id:
-            raise VocabularyError(
-                f"the vocabulary of {name_or_path} ends at id {vocabulary.max_id}, and {EOT} is {eot}: it is another one"
-            )
         self.vocabulary = vocabulary
         self.eot = eot
         self.name_or_path = name_or_path
@@ -210,6 +203,25 @@ class TokenMonsterTokenizer(TokenizerLike):
         return [
             self._token(identity) for identity in ids if not (skip_special_tokens and identity == self.eot)
         ]
+
+    def spellings(self) -> list[bytes]:
+        """For each id the bytes that it adds to any text; none for `<eot>`, nor for a token with a mark, which takes one away."""
+        texts = [self.vocabulary.text_of.get(identity, b"") for identity in range(self.vocab_size)]
+        return [
+            b"" if identity == self.eot or self.vocabulary.unmark(text) != text else text
+            for identity, text in enumerate(texts)
+        ]
+
+    @functools.cached_property
+    def _outlines_vocabulary(self) -> OutlinesVocabulary:
+        """What outlines gets; vLLM's own reading knows bytes as GPT-2 writes them (vllm 0.32 structured_output/utils.py:394)."""
+        from outlines_core import Vocabulary
+
+        ids: defaultdict[bytes, list[int]] = defaultdict(list)
+        for identity, text in enumerate(self.spellings()):
+            if text:
+                ids[text].append(identity)
+        return OutlinesVocabulary(Vocabulary(self.eot, ids))
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         data = "".join(tokens).encode("latin-1")

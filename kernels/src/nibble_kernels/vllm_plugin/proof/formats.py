@@ -23,11 +23,13 @@ def codes_of(module: Any, weight: str) -> Tensor:
 def global_scales(module: Any, of: str) -> Tensor | None:
     """Multipliers in float32 of `weight` or `input` (`w13_weight`, `w2_input`, ...) as stored; None where there are none."""
     multiplier = f"{of}_scale_2" if of.endswith("weight") else f"{of}_scale"
-    stored, divisors = getattr(module, multiplier, None), getattr(module, f"{of}_global_scale", None)
-    if stored is None and divisors is None:
+    stored = getattr(module, multiplier, None)
+    if stored is not None:
+        found = stored.data.float()
+    elif (divisors := getattr(module, f"{of}_global_scale", None)) is not None:
+        found = 1 / divisors.data.float()  # compressed-tensors
+    else:
         return None
-    # compressed-tensors has divisors
-    found = stored.data.float() if stored is not None else 1 / divisors.data.float()
     if of.endswith("input") and found.isnan().any():
         return None  # vLLM makes room for them in weight-only layers, too (layers.mark_unloaded)
     return found
