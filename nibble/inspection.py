@@ -58,7 +58,9 @@ class Inspection:
         if self.checkpoint.missing:
             return f"seems to be incomplete ({self.scales_read})"
         if not self.checkpoint.scheme.is_nvfp4:
-            return "loads; no layer is NVFP4"
+            is_quantized_later = self.checkpoint.scheme.vllm_quantization == "quartet2"
+            later = ": its layers are quantized when it loads" if is_quantized_later else ""
+            return f"loads; no layer is NVFP4{later}"
         return f"loads exactly ({self.scales_read})"
 
     def to_json(self) -> dict[str, Any]:

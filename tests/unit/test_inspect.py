@@ -175,6 +175,13 @@ def test_what_is_not_nvfp4_is_told_so(tmp_path: Path) -> None:
     assert (found.verdict, found.vllm_alone, found.exit_code) == ("loads; no layer is NVFP4", (), 0)
 
 
+def test_of_cloverlm_in_bf16_it_is_told_that_loading_quantizes_it(tmp_path: Path) -> None:
+    config = {"model_type": "cloverlm", "architectures": ["CloverLMForCausalLM"]}
+    folder = write_checkpoint(tmp_path / "m", tensors("bf16"), config)
+    found = inspect_model(read_wishes([str(folder)], {}), False)
+    assert found.verdict == "loads; no layer is NVFP4: its layers are quantized when it loads"
+
+
 def test_quantized_heads_drafts_and_kv_scales_are_told(tmp_path: Path) -> None:
     weights = {name: tensor for name, tensor in tensors("nvfp4").items() if not name.startswith("lm_head")}
     weights |= linear("lm_head", 128, 64, "nvfp4") | linear("mtp.fc", 64, 128, "bf16")
