@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.backend_rules import in_effect
 from nibble.errors import ExitCode, NibbleError
-from nibble.linear_kernel import INVARIANT, is_batch_invariant
 from nibble.nvfp4_options import asked as plugin_options
-from nibble.one_order import ADDS_IN_ONE_ORDER
+from nibble.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 
 if TYPE_CHECKING:
     from nibble.plan import Plan

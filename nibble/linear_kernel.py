@@ -10,9 +10,10 @@ from typing import Any
 
 from nibble.backend_rules import in_effect
 from nibble.checkpoint import Checkpoint
-from nibble.checkpoint.nvfp4 import EXPERT
+from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.fast_start import SPECULATIVE
 from nibble.nvfp4_options import FLAG, REASON, asked
+from nibble.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
 from nibble.precedence import Choice, Choices, Ingredients
 from nibble.vllm_args import merge
 
@@ -23,7 +24,6 @@ CROSSOVER = (
     "(benchmarks/results/nvfp4_linear_h200.json)"
 )
 TARGETS = ("hopper",)  # where it has run; without a product of FP4 there, W4A4 is served weight-only, too
-INVARIANT = "VLLM_BATCH_INVARIANT"  # kernels/src/nibble_kernels/vllm_plugin/kernels.py
 ROW_MULTIPLE = 8  # of a weight's rows on each GPU, kernels/src/nibble_kernels/nvfp4_linear/weight.py
 
 
@@ -42,7 +42,7 @@ def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choi
         return Choice(wish, source, "asked for")
     if obstacle := _obstacle(parts, values):
         return Choice("vllm", source, obstacle)
-    if _is_batch_invariant(parts):
+    if is_batch_invariant(parts.environ):
         return Choice(
             "nibble", INVARIANT, "for W4A4 vLLM has only its slow emulation here that adds in one order"
         )
@@ -61,20 +61,9 @@ def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
 
 def _has_only_nibbles(parts: Ingredients) -> bool:
     """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may not depend on the batch."""
-    if not _is_batch_invariant(parts) or parts.checkpoint is None:
+    if not is_batch_invariant(parts.environ) or parts.checkpoint is None:
         return False
-    scheme = parts.checkpoint.scheme
-    is_emulated = scheme.vllm_quantization == "quartet2" and not parts.target.features.has_fp4_mma
-    return is_emulated or "fp4" not in scheme.activations
-
-
-def is_batch_invariant(environ: Mapping[str, str]) -> bool:
-    """Whether vLLM is asked for results that do not depend on the batch."""
-    return environ.get(INVARIANT, "0").strip() not in ("", "0")
-
-
-def _is_batch_invariant(parts: Ingredients) -> bool:
-    return is_batch_invariant({**parts.loaded.file_env, **parts.accepted.environ})
+    return kernels_in_one_order(parts.checkpoint, parts.target) == {"nibble"}
 
 
 def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
@@ -126,7 +115,7 @@ def _obstacle(parts: Ingredients, args: Mapping[str, Any]) -> str:
         return ""  # each product's rows are columns of another one, whole groups of 16 on every GPU
     if checkpoint.weights is None:
         return ""
-    dense = [weight for weight in checkpoint.nvfp4 if not weight.experts and not EXPERT.match(weight.module)]
+    dense = dense_weights(checkpoint.nvfp4)
     if not dense:
         return "only experts are NVFP4; NIBBLE_MOE_KERNEL is about those"
     split = ROW_MULTIPLE * int(args.get("--tensor-parallel-size", 1))

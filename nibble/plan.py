@@ -183,7 +183,7 @@ def make_plan(parts: Ingredients) -> Plan:
     topology = find_topology(settings, values, gpus_here)
     flags = topology_flags(topology)
     args = {name: Choice(value, "nibble's default", why) for name, (value, why) in flags.items()} | args
-    check_api(values, {**parts.loaded.file_env, **parts.accepted.environ}, topology)
+    check_api(values, parts.environ, topology)
     check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, topology)
     risks = weigh_risks(parts, args, tensor)
     args |= risks.args

@@ -67,6 +67,11 @@ class Ingredients:
     without_cpp_compiler: bool = False  # on the CPU, where torch.compile needs one
     without_gpu_kernels: str = ""  # why nibble's cannot run here; empty also where that is not known
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """What vLLM finds in its environment, but for the plan's own choices: the settings file's below the user's."""
+        return {**self.loaded.file_env, **self.accepted.environ}
+
 
 def join_layers(parts: Ingredients) -> Choices:
     """Lowest layer first; later layers replace values and join JSON objects key by key."""

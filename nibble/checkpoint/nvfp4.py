@@ -213,6 +213,11 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def dense_weights(weights: Iterable[Nvfp4Weight]) -> list[Nvfp4Weight]:
+    """Those of linear layers: no experts, stacked or one by one."""
+    return [weight for weight in weights if not weight.experts and not EXPERT.match(weight.module)]
+
+
 def _expert_problems(weights: Iterable[Nvfp4Weight]) -> Iterator[Problem]:
     """Experts missing from the middle of a layer: vLLM 0.32 allocates all of them and checks none."""
     layers: defaultdict[tuple[str, str], dict[int, Nvfp4Weight]] = defaultdict(dict)

@@ -18,6 +18,8 @@ NODE_PORTS: Mapping[str, int] = {
     "--min-worker-port": 20000,
     "--max-worker-port": 20999,
 }
+# Those of a Ray node that other nodes connect to; metrics are nobody's business.
+RAY_PORTS = tuple(port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS)
 # Ports that have no flag: the head's monitor and what is left of a dashboard that is off (ray 2.60
 # autoscaler/_private/constants.py, dashboard/consts.py).
 PORT_VARIABLES: Mapping[str, int] = {"AUTOSCALER_METRIC_PORT": 6386, "DASHBOARD_METRIC_PORT": 6387}
@@ -46,9 +48,7 @@ def rank_0_ports(values: Mapping[str, Any]) -> list[int]:
 def firewall_rows() -> list[tuple[str, str, str]]:
     """(port or range, who listens, who connects), all TCP."""
     workers = f"{NODE_PORTS['--min-worker-port']}-{NODE_PORTS['--max-worker-port']}"
-    node = ", ".join(
-        str(port) for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS
-    )
+    node = ", ".join(str(port) for port in RAY_PORTS)
     return [
         (str(AGENT_PORT), "every node", "every node: signs of life, preflight, model files"),
         (str(GCS_PORT), "Ray head", "Ray nodes"),

@@ -11,15 +11,13 @@ from typing import Any
 
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.facts import Problem, compare
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, METRICS, NODE_PORTS
+from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS, RAY_PORTS
 from nibble.errors import ExitCode, NibbleError
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
 FACTS_TIMEOUT_S = 20.0
 HUB_TIMEOUT_S = 120.0  # which may be slow to say that it cannot be reached
-# Of a Ray node's; metrics are nobody's business here.
-RAY_PORTS = tuple(port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS)
 RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]  # stands for the range: the last that Ray takes
 _LOOK_S = 0.2
 
