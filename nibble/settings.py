@@ -88,6 +88,13 @@ class Settings(BaseSettings):
     stall_seconds: int = _option(300, "Server", "Silence of the engine that is reported as a stall, never killed.",
         "NIBBLE_STALL_SECONDS", flag="--stall-seconds", expected="a whole number of seconds from 1 to 86400", ge=1, le=86400)
 
+    grammar_seconds: float = _option(2.0, "Requests",
+        "Seconds that a structured output may take to compile, in a process of its own; over it 400.", "NIBBLE_GRAMMAR_SECONDS",
+        flag="--grammar-seconds", expected="a number of seconds from 0.1 to 60", ge=0.1, le=60)
+    grammar_memory_mib: int = _option(256, "Requests", "MiB of memory that a structured output may take to compile; over it 400.",
+        "NIBBLE_GRAMMAR_MEMORY_MIB", flag="--grammar-memory-mib", expected="a whole number of MiB from 16 to 65536",
+        ge=16, le=65536)
+
     max_model_len: int | None = _option(None, "Engine", "Context length in tokens; 32K means 32768.", "MAX_MODEL_LEN",
         flag="--max-model-len", vllm="--max-model-len", expected="a whole number of tokens from 1 up, such as 32768 or 32K",
         ge=1, le=1 << 31)

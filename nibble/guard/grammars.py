@@ -1,0 +1,202 @@
+"""Structured outputs are compiled in a process of their own before vLLM sees them, and refused there where they cost too much.
+
+vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its engine, both without a
+limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the machine. The worker (grammar_worker.py) has limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import marshal
+import os
+import signal
+import socket
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, cast
+
+from nibble.guard import grammar_worker
+from nibble.guard.grammar_fields import grammar_fields
+from nibble.guard.grammar_worker import LENGTH, Limits
+from nibble.settings import default_of, options
+
+REMEMBERED = 4096  # results, 100 bytes each and their reasons
+WAITING = 32  # different grammars at a time; more are refused with 503
+LARGEST_BYTES = 1 << 20  # of tools, schemas and grammars of one request
+_START_SECONDS = 20.0
+_CHEAP_SECONDS = 0.005
+_LOOP_SHARE = 4  # one part in four of the event loop's time for what vLLM reads there again
+_MARSHAL_WITHOUT_REFERENCES = 2  # from version 3 on equal objects can have different bytes
+
+
+class Problem(str):
+    """Why a request is refused, with the HTTP status."""
+
+    status: int
+
+    def __new__(cls, text: str, status: int = 400) -> Problem:
+        problem = super().__new__(cls, text)
+        problem.status = status
+        return problem
+
+
+class Grammars:
+    """One for each API process. It starts its worker with the first request that has a structured output."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self.limits = Limits(
+            float(_option(environ, "grammar_seconds")), int(_option(environ, "grammar_memory_mib"))
+        )
+        self._results: OrderedDict[bytes, Problem | float] = OrderedDict()
+        self._running: dict[bytes, asyncio.Future[Problem | float]] = {}
+        self._asked: dict[int, asyncio.Future[tuple[str, str, float]]] = {}
+        self._pace = asyncio.Lock()
+        self._paced = 0
+        self._number = 0
+        self._pid = 0
+        self._socket: socket.socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._sending = asyncio.Lock()
+
+    async def problem(self, path: str, body: Mapping[str, Any], state: Any) -> Problem | None:
+        """None: vLLM may have it. `state` is the app's, of vLLM's API server."""
+        fields = grammar_fields(path, body)
+        if fields is None:
+            return None
+        try:
+            job = marshal.dumps((path, fields), _MARSHAL_WITHOUT_REFERENCES)
+        except ValueError:
+            return Problem("Structured outputs or tools nest too deeply.")
+        if len(job) > LARGEST_BYTES:
+            return Problem(
+                f"Structured outputs and tools take {len(job)} bytes; expected at most {LARGEST_BYTES}."
+            )
+        key = hashlib.blake2b(job, digest_size=16).digest()
+        if key in self._results:
+            self._results.move_to_end(key)
+            result = self._results[key]
+        else:
+            result = await self._shared(key, path, fields, state)
+        return result if isinstance(result, Problem) else await self._let_through(result)
+
+    async def _let_through(self, loop_seconds: float) -> Problem | None:
+        """Space requests out whose grammars vLLM needs long to read on its event loop, in each request anew."""
+        if loop_seconds <= _CHEAP_SECONDS:
+            return None
+        if self._paced >= WAITING:
+            return _crowded()
+        self._paced += 1
+        try:
+            async with self._pace:
+                await asyncio.sleep(loop_seconds * _LOOP_SHARE)
+        finally:
+            self._paced -= 1
+        return None
+
+    async def _shared(self, key: bytes, path: str, fields: dict[str, Any], state: Any) -> Problem | float:
+        """One compile for all requests that ask for the same at a time; the seconds that vLLM's event loop will need."""
+        if key not in self._running:
+            if len(self._running) >= WAITING:
+                return _crowded()
+            task = asyncio.ensure_future(self._compiled(path, fields, state))
+            self._running[key] = task
+            task.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(self._running[key])  # a client that leaves ends its own wait alone
+
+    def _keep(self, key: bytes, done: asyncio.Future[Problem | float]) -> None:
+        del self._running[key]
+        if done.cancelled() or done.exception() is not None:
+            return
+        result = done.result()
+        if not isinstance(result, Problem) or result.status == 400:
+            self._results[key] = result
+            if len(self._results) > REMEMBERED:
+                self._results.popitem(last=False)
+
+    async def _compiled(self, path: str, fields: dict[str, Any], state: Any) -> Problem | float:
+        what, text, loop_seconds = await self._ask(path, fields, state)
+        if what == "served":
+            return loop_seconds
+        if what == "refused":
+            return Problem(f"This structured output is refused. {text}")
+        limits = self.limits
+        if what == "time":
+            return Problem(
+                f"This structured output takes more than {limits.seconds:g} s to compile. Make it smaller:"
+                " fewer values in enum and choice, smaller bounds of repetitions and lengths, less nesting."
+            )
+        if what == "memory":
+            return Problem(
+                f"This structured output needs more than {limits.memory_mib} MiB to compile, or crashes the compiler."
+                " Make it smaller: smaller bounds of repetitions and lengths, fewer values, less nesting."
+            )
+        return Problem(f"The server could not check this structured output now ({text or what}).", 503)
+
+    async def _ask(self, path: str, fields: dict[str, Any], state: Any) -> tuple[str, str, float]:
+        if self._socket is None:
+            self._start(state)
+        assert self._socket is not None
+        self._number += 1
+        number = self._number
+        answer = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        job = marshal.dumps((number, path, fields), _MARSHAL_WITHOUT_REFERENCES)
+        try:
+            async with asyncio.timeout(_START_SECONDS + self.limits.longest_seconds * WAITING):
+                async with self._sending:
+                    await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
+                return await answer
+        except (OSError, TimeoutError) as error:
+            self._stop()
+            return "failed", type(error).__name__, 0.0
+        finally:
+            self._asked.pop(number, None)
+
+    def _start(self, state: Any) -> None:
+        self._pid, self._socket = grammar_worker.start(state, self.limits)
+        self._reader = asyncio.ensure_future(self._read(self._socket))
+
+    async def _read(self, connection: socket.socket) -> None:
+        """Pass the worker's answers on; once it is gone, what waits fails, and the next request starts another."""
+        loop = asyncio.get_running_loop()
+        received = b""
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(connection, 1 << 16):
+                received += data
+                while len(received) >= LENGTH.size:
+                    end = LENGTH.size + LENGTH.unpack_from(received)[0]
+                    if len(received) < end:
+                        break
+                    self._pass_on(*marshal.loads(received[LENGTH.size : end]))
+                    received = received[end:]
+        self._stop()
+
+    def _pass_on(self, number: int, what: str, text: str, loop_seconds: float = 0.0) -> None:
+        waiting = self._asked.values() if number == -1 else filter(None, [self._asked.get(number)])
+        for answer in waiting:
+            if not answer.done():
+                answer.set_result((what, text, loop_seconds))
+
+    def _stop(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is None:
+            return
+        connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        self._pass_on(-1, "failed", "the worker ended")
+
+
+def _crowded() -> Problem:
+    return Problem(
+        f"The server is compiling {WAITING} other structured outputs. Send the request again later.", 503
+    )
+
+
+def _option(environ: Mapping[str, str], name: str) -> Any:
+    given = environ.get(options()[name].env[0])
+    return cast("Any", given or default_of(name))
