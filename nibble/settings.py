@@ -100,7 +100,8 @@ class Settings(BaseSettings):
         "Bytes of all bodies that an API process reads at a time; over it 503. Default: 8 times NIBBLE_MAX_BODY_BYTES.",
         "NIBBLE_MAX_BUFFERED_BYTES", expected="a whole number from 1024 to 1099511627776", ge=1024, le=1 << 40)
     head_seconds: int = _option(10, "Requests",
-        "Seconds from a connection, or from a request's first byte, to the end of its headers; over it 408.", "NIBBLE_HEAD_SECONDS", expected="a whole number of seconds from 1 to 3600", ge=1, le=3600)
+        "Seconds from a connection, or from a request's first byte, to the end of its headers; over it 408.",
+        "NIBBLE_HEAD_SECONDS", expected="a whole number of seconds from 1 to 3600", ge=1, le=3600)
     body_gap_seconds: int = _option(10, "Requests", "Seconds between two bytes of a body; over it 408.",
         "NIBBLE_BODY_GAP_SECONDS", expected="a whole number of seconds from 1 to 3600", ge=1, le=3600)
     body_seconds: int = _option(120, "Requests", "Seconds for a whole body; over it 408.", "NIBBLE_BODY_SECONDS",
