@@ -29,6 +29,12 @@ from nibble.gate_routes import (
     router_path,
 )
 from nibble.gate_state import GateState, State
+from nibble.guard.answers import with_short_errors
+from nibble.guard.body import Disconnected
+from nibble.guard.connections import guard_connections
+from nibble.guard.protocol import MissingAttribute
+from nibble.guard.refusal import Refused
+from nibble.guard.request_guard import RequestGuard
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -140,21 +146,39 @@ class Gate:
         self._key = os.environ.get("NIBBLE_API_KEY", "").encode()
         self._internal = os.environ.get("NIBBLE_GATE_INTERNAL", "").encode()
         self._state = GateState.open(os.environ.get("NIBBLE_GATE_STATE", ""))
+        self._guard = RequestGuard()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "lifespan":
-            return await self.app(scope, receive, send)
+            return await self._lifespan(scope, receive, send)
         if kind not in ("http", "websocket"):
             raise ValueError(f"nibble's gate knows http and websocket connections, not {kind!r}")
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         answer = judge(verb, router_path(scope), is_canonical(scope), caller, *self._state.get())
+        if answer is None and verb == "POST" and not caller.internal:
+            try:
+                receive = await self._guard.check(router_path(scope), scope, receive)
+            except Refused as refused:
+                answer = error_answer(refused.status, refused.kind, str(refused))
+            except Disconnected:
+                return None
+            send = with_short_errors(send)
         if answer is None:
             return await self.app(_forwarded(scope, verb, marked), receive, send)
         if kind == "http":
             return await _send_http(send, answer, with_body=verb != "HEAD")
         return await _refuse_websocket(scope, receive, send, answer)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's own, after the limits on connections are in uvicorn; without them no server starts."""
+        try:
+            guard_connections(scope.get("app"), self._guard.limits, self._state)
+        except MissingAttribute as missing:
+            await receive()
+            return await send({"type": "lifespan.startup.failed", "message": str(missing)})
+        return await self.app(scope, receive, send)
 
     def _identify(self, headers: Iterable[Header]) -> tuple[Caller, bool]:
         """Who asks, and whether x-nibble-internal is there (right or wrong) and has to be taken off."""

@@ -25,6 +25,7 @@ from nibble.cluster.topology import Topology, find_topology, replicas_here, topo
 from nibble.fast_start import fast_start_environment, fast_start_flags
 from nibble.gemma4 import check_gemma4
 from nibble.governor import Limits, limits
+from nibble.guard.plan_limits import limits_environment
 from nibble.hardware import Hardware
 from nibble.linear_kernel import choose_linear_kernel, linear_kernel_flags
 from nibble.load_check import load_check_flags, load_check_notices
@@ -316,6 +317,7 @@ def _environment(
         why = "no C++ compiler is here, and vLLM compiles what log-probs need in eager mode, too"
         env["TORCHDYNAMO_DISABLE"] = Choice("1", "nibble's default", why)
     env |= compiled | fast_start_environment(parts.target, args)
+    env |= limits_environment(parts.loaded, parts.checkpoint)
     for name, default in parts.target.env.items():
         env[name] = Choice(
             default.value, f"target {parts.target.name}", f"{default.reason} ({default.evidence})"

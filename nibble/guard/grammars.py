@@ -15,12 +15,11 @@ import signal
 import socket
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from nibble.guard import grammar_worker
 from nibble.guard.grammar_fields import grammar_fields
 from nibble.guard.grammar_worker import LENGTH, Limits
-from nibble.settings import default_of, options
 
 REMEMBERED = 4096  # results, 100 bytes each and their reasons
 WAITING = 32  # different grammars at a time; more are refused with 503
@@ -45,10 +44,8 @@ class Problem(str):
 class Grammars:
     """One for each API process. It starts its worker with the first request that has a structured output."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self.limits = Limits(
-            float(_option(environ, "grammar_seconds")), int(_option(environ, "grammar_memory_mib"))
-        )
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._results: OrderedDict[bytes, Problem | float] = OrderedDict()
         self._running: dict[bytes, asyncio.Future[Problem | float]] = {}
         self._asked: dict[int, asyncio.Future[tuple[str, str, float]]] = {}
@@ -121,7 +118,7 @@ class Grammars:
             return loop_seconds
         if what == "refused":
             return Problem(f"This structured output is refused. {text}")
-        limits = self.limits
+        limits = self._limits
         if what == "time":
             return Problem(
                 f"This structured output takes more than {limits.seconds:g} s to compile. Make it smaller:"
@@ -144,7 +141,7 @@ class Grammars:
         self._asked[number] = answer
         job = marshal.dumps((number, path, fields), _MARSHAL_WITHOUT_REFERENCES)
         try:
-            async with asyncio.timeout(_START_SECONDS + self.limits.longest_seconds * WAITING):
+            async with asyncio.timeout(_START_SECONDS + self._limits.longest_seconds * WAITING):
                 async with self._sending:
                     await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
                 return await answer
@@ -155,7 +152,7 @@ class Grammars:
             self._asked.pop(number, None)
 
     def _start(self, state: Any) -> None:
-        self._pid, self._socket = grammar_worker.start(state, self.limits)
+        self._pid, self._socket = grammar_worker.start(state, self._limits)
         self._reader = asyncio.ensure_future(self._read(self._socket))
 
     async def _read(self, connection: socket.socket) -> None:
@@ -195,8 +192,3 @@ def _crowded() -> Problem:
     return Problem(
         f"The server is compiling {WAITING} other structured outputs. Send the request again later.", 503
     )
-
-
-def _option(environ: Mapping[str, str], name: str) -> Any:
-    given = environ.get(options()[name].env[0])
-    return cast("Any", given or default_of(name))

@@ -350,7 +350,9 @@ def port(servers: list[Server]) -> Iterator[int]:
 
     servers[0].app.state.log_stats = False  # asked for by vLLM's lifespan; there is no engine to log about
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(servers[0].app, log_level="error"))
+    config = uvicorn.Config(servers[0].app, log_level="error")
+    config.load()
+    server = servers[0].app.state.server = uvicorn.Server(config)  # as vLLM does, launchers/launcher.py:232
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 30

@@ -7,12 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nibble.gate import INTERNAL_HEADER, Gate
 from nibble.gate_state import GateState
+from nibble.guard.protocol import GuardedProtocol
 
 KEY = "nbl-the-key-of-this-test"
 INTERNAL = "random-per-start"
@@ -538,8 +541,19 @@ def test_websocket_is_refused_unless_ready(door: Door, state) -> None:
 
 def test_lifespan_passes_whatever_the_state(door: Door) -> None:
     door.state.set("starting", "load")
-    door.send({"type": "lifespan"})
-    assert door.app.scopes == [{"type": "lifespan"}]
+    config = SimpleNamespace(http_protocol_class=HttpToolsProtocol)
+    state = SimpleNamespace(server=SimpleNamespace(config=config))
+    scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
+    door.send(scope)
+    assert door.app.scopes == [scope]
+    assert config.http_protocol_class.func is GuardedProtocol
+
+
+def test_no_server_starts_without_the_limits_on_connections(door: Door) -> None:
+    sent = door.send({"type": "lifespan", "app": None})
+    assert sent[0]["type"] == "lifespan.startup.failed"
+    assert "app.state.server" in sent[0]["message"]
+    assert door.app.scopes == []
 
 
 def test_unknown_scope_type_is_refused(door: Door) -> None:

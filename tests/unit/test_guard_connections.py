@@ -1,0 +1,239 @@
+"""The limits on connections, heads and bodies, over real sockets and uvicorn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
+from websockets.sync.client import connect as connect_websocket
+
+LIMITS = {
+    "NIBBLE_HEAD_SECONDS": "1",
+    "NIBBLE_BODY_GAP_SECONDS": "1",
+    "NIBBLE_BODY_SECONDS": "3",
+    "NIBBLE_MAX_BODY_BYTES": str(1 << 20),
+    "NIBBLE_MAX_CONNECTIONS": "40",
+    "NIBBLE_MAX_CONNECTIONS_PER_ADDRESS": "30",
+}
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+Close = Callable[[socket.socket], bytes]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]:
+    folder = tmp_path_factory.mktemp("guarded")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            **LIMITS,
+            "NIBBLE_API_KEY": KEY,
+            "NIBBLE_GATE_STATE": str(folder / "gate"),
+        }.items():
+            patch.setenv(name, value)
+        with guarded_server(folder) as running:
+            yield running
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def error(answer: bytes) -> dict[str, object]:
+    found = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert found["code"] == status(answer)
+    return found
+
+
+def closed_after(connection: socket.socket) -> tuple[bytes, float]:
+    """What came until the server closed, and how long that took."""
+    began = time.monotonic()
+    connection.settimeout(10)
+    return read_all(connection), time.monotonic() - began
+
+
+def test_a_sound_request_passes(server: GuardedServer) -> None:
+    body = json.dumps({"prompt": "hello", "n": 2}).encode()
+    answer = server.ask(post(body))
+    assert status(answer) == 200 and f'"bytes":{len(body)}'.encode() in answer
+
+
+@pytest.mark.parametrize("with_key", [True, False])
+@pytest.mark.parametrize(
+    "headers",
+    [b"X-Long: " + b"x" * (8 << 20), b"x" * (8 << 20), b"".join(b"a%d: b\r\n" % n for n in range(200_000))],
+    ids=["one of 8 MiB", "a name of 8 MiB", "200,000"],
+)
+def test_large_headers_get_431_at_once(server: GuardedServer, headers: bytes, with_key: bool) -> None:
+    key = f"Authorization: Bearer {KEY}\r\n".encode() if with_key else b""
+    began = time.monotonic()
+    with server.connect() as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET /health HTTP/1.1\r\n" + key + headers)
+        answer, _ = closed_after(connection)
+    assert status(answer) == 431 and "NIBBLE_MAX_HEADER" in str(error(answer)["message"])
+    assert b"connection: close" in answer
+    assert time.monotonic() - began < 5
+    assert status(server.ask(HEALTH)) == 200
+
+
+def test_a_long_first_line_gets_431(server: GuardedServer) -> None:
+    assert status(server.ask(b"GET /" + b"x" * (1 << 20))) == 431
+
+
+def test_64_slow_heads_are_closed_in_time(server: GuardedServer) -> None:
+    connections = [server.connect() for _ in range(20)]
+    began = time.monotonic()
+    for number, connection in enumerate(connections):
+        if number % 2:
+            connection.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+    for _ in range(8):  # a byte now and then does not help
+        time.sleep(0.2)
+        for connection in connections[1::2]:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x")
+    answers = [closed_after(connection)[0] for connection in connections]
+    assert time.monotonic() - began < 1 + 2.5
+    assert {status(answer) for answer in answers[1::2]} == {408}
+    assert set(answers[::2]) == {b""}
+
+
+@pytest.mark.parametrize("drip", [False, True], ids=["silent", "a byte at a time"])
+def test_slow_bodies_are_closed_in_time(server: GuardedServer, drip: bool) -> None:
+    connections = [server.connect() for _ in range(20)]
+    for connection in connections:
+        connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n{{".encode())
+    began = time.monotonic()
+    while drip and time.monotonic() - began < 3.5:
+        time.sleep(0.3)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(b" ")
+    answers = [closed_after(connection)[0] for connection in connections]
+    assert time.monotonic() - began < (3 if drip else 1) + 2.5
+    assert {status(answer) for answer in answers} == {408}
+    assert "body" in str(error(answers[0])["message"])
+
+
+def test_a_body_over_the_limit_is_413_declared_or_not(server: GuardedServer) -> None:
+    declared = f"{HEAD}Content-Length: {1 << 30}\r\n\r\n".encode()
+    with server.connect() as connection:
+        connection.sendall(declared)
+        connection.settimeout(5)
+        answer = connection.recv(4096)
+        assert status(answer) == 413 and "NIBBLE_MAX_BODY_BYTES" in str(error(answer)["message"])
+        assert closed_after(connection)[1] < 4
+    chunk = b"%x\r\n%s\r\n" % (1 << 16, b" " * (1 << 16))
+    assert status(server.ask(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 40)) == 413
+    assert all(size <= 1 << 20 for size in server.app.state.bodies)
+
+
+def test_a_body_without_the_key_is_refused_unread_and_its_connection_closed(server: GuardedServer) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 30}\r\n\r\n".encode()
+    with server.connect() as connection:
+        connection.sendall(head)
+        connection.settimeout(5)
+        assert status(connection.recv(4096)) == 401
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 5:
+                connection.sendall(b"x" * 100)
+                time.sleep(0.1)
+        assert time.monotonic() - began < 4
+
+
+def test_idle_connections_give_way_to_new_ones(server: GuardedServer) -> None:
+    idle = [server.connect() for _ in range(100)]
+    began = time.monotonic()
+    for _ in range(5):
+        assert status(server.ask(HEALTH)) == 200
+    assert time.monotonic() - began < 1
+    for connection in idle:
+        connection.close()
+
+
+def test_connections_that_are_being_answered_do_not_give_way(server: GuardedServer) -> None:
+    running = []
+    for _ in range(30):
+        running.append(server.connect())
+        running[-1].sendall(post(b'{"stream": true}', "/v1/chat/completions"))
+        assert running[-1].recv(12) == b"HTTP/1.1 200"
+    answer = server.ask(HEALTH)
+    assert status(answer) == 503 and error(answer)["type"] == "ServiceUnavailableError"
+    for connection in running:
+        connection.settimeout(10)
+        assert b"data: 39\n\n" in read_all(connection)
+        connection.close()
+    assert status(server.ask(HEALTH)) == 200
+
+
+def test_pipelined_requests_are_answered_however_long_the_first_takes(server: GuardedServer) -> None:
+    stream = post(b"{}", "/v1/chat/completions").replace(b"Connection: close\r\n", b"")
+    with server.connect() as connection:
+        half = post(b'{"prompt": 1}')
+        connection.sendall(stream + half[:-5])
+        time.sleep(1.5)  # more than both limits, while the first is answered
+        connection.sendall(half[-5:])
+        answer, _ = closed_after(connection)
+    assert answer.count(b"HTTP/1.1 200") == 2 and b'"bytes":13' in answer
+
+
+def test_keep_alive_serves_many_requests_and_counts_no_connection_twice(server: GuardedServer) -> None:
+    request = post(b"{}").replace(b"Connection: close\r\n", b"")
+    with server.connect() as connection:
+        for _ in range(100):
+            connection.sendall(request)
+            assert b'"bytes":2' in connection.recv(4096)
+    for _ in range(100):
+        assert status(server.ask(HEALTH)) == 200
+
+
+def test_a_websocket_stays_open_beyond_all_limits(server: GuardedServer) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    url = f"ws://127.0.0.1:{server.port}/v1/realtime"
+    with connect_websocket(url, additional_headers=headers) as websocket:
+        time.sleep(3.5)
+        websocket.send("still there?")
+        assert websocket.recv(5) == "still there?"
+    for _ in range(40):
+        with connect_websocket(url, additional_headers=headers):
+            pass
+
+
+def test_expect_100_continue_and_chunked_bodies_work(server: GuardedServer) -> None:
+    with server.connect() as connection:
+        connection.settimeout(5)
+        connection.sendall(f"{HEAD}Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100")
+        connection.sendall(b"1\r\n{\r\n")
+        time.sleep(0.2)
+        connection.sendall(b"1\r\n}\r\n0\r\n\r\n")
+        assert b'"bytes":2' in connection.recv(4096)
+
+
+def test_what_is_no_http_gets_a_json_error(server: GuardedServer) -> None:
+    assert error(server.ask(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"))["type"] == "BadRequestError"
+
+
+def test_a_drain_closes_what_has_sent_no_whole_request(server: GuardedServer) -> None:
+    idle, half, running = server.connect(), server.connect(), server.connect()
+    half.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n{{".encode())
+    running.sendall(post(b"{}", "/v1/chat/completions"))
+    assert running.recv(12) == b"HTTP/1.1 200"
+    time.sleep(0.2)
+    server.state.set("draining", "drain")
+    try:
+        assert closed_after(idle)[0] == b""
+        answer, took_s = closed_after(half)
+        assert status(answer) == 503 and took_s < 0.9
+        running.settimeout(10)
+        assert b"data: 39\n\n" in read_all(running)
+    finally:
+        server.state.set("ready", "ready")
+    for connection in (idle, half, running):
+        connection.close()

@@ -1,0 +1,185 @@
+"""What a body may be: counted while it arrives, parsed strictly, and never more work than a few milliseconds a piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from nibble.guard.body import BodyReader, Disconnected, parse, replayed
+from nibble.guard.json_scan import JsonScan
+from nibble.guard.limits import RequestLimits
+from nibble.guard.refusal import Refused
+
+LIMITS = RequestLimits.from_environ({"NIBBLE_MAX_BODY_BYTES": "2000", "NIBBLE_MAX_BUFFERED_BYTES": "3000"})
+
+
+def count(value: Any, depth: int = 1) -> tuple[int, int, int]:
+    """Depth, keys, and commas and opening brackets of a value, by walking it."""
+    if not isinstance(value, dict | list):
+        return depth - 1, 0, 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    keys = len(value) if isinstance(value, dict) else 0
+    items = 1 + max(0, len(inner) - 1)
+    deepest = depth
+    for one in inner:
+        below, more_keys, more_items = count(one, depth + 1)
+        deepest, keys, items = max(deepest, below), keys + more_keys, items + more_items
+    return deepest, keys, items
+
+
+def random_value(chance: random.Random, depth: int = 0) -> Any:
+    kind = chance.randrange(6 if depth < 5 else 4)
+    if kind < 3:
+        return "".join(chance.choices('ab[]{},:"\\\n é', k=chance.randrange(12)))
+    if kind == 3:
+        return chance.choice([1, -2.5, None, True, 10**20])
+    if kind == 4:
+        return [random_value(chance, depth + 1) for _ in range(chance.randrange(5))]
+    return {str(n) + '":{\\': random_value(chance, depth + 1) for n in range(chance.randrange(5))}
+
+
+def scanned(text: bytes, cuts: list[int], scan: JsonScan) -> str | None:
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        if problem := scan.feed(text[start:end]):
+            return problem
+    return None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_counts_agree_with_the_parsed_value_wherever_the_text_is_cut(seed: int) -> None:
+    chance = random.Random(seed)
+    value = [random_value(chance), random_value(chance)]
+    text = json.dumps(value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 1])).encode()
+    cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(8)))
+    depth, keys, items = count(value)
+    scan = JsonScan(depth, keys, items)
+    assert scanned(text, cuts, scan) is None
+    assert (scan.keys, scan.items) == (keys, items)
+    for limits in ((depth - 1, keys, items), (depth, keys - 1, items), (depth, keys, items - 1)):
+        assert scanned(text, cuts, JsonScan(*limits)) is not None or -1 in limits
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b'"",' * 22_000, b'{"":' * 16_000, b"[]" * 32_768, b"]" * 65_536, b'\\"' * 32_768, b'"\\\\"' * 16_384, b" " * 65_536,
+     b"[" * 65_536, b'"' * 65_536, b"," * 65_536],
+    ids=lambda piece: piece[:6].decode(),
+)  # fmt: skip
+def test_no_piece_takes_long(piece: bytes) -> None:
+    best = 1.0
+    for _ in range(5):
+        scan = JsonScan(1 << 30, 1 << 30, 1 << 30)
+        began = time.perf_counter()
+        scan.feed(piece)
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.02  # 2 ms on a free core
+
+
+def test_depth_is_refused_before_the_rest_comes() -> None:
+    scan = JsonScan(64, 1000, 100_000)
+    assert "nested deeper than 64" in str(scan.feed(b'{"a":' * 65))
+    assert "closes" in str(JsonScan(64, 10, 10).feed(b'{"a":1}}'))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": "\\ud800"}', b'{"a": "\\udc00\\ud800"}', b'{"\\ud800": 1}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}',
+        '{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-32"), b'\xef\xbb\xbf{"a": 1}', b'{"a": "\xff"}', b"", b"{", b"{}x",
+        b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\x01"}', b"[1,]", b"'a'",
+    ],
+    ids=lambda body: repr(body[:20]),
+)  # fmt: skip
+def test_what_vllm_would_read_otherwise_or_fail_on_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused, match="not valid JSON in UTF-8") as refused:
+        parse(body)
+    assert refused.value.status == 400 and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_is_parsed_is_what_vllm_reads(seed: int) -> None:
+    text = json.dumps(random_value(random.Random(seed)), ensure_ascii=seed % 2 == 0)
+    assert parse(text.encode()) == json.loads(text)
+    assert parse(b'{"n": 1, "n": 2, "m": 99999999999999999999}') == {"n": 2, "m": 99999999999999999999}
+
+
+def body_of(
+    *pieces: bytes, ends: str = "http.request", declared: int | None = None
+) -> tuple[bytes | None, BodyReader]:
+    """What a reader makes of a body that comes in pieces."""
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages.append({"type": ends, "body": b"", "more_body": False})
+    messages.reverse()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop()
+
+    reader = BodyReader(LIMITS)
+    headers = [] if declared is None else [(b"content-length", str(declared).encode())]
+    try:
+        return asyncio.run(reader.read(headers, receive, JsonScan(9, 99, 99))), reader
+    finally:
+        assert reader.buffered_bytes == 0
+        reader.left = len(messages)  # type: ignore[attr-defined]
+
+
+def test_a_body_is_joined_and_replayed_in_one_piece() -> None:
+    body, _ = body_of(b'{"a"', b": 1", b"}")
+    assert body == b'{"a": 1}'
+
+    async def later() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def all_messages() -> list[str]:
+        receive = replayed(body, later)
+        return [(await receive())["type"], (await receive())["type"]]
+
+    assert asyncio.run(all_messages()) == ["http.request", "http.disconnect"]
+
+
+def test_a_body_over_the_limit_is_refused_before_the_rest_is_read() -> None:
+    with pytest.raises(Refused) as refused:
+        body_of(*[b" " * 1000] * 50)
+    assert refused.value.status == 413
+    with pytest.raises(Refused) as refused:
+        body_of(b" ", declared=2001)
+    assert refused.value.status == 413
+
+
+def test_all_bodies_together_have_a_limit() -> None:
+    reader = BodyReader(LIMITS)
+    reader.buffered_bytes = 2500
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b" " * 1000, "more_body": True}
+
+    with pytest.raises(Refused) as refused:
+        asyncio.run(reader.read([], receive, None))
+    assert refused.value.status == 503 and reader.buffered_bytes == 2500
+
+
+def test_a_client_that_goes_away_leaves_nothing() -> None:
+    with pytest.raises(Disconnected):
+        body_of(b"{", ends="http.disconnect")
+
+
+def test_other_tasks_run_while_a_large_piece_is_counted() -> None:
+    async def both() -> int:
+        turns = 0
+        limits = RequestLimits.from_environ({})
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b" " * (4 << 20), "more_body": False}
+
+        reading = asyncio.create_task(BodyReader(limits).read([], receive, JsonScan(9, 9, 9)))
+        while not reading.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    assert asyncio.run(both()) > 60
