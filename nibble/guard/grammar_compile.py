@@ -48,9 +48,9 @@ class Compiler:
     first: str | None = None
 
     @classmethod
-    def of_app(cls, state: Any) -> Compiler:
-        """From `app.state` of vLLM's API server (entrypoints/launchers/api_server/app_state.py:63)."""
-        return cls(state.vllm_config, state.online_renderer)
+    def of_app(cls, app: Any) -> Compiler:
+        """From the state of vLLM's API server (vllm 0.32 launchers/api_server/app_state.py:63)."""
+        return cls(app.state.vllm_config, app.state.online_renderer)
 
     def build(self, name: str) -> None:
         """As StructuredOutputManager.grammar_init does."""

@@ -59,7 +59,7 @@ class Child:
     answer: bytes = b""
 
 
-def start(state: Any, limits: Limits) -> tuple[int, socket.socket]:
+def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
     """Fork the worker; its pid and our end of its socket. Call it in the main thread: the worker dies with that thread."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
@@ -67,7 +67,7 @@ def start(state: Any, limits: Limits) -> tuple[int, socket.socket]:
     try:
         pid = os.fork()
         if pid == 0:
-            _become_worker(parent, theirs, state, limits)
+            _become_worker(parent, theirs, app, limits)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
@@ -75,11 +75,11 @@ def start(state: Any, limits: Limits) -> tuple[int, socket.socket]:
     return pid, ours
 
 
-def _become_worker(parent: int, control: socket.socket, state: Any, limits: Limits) -> NoReturn:
+def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits) -> NoReturn:
     """Drop everything of the API process that the fork copied, then serve. Never returns."""
     try:
         _detach(parent, control)
-        worker = Worker(control, Compiler.of_app(state), limits)
+        worker = Worker(control, Compiler.of_app(app), limits)
         worker.run()
     except BaseException as error:
         with contextlib.suppress(BaseException):

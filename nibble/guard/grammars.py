@@ -57,8 +57,8 @@ class Grammars:
         self._reader: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
 
-    async def problem(self, path: str, body: Mapping[str, Any], state: Any) -> Problem | None:
-        """None: vLLM may have it. `state` is the app's, of vLLM's API server."""
+    async def problem(self, path: str, body: Mapping[str, Any], app: Any) -> Problem | None:
+        """None: vLLM may have it. `app` is that of vLLM's API server."""
         fields = grammar_fields(path, body)
         if fields is None:
             return None
@@ -75,7 +75,7 @@ class Grammars:
             self._results.move_to_end(key)
             result = self._results[key]
         else:
-            result = await self._shared(key, path, fields, state)
+            result = await self._shared(key, path, fields, app)
         return result if isinstance(result, Problem) else await self._let_through(result)
 
     async def _let_through(self, loop_seconds: float) -> Problem | None:
@@ -92,12 +92,12 @@ class Grammars:
             self._paced -= 1
         return None
 
-    async def _shared(self, key: bytes, path: str, fields: dict[str, Any], state: Any) -> Problem | float:
+    async def _shared(self, key: bytes, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
         """One compile for all requests that ask for the same at a time; the seconds that vLLM's event loop will need."""
         if key not in self._running:
             if len(self._running) >= WAITING:
                 return _crowded()
-            task = asyncio.ensure_future(self._compiled(path, fields, state))
+            task = asyncio.ensure_future(self._compiled(path, fields, app))
             self._running[key] = task
             task.add_done_callback(lambda done: self._keep(key, done))
         return await asyncio.shield(self._running[key])  # a client that leaves ends its own wait alone
@@ -112,8 +112,8 @@ class Grammars:
             if len(self._results) > REMEMBERED:
                 self._results.popitem(last=False)
 
-    async def _compiled(self, path: str, fields: dict[str, Any], state: Any) -> Problem | float:
-        what, text, loop_seconds = await self._ask(path, fields, state)
+    async def _compiled(self, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
+        what, text, loop_seconds = await self._ask(path, fields, app)
         if what == "served":
             return loop_seconds
         if what == "refused":
@@ -131,9 +131,12 @@ class Grammars:
             )
         return Problem(f"The server could not check this structured output now ({text or what}).", 503)
 
-    async def _ask(self, path: str, fields: dict[str, Any], state: Any) -> tuple[str, str, float]:
+    async def _ask(self, path: str, fields: dict[str, Any], app: Any) -> tuple[str, str, float]:
         if self._socket is None:
-            self._start(state)
+            try:
+                self._start(app)
+            except OSError as error:
+                return "failed", error.strerror or "", 0.0
         assert self._socket is not None
         self._number += 1
         number = self._number
@@ -151,8 +154,8 @@ class Grammars:
         finally:
             self._asked.pop(number, None)
 
-    def _start(self, state: Any) -> None:
-        self._pid, self._socket = grammar_worker.start(state, self._limits)
+    def _start(self, app: Any) -> None:
+        self._pid, self._socket = grammar_worker.start(app, self._limits)
         self._reader = asyncio.ensure_future(self._read(self._socket))
 
     async def _read(self, connection: socket.socket) -> None:

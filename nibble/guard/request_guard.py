@@ -49,7 +49,7 @@ class RequestGuard:
             return  # vLLM answers 400
         if problem := field_problem(path, body, size, self.limits, facts):
             raise Refused(400, problem)
-        if problem := await self._grammars.problem(path, body, scope["app"].state):
+        if problem := await self._grammars.problem(path, body, scope.get("app")):
             raise Refused(problem.status, problem)
 
     def _model_facts(self, scope: dict[str, Any]) -> ModelFacts:
