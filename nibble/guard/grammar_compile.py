@@ -44,13 +44,15 @@ class Compiler:
 
     vllm_config: Any
     renderer: Any  # vllm.renderers.online_renderer.OnlineRenderer
+    generation_config: dict[str, Any] = field(default_factory=dict)
     backends: dict[str, Any] = field(default_factory=dict)
     first: str | None = None
 
     @classmethod
     def of_app(cls, app: Any) -> Compiler:
         """From the state of vLLM's API server (vllm 0.32 launchers/api_server/app_state.py:63)."""
-        return cls(app.state.vllm_config, app.state.online_renderer)
+        config = app.state.vllm_config
+        return cls(config, app.state.online_renderer, config.model_config.try_get_generation_config())
 
     def build(self, name: str) -> None:
         """As StructuredOutputManager.grammar_init does."""
@@ -97,7 +99,8 @@ class Compiler:
         try:
             request = self._adjusted(path, build_request(path, fields))
             params = request.to_sampling_params(16, {})
-            params.update_from_generation_config({}, self.renderer.renderer.get_eos_token_id())
+            eos = self.renderer.renderer.get_eos_token_id()
+            params.update_from_generation_config(self.generation_config, eos)
             return params
         except Exception as error:
             raise refusal_of(error) from None

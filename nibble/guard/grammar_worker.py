@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 from nibble.guard.grammar_compile import Compiler, NeedsBackend, OutOfMemory, Refusal
 from nibble.guard.grammar_fields import CHAT
 
+# Its number, the route, the fields, the monotonic time after which a compile that has not begun is not begun.
+Job = tuple[int, str, dict[str, Any], float]
 LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NICE = 5
@@ -52,11 +54,15 @@ class Child:
     """One compile."""
 
     pid: int
-    number: int
-    job: tuple[str, dict[str, Any]]
+    job: Job
     deadline: float
     extended: bool = False
     answer: bytes = b""
+
+    @property
+    def number(self) -> int:
+        """Of its job."""
+        return self.job[0]
 
 
 def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
@@ -126,13 +132,13 @@ def _retitle() -> None:
 
 
 class Worker:
-    """Reads (number, path, fields), answers (number, what, text, seconds on the event loop); `slots` compiles at a time."""
+    """Reads jobs, answers (number, what, text, seconds on the event loop); `slots` compiles at a time."""
 
     def __init__(self, control: socket.socket, compiler: Compiler, limits: Limits) -> None:
         self._control, self._compiler, self._limits = control, compiler, limits
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
-        self._waiting: deque[tuple[int, str, dict[str, Any]]] = deque()
+        self._waiting: deque[Job] = deque()
         self._children: dict[int, Child] = {}  # by the pipe that a child answers through
         self._slots = max(2, min(4, (os.cpu_count() or 2) // 2))
         self._received = b""
@@ -146,7 +152,7 @@ class Worker:
         self._outcome(CHAT, {"response_format": {"type": "json_object"}})
         while True:
             while self._waiting and len(self._children) < self._slots:
-                self._fork(*self._waiting.popleft())
+                self._begin(self._waiting.popleft())
             for key, _ in self._selector.select(self._patience()):
                 if key.fileobj is self._control:
                     if not self._read_requests():
@@ -171,15 +177,18 @@ class Worker:
             self._received = self._received[end:]
         return bool(data)
 
-    def _fork(self, number: int, path: str, fields: dict[str, Any]) -> None:
+    def _begin(self, job: Job) -> None:
+        number, path, fields, give_up = job
+        if time.monotonic() > give_up:
+            return self._answer(number, "busy")
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             self._become_child(writer, path, fields)
         os.close(writer)
-        deadline = time.monotonic() + self._limits.seconds
-        self._children[reader] = Child(pid, number, (path, fields), deadline)
+        self._children[reader] = Child(pid, job, time.monotonic() + self._limits.seconds)
         self._selector.register(reader, selectors.EVENT_READ)
+        return None
 
     def _become_child(self, writer: int, path: str, fields: dict[str, Any]) -> NoReturn:
         try:
@@ -223,10 +232,10 @@ class Worker:
         if what == "needs":
             if problem := self._build(text):
                 return self._answer(child.number, "refused", problem)
-            return self._waiting.appendleft((child.number, *child.job))
+            return self._waiting.appendleft(child.job)
         if what == "served" and text and self._compiler.first is None:
             self._compiler.first = text
-        self._answer(child.number, what, text, loop_seconds)
+        return self._answer(child.number, what, text, loop_seconds)
 
     def _build(self, name: str) -> str:
         try:

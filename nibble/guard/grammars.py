@@ -13,6 +13,7 @@ import marshal
 import os
 import signal
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,9 @@ from nibble.guard.grammar_fields import grammar_fields
 from nibble.guard.grammar_worker import LENGTH, Limits
 
 REMEMBERED = 4096  # results, 100 bytes each and their reasons
-WAITING = 32  # different grammars at a time; more are refused with 503
+WAITING = 256  # different grammars at a time; more are refused with 503
+WAITING_BYTES = 32 << 20
+PATIENCE_SECONDS = 10.0  # for a turn in the worker; then 503
 LARGEST_BYTES = 1 << 20  # of tools, schemas and grammars of one request
 _START_SECONDS = 20.0
 _CHEAP_SECONDS = 0.005
@@ -52,6 +55,7 @@ class Grammars:
         self._pace = asyncio.Lock()
         self._paced = 0
         self._number = 0
+        self._waiting_bytes = 0
         self._pid = 0
         self._socket: socket.socket | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -95,7 +99,7 @@ class Grammars:
     async def _shared(self, key: bytes, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
         """One compile for all requests that ask for the same at a time; the seconds that vLLM's event loop will need."""
         if key not in self._running:
-            if len(self._running) >= WAITING:
+            if len(self._running) >= WAITING or self._waiting_bytes > WAITING_BYTES:
                 return _crowded()
             task = asyncio.ensure_future(self._compiled(path, fields, app))
             self._running[key] = task
@@ -129,7 +133,9 @@ class Grammars:
                 f"This structured output needs more than {limits.memory_mib} MiB to compile, or crashes the compiler."
                 " Make it smaller: smaller bounds of repetitions and lengths, fewer values, less nesting."
             )
-        return Problem(f"The server could not check this structured output now ({text or what}).", 503)
+        if what == "busy":
+            return _crowded()
+        return Problem(f"The server could not check this structured output ({text}). Send it again.", 503)
 
     async def _ask(self, path: str, fields: dict[str, Any], app: Any) -> tuple[str, str, float]:
         if self._socket is None:
@@ -142,9 +148,11 @@ class Grammars:
         number = self._number
         answer = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        job = marshal.dumps((number, path, fields), _MARSHAL_WITHOUT_REFERENCES)
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        job = marshal.dumps((number, path, fields, give_up), _MARSHAL_WITHOUT_REFERENCES)
+        self._waiting_bytes += len(job)
         try:
-            async with asyncio.timeout(_START_SECONDS + self._limits.longest_seconds * WAITING):
+            async with asyncio.timeout(_START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds):
                 async with self._sending:
                     await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
                 return await answer
@@ -152,6 +160,7 @@ class Grammars:
             self._stop()
             return "failed", type(error).__name__, 0.0
         finally:
+            self._waiting_bytes -= len(job)
             self._asked.pop(number, None)
 
     def _start(self, app: Any) -> None:
@@ -193,5 +202,5 @@ class Grammars:
 
 def _crowded() -> Problem:
     return Problem(
-        f"The server is compiling {WAITING} other structured outputs. Send the request again later.", 503
+        "The server compiles too many other structured outputs. Send the request again later.", 503
     )

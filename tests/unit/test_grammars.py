@@ -18,7 +18,7 @@ from nibble.guard import grammar_worker, grammars
 from nibble.guard.grammar_compile import NeedsBackend, Refusal
 from nibble.guard.grammar_fields import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES, grammar_fields
 from nibble.guard.grammar_worker import Limits
-from nibble.guard.grammars import WAITING, Grammars, Problem
+from nibble.guard.grammars import Grammars, Problem
 
 LIMITS = Limits(0.5, 128)
 
@@ -185,12 +185,36 @@ def test_a_killed_worker_is_replaced(log: Path) -> None:
     run(work)
 
 
-def test_too_many_different_grammars_at_a_time_are_refused_with_503(log: Path) -> None:
+def test_too_many_different_grammars_at_a_time_are_refused_with_503(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "WAITING", 32)
+
     async def work(found: Grammars) -> list[Problem | None]:
-        return await asyncio.gather(*(found.problem(CHAT, regex(f"r{i}"), None) for i in range(WAITING + 8)))
+        return await asyncio.gather(*(found.problem(CHAT, regex(f"r{i}"), None) for i in range(32 + 8)))
 
     found = run(work)
     assert [problem.status for problem in found if problem] == [503] * 8
+
+
+def test_a_compile_that_has_no_turn_in_time_is_refused_with_503(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "PATIENCE_SECONDS", 0.2)
+
+    async def work(found: Grammars) -> list[Problem | None]:
+        await found.problem(CHAT, regex("a"), None)
+        spinning = [
+            asyncio.ensure_future(found.problem(CHAT, {**regex("spin"), "ignore_eos": n}, None))
+            for n in range(8)
+        ]
+        await asyncio.sleep(0.05)
+        return [await found.problem(CHAT, regex("late"), None), *await asyncio.gather(*spinning)]
+
+    late, *_ = run(work)
+    assert late is not None
+    assert late.status == 503
+    assert "late" not in log.read_text()
 
 
 def test_the_event_loop_runs_on_while_something_compiles(log: Path) -> None:
