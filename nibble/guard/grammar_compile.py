@@ -182,9 +182,6 @@ def walk(grammar: Any, mask: Any) -> None:
 
     The engine fills the masks of all running requests between two steps of the model, with no limit of time.
     """
-    import torch
-
-    bits = torch.arange(32, dtype=torch.int32)
     chance = random.Random(0)
     for step in range(STEPS):
         if grammar.is_terminated():
@@ -195,15 +192,24 @@ def walk(grammar: Any, mask: Any) -> None:
             raise Refusal(
                 f"Its mask for token {step + 1} takes {spent:.2f} s; expected at most {MASK_SECONDS} s."
             )
-        allowed = ((mask[0].unsqueeze(1) >> bits) & 1).flatten().nonzero().flatten().tolist()
-        if not allowed:
+        token = some_token(mask[0].tolist(), chance)
+        if token is None:
             raise Refusal("It allows no token" + (" at all." if step == 0 else f" after the first {step}."))
         began = time.thread_time()
-        accepted = grammar.accept_tokens("check", [chance.choice(allowed)])
+        accepted = grammar.accept_tokens("check", [token])
         if (spent := time.thread_time() - began) > MASK_SECONDS:
             raise Refusal(f"Token {step + 1} takes {spent:.2f} s; expected at most {MASK_SECONDS} s.")
         if not accepted:
             return
+
+
+def some_token(words: list[int], chance: random.Random) -> int | None:
+    """One of the tokens that a mask of 32 bits a word allows."""
+    filled = [number for number, word in enumerate(words) if word]
+    if not filled:
+        return None
+    number = chance.choice(filled)
+    return 32 * number + chance.choice([bit for bit in range(32) if words[number] >> bit & 1])
 
 
 def refusal_of(error: Exception) -> Exception:

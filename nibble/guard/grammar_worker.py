@@ -108,7 +108,6 @@ def _detach(parent: int, control: socket.socket) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _close_all_but(control.fileno())
     _retitle()
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_OOM_SCORE)
@@ -193,13 +192,14 @@ class Worker:
     def _become_child(self, writer: int, path: str, fields: dict[str, Any]) -> NoReturn:
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os.nice(_NICE)
             limit_data(self._limits.memory_mib * _MIB)
             # Half of what the threads of the API process and the engine have: what fits here fits there.
             resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
             os.write(writer, marshal.dumps(self._outcome(path, fields)))
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(BaseException):
-                os.write(writer, marshal.dumps(("memory", "", 0.0)))
+                os.write(writer, marshal.dumps(("crashed", type(error).__name__, 0.0)))
         os._exit(0)
 
     def _outcome(self, path: str, fields: dict[str, Any]) -> tuple[str, str, float]:
@@ -225,8 +225,10 @@ class Worker:
             self._judge(child, *marshal.loads(child.answer))
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS):
             self._answer(child.number, "refused", "It nests or refers to itself too deeply.")
-        else:  # std::bad_alloc and Rust end the process with SIGABRT
-            self._answer(child.number, "memory")
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT:
+            self._answer(child.number, "memory")  # std::bad_alloc in a thread, or Rust's allocator
+        else:
+            self._answer(child.number, "crashed", f"wait status {status}")
 
     def _judge(self, child: Child, what: str, text: str, loop_seconds: float) -> None:
         if what == "needs":

@@ -130,9 +130,11 @@ class Grammars:
             )
         if what == "memory":
             return Problem(
-                f"This structured output needs more than {limits.memory_mib} MiB to compile, or crashes the compiler."
+                f"This structured output needs more than {limits.memory_mib} MiB to compile."
                 " Make it smaller: smaller bounds of repetitions and lengths, fewer values, less nesting."
             )
+        if what == "crashed":
+            return Problem(f"This structured output crashes its compiler ({text}).")
         if what == "busy":
             return _crowded()
         return Problem(f"The server could not check this structured output ({text}). Send it again.", 503)
