@@ -32,6 +32,7 @@ from nibble.processes import (
 
 _CHUNK_BYTES = 1 << 16
 _LOOK_FOR_PROCESSES_MS = 1000
+API_SERVER = "APIServer"  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,19 @@ class Engine:
         for pid in self._doomed or (-self.pid,):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+    def kill_below(self) -> None:
+        """SIGKILL to all but the API servers, which then end their clients' requests with an error."""
+        for process in family(self.pid):
+            title = engine_title(process.pid) or ""
+            if process.pid == self.pid or API_SERVER in title or is_resource_tracker(process.pid):
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def has_ended(self) -> bool:
+        """Whether the API process is gone."""
+        return not any(process.pid == self.pid for process in family(self.pid))
 
     def first_death(self, over: threading.Event) -> str | None:
         """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`.

@@ -20,6 +20,8 @@ from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, c
 from nibble.errors import ExitCode, NibbleError
 from nibble.failures import engine_died, kept, stopped_for_memory
 from nibble.governor import UNWATCHED, Action, Governor, Limits
+from nibble.hang_end import HangEnd
+from nibble.hang_watch import HangWatch
 from nibble.memory import MemorySource
 from nibble.memory_plan import show_gib
 from nibble.phases import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
@@ -101,7 +103,7 @@ class Supervisor:
         self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._control = ControlServer(settings.control_port, self.status, self._is_ready)
+        self._control = ControlServer(settings.control_port, self.status, self._is_ready, self._why)
         self._governor = Governor(MemorySource(), limit, self._on_memory)
         self._limit = limit
         self._folder = make_run_folder()
@@ -110,12 +112,25 @@ class Supervisor:
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
         elsewhere = watch.reports if watch else dict
         self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere)
-        base = socket_environ(plan, self._folder) | plan.vllm_environ(environ) | self._proof.environ()
+        self._hangs = HangWatch(
+            settings.hang_seconds,
+            self._folder / "pulse",
+            self._api,
+            plan.target.device == "cpu",
+            lambda: self._admission.state in ("ready", "paused"),
+            lambda hang: self._end_of_hang(hang),
+        )
+        base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
+        base |= self._proof.environ() | self._hangs.environ()
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         self._engine = Engine(
             plan.argv(), child, events
         )  # last: whatever fails above leaves no process behind
         self._display = Display(silence=self._engine.silence)
+        gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
+        self._end_of_hang = HangEnd(
+            self._engine, self._admission, events, lambda: self._timeline.phase, self._display.say, gpus
+        )
 
     # --- from start to end ---
 
@@ -128,6 +143,8 @@ class Supervisor:
         self._engine.run(self._probe)
         self._engine.run(self._governor.run)
         self._engine.run(self._watch_processes)
+        self._engine.run(lambda: self._hangs.run(self._engine.pid, self._over))
+        self._engine.run(lambda: self._hangs.ask_api(self._over))
         if (watch := self._watch) is not None:
             self._engine.run(lambda: watch.run(self._on_lost_node, self._over))
         code = self._until_ready()
@@ -140,9 +157,9 @@ class Supervisor:
         self._display.stop()
         if stuck := self._engine.kill():
             self._display.say(f"warning: these processes cannot be killed: {stuck}")
-        self._control.close()
         self._admission.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._control.close()  # last: it answers as long as anything of vLLM is left
 
     def status(self) -> dict[str, Any]:
         """What /status answers; no secrets."""
@@ -153,6 +170,7 @@ class Supervisor:
             **self._proof.to_json(),
             "facts": dict(self._phases.facts),
             "memory": self._governor.to_json(),
+            "hang": self._hangs.to_json(),
             "url": f"{self._api.url}/v1",
             "pid": os.getpid(),
             "engine_pid": self._engine.pid,
@@ -162,6 +180,9 @@ class Supervisor:
 
     def _is_ready(self) -> bool:
         return self._admission.state == "ready"
+
+    def _why(self) -> str:
+        return self._admission.phase
 
     def _next(self, timeout_s: float | None) -> Event | None:
         try:
@@ -200,6 +221,8 @@ class Supervisor:
                 earlier = activity(self._engine.pid)
 
     def _open(self) -> None:
+        if self._generates is not False:
+            self._hangs.generating_name = self._plan.served_names[0]
         with self._lock:
             self._show(PhaseUpdate("ready"))
         self._display.stop()
@@ -308,6 +331,8 @@ class Supervisor:
         raise self._death(f"exit code {code}" if code >= 0 else f"API server killed by {signal_name(-code)}")
 
     def _death(self, how: str) -> NibbleError:
+        if self._end_of_hang.error is not None:
+            return self._end_of_hang.error
         ladder = self._plan.ladder if self._governor.kernel_has_killed() else None
         lost = "" if "killed" in how else self._lost
         return engine_died(self._timeline.phase, how, self._errors.cause, lost, ladder)

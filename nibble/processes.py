@@ -68,7 +68,7 @@ def survive_memory_pressure() -> None:
 class Process:
     """One line of the process table, from /proc/PID/stat.
 
-    `state` "Z" is a zombie; `name` has at most 15 bytes.
+    `state` "Z" is a zombie; `name` has at most 15 bytes. Major faults are pages that came from disk.
     """
 
     pid: int
@@ -77,6 +77,7 @@ class Process:
     session: int
     state: str
     cpu_seconds: float
+    major_faults: int
 
 
 def processes() -> list[Process]:
@@ -100,6 +101,7 @@ def _read_stat(pid: int) -> Process | None:
         int(fields[3]),
         fields[0],
         ticks / os.sysconf("SC_CLK_TCK"),
+        int(fields[9]),
     )
 
 
