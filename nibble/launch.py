@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nibble import early_stop
 from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
@@ -78,6 +79,7 @@ def serve(
             return int(supervisor.run())
         finally:
             supervisor.close()
+            early_stop.over()
 
 
 class Supervisor:
@@ -123,9 +125,8 @@ class Supervisor:
         base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
         base |= self._proof.environ() | self._hangs.environ()
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
-        self._engine = Engine(
-            plan.argv(), child, events
-        )  # last: whatever fails above leaves no process behind
+        # Last: what fails above leaves no process behind.
+        self._engine = Engine(plan.argv(), child, events, self._folder)
         self._display = Display(silence=self._engine.silence)
         gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
         self._end_of_hang = HangEnd(

@@ -24,7 +24,9 @@ from typing import Any
 __all__ = ["FOLDER", "LAYOUT", "MAGIC", "PROBE", "Pulse", "register"]
 
 FOLDER = "NIBBLE_PULSE"
-PROBE = "/health?nibble"  # the supervisor asks it every few seconds; its lines do not belong into the access log
+PROBE = (
+    "/health?nibble"  # the supervisor asks it every few seconds; its lines do not belong into the access log
+)
 MAGIC = b"nblpuls1"
 # magic, pid, what it does, whether it is paused or sleeps, turns so far, requests held, tokens of the batch it waits for
 LAYOUT = struct.Struct("=8sIBBxxQQQ")
