@@ -1,4 +1,4 @@
-"""A stop signal before a server begins: one line and exit 0, as for one that loads. Installed before anything else is imported."""
+"""A stop signal before a server begins: one line and exit 0, as for one that loads. Installed before other imports."""
 
 from __future__ import annotations
 

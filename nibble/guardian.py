@@ -1,4 +1,4 @@
-"""Ends vLLM at once where nibble itself was killed (`kill -9`, the kernel's OOM killer): a small process that only waits for that.
+"""Ends vLLM at once where nibble itself was killed (`kill -9`, the kernel's OOM killer): a small process that waits for that.
 
 It reads a pipe whose other end nibble holds. An orderly end writes DONE; an end of file alone means that nibble is gone. vLLM
 would otherwise drain for NIBBLE_DRAIN_SECONDS with clients that nobody stops any more. Run as `python -m nibble.guardian`.

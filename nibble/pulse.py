@@ -1,4 +1,4 @@
-"""How far vLLM's processes are: reads what nibble's plugin inside them writes (kernels' vllm_plugin/pulse.py, the same layout)."""
+"""How far vLLM's processes are: reads what nibble's plugin in them writes (kernels' vllm_plugin/pulse.py, the same layout)."""
 
 from __future__ import annotations
 
