@@ -1,4 +1,4 @@
-"""A stop: wait until vLLM runs no request any more, tell it, and wait until it has ended. Signals and deaths in between end it."""
+"""A stop: wait until vLLM runs no request any more, tell it, wait until it has ended. Signals and deaths in between end it."""
 
 from __future__ import annotations
 

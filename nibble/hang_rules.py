@@ -147,8 +147,7 @@ def excuse(stall: Stall, look: Look, last: Look, on_cpu: bool, stacks: str = "")
     earlier = {one.pid: one for one in last.processes}
     grown = [(one, earlier[one.pid]) for one in look.processes if one.pid in earlier]
     gap_s = max(look.at_s - last.at_s, 1e-3)
-    if stall.kind == "api":
-        grown = [pair for pair in grown if "Engine" not in pair[0].title and "Worker" not in pair[0].title]
+    grown = _computing(grown, stall.kind)
     busy = sum(one.cpu_s - before.cpu_s for one, before in grown) / gap_s >= BUSY_SHARE
     if busy and (on_cpu or stall.kind == "api"):
         return "it uses CPU time"
@@ -160,3 +159,12 @@ def excuse(stall: Stall, look: Look, last: Look, on_cpu: bool, stacks: str = "")
         return "it compiles"
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
     return "it is in a call" if calls else ""
+
+
+def _computing(grown: list[tuple[Seen, Seen]], kind: Kind) -> list[tuple[Seen, Seen]]:
+    """The processes whose CPU time counts: the workers, since a core that waits for them spins; without them the cores."""
+    workers = [pair for pair in grown if "Worker" in pair[0].title]
+    cores = [pair for pair in grown if "EngineCore" in pair[0].title]
+    if kind == "api":
+        return [pair for pair in grown if pair not in workers and pair not in cores]
+    return workers or cores
