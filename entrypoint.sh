@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Entry point, natively and in the image: serve (default), ray-head, ray-worker, bash; anything else is executed as given.
 set -euo pipefail
+trap 'echo "[nibble] stop signal before the start: stopped; nothing was being served" >&2; exit 0' TERM INT HUP
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
@@ -34,5 +35,9 @@ esac
 if ! command -v nibble >/dev/null; then
   echo "nibble: error: nibble is not installed in ${root}/.venv or on PATH; run \`make setup\`" >&2
   exit 1
+fi
+# Python takes some 50 ms until nibble can handle a signal; a blocked one waits for that. Not in coreutils before 8.31.
+if env --block-signal=TERM true 2>/dev/null; then
+  exec env --block-signal=TERM,INT,HUP nibble "${mode}" "$@"
 fi
 exec nibble "${mode}" "$@"

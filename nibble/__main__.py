@@ -1,5 +1,17 @@
-"""`python -m nibble` is the same program as the `nibble` console script."""
+"""The `nibble` console script, and `python -m nibble`: the same program."""
 
-from nibble.cli import main
+import sys
 
-main()
+from nibble.early_stop import stop_early
+
+
+def main() -> None:
+    """Run; a stop signal is heard before the imports of the rest."""
+    stop_early(sys.argv[1:])
+    from nibble.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

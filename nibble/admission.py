@@ -16,11 +16,12 @@ class Admission:
         self._lock = threading.Lock()
         self.path = path
         self.state: State = "starting"
+        self.phase = ""
 
     def set(self, state: State, phase: str) -> None:
         """Change the state whatever it was; `phase` is what the gate tells."""
         with self._lock:
-            self.state = state
+            self.state, self.phase = state, phase
             self._gate.set(state, phase)
 
     def change(self, before: State, after: State, phase: str) -> bool:
@@ -28,7 +29,7 @@ class Admission:
         with self._lock:
             if self.state != before:
                 return False
-            self.state = after
+            self.state, self.phase = after, phase
             self._gate.set(after, phase)
             return True
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from nibble.breaker import ended_without_a_word, this_process
 from nibble.disk import not_writable
 from nibble.errors import ExitCode, NibbleError
+from nibble.printable import printable
 from nibble.server_log import LogFile
 
 VARIABLE = "NIBBLE_DETACHED"  # tells a server that it is one in the background
@@ -68,7 +69,7 @@ class Place:
             found = Record(**json.loads(self.record.read_text()))
             is_whole = isinstance(found.pid, int) and found.process.count(" ") == this_process().count(" ")
             return found if is_whole else None
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
     def write(self, record: Record) -> None:
@@ -153,7 +154,7 @@ def _answers(record: Record) -> bool:
     try:
         connection.request("GET", "/status")
         return json.loads(connection.getresponse().read())["pid"] == record.pid
-    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError):
         return False
     finally:
         connection.close()
@@ -275,7 +276,12 @@ def show_logs(place: Place, lines: int, follow: bool) -> None:
         what = f"{place.log.path} cannot be read ({error.strerror})"
         raise NibbleError(ExitCode.CONFIG, what, "", "run `nibble logs` as the user who started it") from None
     last, end = place.log.tail(lines)
-    print("\n".join(last), flush=True)
+    print(_shown("\n".join(last)), flush=True)
     if follow:
         for text in place.log.follow(end, lambda: not place.is_running()):
-            print(text, end="", flush=True)
+            print(_shown(text), end="", flush=True)
+
+
+def _shown(text: str) -> str:
+    """A log holds what users sent: without what a terminal would act on."""
+    return printable(text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from nibble import __version__
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import KV, SOURCE, UTILIZATION
+from nibble.printable import printable
+from nibble.processes import started_ticks
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -101,7 +103,7 @@ def this_process() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
-    return f"{boot} {socket.gethostname()} {os.getpid()} {_started(str(os.getpid()))}"
+    return f"{boot} {socket.gethostname()} {os.getpid()} {started_ticks(os.getpid())}"
 
 
 def ended_without_a_word(process: str, me: str) -> bool:
@@ -111,15 +113,7 @@ def ended_without_a_word(process: str, me: str) -> bool:
     """
     boot, host, pid, started = ([*process.split(" "), "", "", "", ""])[:4]
     my_boot, my_host, *_ = me.split(" ")
-    return boot != my_boot or (host == my_host and _started(pid) != started)
-
-
-def _started(pid: str) -> str:
-    """When a process started, in clock ticks since boot; empty where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    return boot != my_boot or (host == my_host and started_ticks(pid) != started)
 
 
 class Breaker:
@@ -166,7 +160,7 @@ class Breaker:
             found = [_failure(one) for one in json.loads(self.path.read_text())["failures"]]
         except OSError:  # none yet, or a cache that cannot be used: writing says so
             return []
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last one: nested without end
             self._say(f"warning: {self.path} is damaged and is dropped ({type(error).__name__})")
             self._remove()
             return []
@@ -204,4 +198,6 @@ class Breaker:
 
 
 def _failure(entry: Any) -> Failure:
-    return Failure(float(entry["at_s"]), int(entry["code"]), str(entry["cause"]), str(entry["process"]))
+    return Failure(
+        float(entry["at_s"]), int(entry["code"]), printable(str(entry["cause"])), str(entry["process"])
+    )

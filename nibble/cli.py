@@ -13,6 +13,7 @@ import typer
 
 from nibble import __version__
 from nibble.cli_groups import FREE_WORDS, GROUPS, Json, Words, print_json, wanted
+from nibble.early_stop import stop_early
 from nibble.errors import ExitCode, NibbleError
 
 app = typer.Typer(
@@ -244,6 +245,7 @@ def docs(check: bool = False) -> None:
 
 def main() -> None:
     """Run, and turn every failure into one line and its exit code."""
+    stop_early(sys.argv[1:])  # once more: an older console script begins here
     sys.exit(_guarded(lambda: app(standalone_mode=False)))
 
 

@@ -21,11 +21,17 @@ _READ_TIMEOUT_S = 5.0
 class ControlServer:
     """Binds at once; answers after `start`.
 
-    `status` gives /status as plain data; `is_ready` decides /ready. Both run in request threads.
+    `status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not. All run in request threads.
     Raises NibbleError(CONFIG) where the port is taken.
     """
 
-    def __init__(self, port: int, status: Callable[[], dict[str, Any]], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        port: int,
+        status: Callable[[], dict[str, Any]],
+        is_ready: Callable[[], bool],
+        why: Callable[[], str] = str,
+    ) -> None:
         try:
             self._server = _Server((ADDRESS, port), _Handler)
         except OSError as error:
@@ -33,7 +39,7 @@ class ControlServer:
             raise NibbleError(
                 ExitCode.CONFIG, what, "a free port", "set NIBBLE_CONTROL_PORT to another one"
             ) from None
-        self._server.status, self._server.is_ready = status, is_ready
+        self._server.status, self._server.is_ready, self._server.why = status, is_ready, why
 
     @property
     def port(self) -> int:
@@ -52,6 +58,7 @@ class ControlServer:
 class _Server(Server):
     status: Callable[[], dict[str, Any]]
     is_ready: Callable[[], bool]
+    why: Callable[[], str]
 
 
 class _Handler(JsonHandler):
@@ -73,7 +80,7 @@ class _Handler(JsonHandler):
             return 200, self.server.status()
         if path == "/ready":
             ready = self.server.is_ready()
-            return (200 if ready else 503), {"ready": ready}
+            return (200, {"ready": True}) if ready else (503, {"ready": False, "reason": self.server.why()})
         return 404, {"error": "only /status and /ready are here"}
 
     def _host_is_local(self) -> bool:

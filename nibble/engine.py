@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from nibble.guardian import MARK, Guardian
 from nibble.processes import (
     become_subreaper,
     die_with_parent,
@@ -32,6 +34,7 @@ from nibble.processes import (
 
 _CHUNK_BYTES = 1 << 16
 _LOOK_FOR_PROCESSES_MS = 1000
+API_SERVER = "APIServer"  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,19 @@ Event = Stop | Ended | Answering | Failed | Told
 class Engine:
     """The child and the threads that follow it. Construct in the main thread, before any other thread runs.
 
-    `events` gets its end and every failure of a thread; `start_reading` begins to pass its output on.
+    `events` gets its end and every failure of a thread; `start_reading` begins to pass its output on. Where we are killed,
+    a guardian ends it and removes `folder`.
     """
 
-    def __init__(self, argv: list[str], environ: Mapping[str, str], events: queue.SimpleQueue[Event]) -> None:
+    def __init__(
+        self,
+        argv: list[str],
+        environ: Mapping[str, str],
+        events: queue.SimpleQueue[Event],
+        folder: Path | None = None,
+    ) -> None:
         become_subreaper()
+        mark = secrets.token_hex(16)
         self._events = events
         self._last_sign = time.monotonic()
         self._readers: list[threading.Thread] = []
@@ -86,13 +97,14 @@ class Engine:
         # other thread can hold a lock that the child would inherit.
         self._child = subprocess.Popen(
             child_command(argv),
-            env=dict(environ),
+            env={**environ, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - see above
         )
+        self._guardian = Guardian(self.pid, mark, folder)
 
     @property
     def pid(self) -> int:
@@ -138,6 +150,20 @@ class Engine:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
+    def kill_below(self) -> None:
+        """SIGKILL to all but the API servers, which then end their clients' requests with an error."""
+        for process in family(self.pid):
+            title = engine_title(process.pid) or ""
+            spared = process.pid in (self.pid, self._guardian.pid) or is_resource_tracker(process.pid)
+            if spared or API_SERVER in title:
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def has_ended(self) -> bool:
+        """Whether the API process is gone."""
+        return not any(process.pid == self.pid for process in family(self.pid))
+
     def first_death(self, over: threading.Event) -> str | None:
         """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`.
 
@@ -147,7 +173,7 @@ class Engine:
         poll, watched, seen = select.poll(), set[int](), set[int]()
         try:
             while not over.is_set():
-                pids = [one.pid for one in family(self.pid)]
+                pids = [one.pid for one in family(self.pid) if one.pid != self._guardian.pid]
                 self._doomed = tuple(pid for pid in pids if not is_resource_tracker(pid))
                 titled = {pid: title for pid in pids if (title := engine_title(pid))}
                 for pid in (titled.keys() & seen) - watched - {self.pid}:
@@ -176,6 +202,7 @@ class Engine:
 
     def kill(self) -> list[int]:
         """End everything of it; the pids that could not be killed."""
+        self._guardian.dismiss()
         kill_family(self.pid)
         self.last_words()
         return [process.pid for process in family(self.pid)]

@@ -32,6 +32,8 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
     "NIBBLE_PROOF": "supervisor to vLLM's workers: the folder of their reports of what ran",
+    "NIBBLE_PULSE": "supervisor to vLLM's processes: the folder where they tell how far they are",
+    "NIBBLE_RUN": "supervisor to vLLM's processes: marks those of one run",
     "NIBBLE_DETACHED": "`nibble serve --detach` to the server it starts: keep a record and rotate the log",
 }
 

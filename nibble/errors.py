@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
+from nibble.printable import printable
+
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]+(?=@)")  # a proxy's, a Hub's
 
 
@@ -44,10 +46,10 @@ class NibbleError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message as one line, whatever line breaks its parts carried, without passwords in addresses."""
+        """The message as one line, whatever line breaks and control characters its parts carried, without passwords."""
         parts = [self.what]
         if self.expected:
             parts.append(f"expected {self.expected}")
         if self.action:
             parts.append(self.action)
-        return PASSWORD_IN_ADDRESS.sub("…", " ".join("; ".join(parts).split()))
+        return PASSWORD_IN_ADDRESS.sub("…", " ".join(printable("; ".join(parts)).split()))

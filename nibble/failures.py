@@ -41,6 +41,13 @@ def engine_died(
     return NibbleError(ExitCode.ENGINE_DIED, what, "", f"to need less: {steps(memory_ladder)}")
 
 
+def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
+    """The hang watch ended vLLM. `what` did not move, `gpus` is what NVML says."""
+    told = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
+    action = "see the stacks in the log above; NIBBLE_HANG_SECONDS sets how long to wait"
+    return NibbleError(ExitCode.ENGINE_DIED, told, "", action)
+
+
 def _not_loaded(cause: str) -> list[str]:
     """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused layer's scales."""
     if match := _UNSCALED.search(cause):

@@ -1,8 +1,9 @@
-"""Clocks, power and temperature of the GPUs as NVML tells them now; no CUDA context."""
+"""Clocks, power, temperature and errors of the GPUs as NVML tells them; no CUDA context."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ ALARMING = {
     0x80: "power brake: the supply asks for less",
 }
 BUSY_PERCENT = 50
+REPORT_S = 5.0
+MAX_XIDS = 16
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,55 @@ def gpu_states(indices: Iterable[int]) -> list[GpuState]:
         return []
     finally:
         pynvml.nvmlShutdown()
+
+
+class XidLog:
+    """Xid errors of GPUs from now on, as NVML tells them; nothing where the driver does not answer."""
+
+    def __init__(self, indices: Iterable[int]) -> None:
+        self._nvml: Any = None
+        self._names: dict[str, int] = {}
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            self._events = pynvml.nvmlEventSetCreate()
+            for index in indices:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+                self._names[pynvml.nvmlDeviceGetUUID(handle)] = index
+        except pynvml.NVMLError:
+            return
+        self._nvml = pynvml
+
+    def read(self) -> list[str]:
+        """`GPU 0: Xid 79`, of all that came since the last look."""
+        found: list[str] = []
+        while self._nvml is not None and len(found) < MAX_XIDS:
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                index = self._names.get(self._nvml.nvmlDeviceGetUUID(event.device), "?")
+            except self._nvml.NVMLError:  # NVML_ERROR_TIMEOUT: no more
+                break
+            found.append(f"GPU {index}: Xid {event.eventData}")
+        return found
+
+
+def gpu_report(indices: Sequence[int], xids: XidLog | None) -> list[str]:
+    """What NVML says of each GPU and its Xid errors. A driver that hangs is given REPORT_S seconds."""
+    found: list[str] = []
+
+    def ask() -> None:
+        found.extend(xids.read() if xids else ())
+        states = gpu_states(indices)
+        found.extend(describe(state) for state in states)
+        if not states:
+            found.append("the NVIDIA driver does not tell the state of the GPUs")
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(REPORT_S)
+    return [*found, f"NVML did not answer within {REPORT_S:.0f} s"] if asking.is_alive() else found
 
 
 def _state(nvml: Any, index: int) -> GpuState:

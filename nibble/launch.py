@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nibble import early_stop
 from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
 from nibble.control import ControlServer
-from nibble.drain import until_it_ends, until_none_runs
+from nibble.drain import drain, until_it_ends
 from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
 from nibble.errors import ExitCode, NibbleError
 from nibble.failures import engine_died, kept, stopped_for_memory
 from nibble.governor import UNWATCHED, Action, Governor, Limits
+from nibble.hang_end import HangEnd
+from nibble.hang_watch import HangWatch
 from nibble.memory import MemorySource
 from nibble.memory_plan import show_gib
 from nibble.phases import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
@@ -35,15 +38,13 @@ from nibble.readiness import (
     requests_in_flight,
 )
 from nibble.run_folder import make_run_folder, socket_environ
+from nibble.sd_notify import Heartbeat, Notifier
 from nibble.start_times import StartTimes, Timeline
 
 if TYPE_CHECKING:
     from nibble.cluster.session import Watch
     from nibble.plan import Plan
 
-TEARDOWN_S = (
-    10.0  # after the last answer; vLLM took 4.5 s on two cores, and 60 s are allowed by compose and units
-)
 LOADING_STOP_S = 5.0
 SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
 ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
@@ -76,6 +77,7 @@ def serve(
             return int(supervisor.run())
         finally:
             supervisor.close()
+            early_stop.over()
 
 
 class Supervisor:
@@ -101,7 +103,9 @@ class Supervisor:
         self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._control = ControlServer(settings.control_port, self.status, self._is_ready)
+        self._control = ControlServer(settings.control_port, self.status, self._is_ready, self._why)
+        self._notifier = Notifier(os.environ)
+        self._heartbeat = Heartbeat(self._notifier, settings.control_port)
         self._governor = Governor(MemorySource(), limit, self._on_memory)
         self._limit = limit
         self._folder = make_run_folder()
@@ -110,12 +114,24 @@ class Supervisor:
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
         elsewhere = watch.reports if watch else dict
         self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere)
-        base = socket_environ(plan, self._folder) | plan.vllm_environ(environ) | self._proof.environ()
+        self._hangs = HangWatch(
+            settings.hang_seconds,
+            self._folder / "pulse",
+            self._api,
+            plan.target.device == "cpu",
+            lambda: self._admission.state in ("ready", "paused"),
+            lambda hang: self._end_of_hang(hang),  # noqa: PLW0108 - made below, since it needs the engine
+        )
+        base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
+        base |= self._proof.environ() | self._hangs.environ()
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
-        self._engine = Engine(
-            plan.argv(), child, events
-        )  # last: whatever fails above leaves no process behind
+        # Last: what fails above leaves no process behind.
+        self._engine = Engine(plan.argv(), child, events, self._folder)
         self._display = Display(silence=self._engine.silence)
+        gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
+        self._end_of_hang = HangEnd(
+            self._engine, self._admission, events, lambda: self._timeline.phase, self._display.say, gpus
+        )
 
     # --- from start to end ---
 
@@ -128,6 +144,9 @@ class Supervisor:
         self._engine.run(self._probe)
         self._engine.run(self._governor.run)
         self._engine.run(self._watch_processes)
+        self._engine.run(lambda: self._hangs.run(self._engine.pid, self._over))
+        self._engine.run(lambda: self._hangs.ask_api(self._over))
+        self._engine.run(lambda: self._heartbeat.run(self._over))
         if (watch := self._watch) is not None:
             self._engine.run(lambda: watch.run(self._on_lost_node, self._over))
         code = self._until_ready()
@@ -140,9 +159,9 @@ class Supervisor:
         self._display.stop()
         if stuck := self._engine.kill():
             self._display.say(f"warning: these processes cannot be killed: {stuck}")
-        self._control.close()
         self._admission.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._control.close()  # last: it answers as long as anything of vLLM is left
 
     def status(self) -> dict[str, Any]:
         """What /status answers; no secrets."""
@@ -153,6 +172,7 @@ class Supervisor:
             **self._proof.to_json(),
             "facts": dict(self._phases.facts),
             "memory": self._governor.to_json(),
+            "hang": self._hangs.to_json(),
             "url": f"{self._api.url}/v1",
             "pid": os.getpid(),
             "engine_pid": self._engine.pid,
@@ -163,7 +183,11 @@ class Supervisor:
     def _is_ready(self) -> bool:
         return self._admission.state == "ready"
 
+    def _why(self) -> str:
+        return self._admission.phase
+
     def _next(self, timeout_s: float | None) -> Event | None:
+        self._heartbeat.turn()
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -200,9 +224,12 @@ class Supervisor:
                 earlier = activity(self._engine.pid)
 
     def _open(self) -> None:
+        if self._generates is not False:
+            self._hangs.generating_name = self._plan.served_names[0]
         with self._lock:
             self._show(PhaseUpdate("ready"))
         self._display.stop()
+        self._notifier.send("READY=1", f"STATUS=serving {self._plan.served_names[0]} at {self._api.url}")
         self._timeline.keep()
         seconds = self._timeline.seconds
         generates = self._generates is not False
@@ -272,35 +299,18 @@ class Supervisor:
                 self._on_success()
 
     def _drain(self, event: Stop) -> ExitCode:
-        limit_s = self._plan.settings.drain_seconds
         self._admission.set("draining", "drain")
-        self._display.say(
-            f"{signal_name(event.signum)}: new requests get 503, running ones may finish for {limit_s} s"
+        self._notifier.send("STOPPING=1")
+        end = drain(
+            event,
+            self._plan.settings,
+            self._next,
+            lambda: requests_in_flight(self._api),
+            self._engine.terminate,
+            self._drain_log,
+            self._display.say,
         )
-        deadline = time.monotonic() + limit_s
-        left = until_none_runs(self._next, lambda: requests_in_flight(self._api), deadline)
-        if isinstance(left, Ended):
-            return self._died(left.code)
-        if isinstance(left, Stop):
-            return self._cut(f"{signal_name(left.signum)} again")
-        if left:
-            return self._cut(f"{left} request(s) still ran after {limit_s} s")
-        self._engine.terminate()
-        end = until_it_ends(self._next, self._drain_log, deadline + TEARDOWN_S)
-        if isinstance(end, Stop):
-            return self._cut(f"{signal_name(end.signum)} again")
-        if self._drain_log.cut:
-            return self._cut(f"vLLM ended with {self._drain_log.cut} request(s) unfinished")
-        if end is None and not self._drain_log.http_is_down:
-            return self._cut(
-                f"vLLM had not closed its connections {limit_s + TEARDOWN_S:.0f} s after the signal"
-            )
-        self._display.say("drained and stopped")
-        return ExitCode.OK
-
-    def _cut(self, why: str) -> ExitCode:
-        self._display.say(f"ended before the drain was done: {why}")
-        return ExitCode.TERMINATED
+        return self._died(end.code) if isinstance(end, Ended) else end
 
     def _died(self, code: int) -> NoReturn:
         self._display.stop()
@@ -308,6 +318,8 @@ class Supervisor:
         raise self._death(f"exit code {code}" if code >= 0 else f"API server killed by {signal_name(-code)}")
 
     def _death(self, how: str) -> NibbleError:
+        if self._end_of_hang.error is not None:
+            return self._end_of_hang.error
         ladder = self._plan.ladder if self._governor.kernel_has_killed() else None
         lost = "" if "killed" in how else self._lost
         return engine_died(self._timeline.phase, how, self._errors.cause, lost, ladder)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from nibble import early_stop
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4  # asm-generic/mman.h
@@ -68,7 +70,7 @@ def survive_memory_pressure() -> None:
 class Process:
     """One line of the process table, from /proc/PID/stat.
 
-    `state` "Z" is a zombie; `name` has at most 15 bytes.
+    `state` "Z" is a zombie; `name` has at most 15 bytes. Major faults are pages that came from disk.
     """
 
     pid: int
@@ -77,6 +79,7 @@ class Process:
     session: int
     state: str
     cpu_seconds: float
+    major_faults: int
 
 
 def processes() -> list[Process]:
@@ -100,7 +103,16 @@ def _read_stat(pid: int) -> Process | None:
         int(fields[3]),
         fields[0],
         ticks / os.sysconf("SC_CLK_TCK"),
+        int(fields[9]),
     )
+
+
+def started_ticks(pid: int | str) -> str:
+    """When a process started, in clock ticks since boot, which tells two with the same pid apart; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def family(session: int) -> list[Process]:
@@ -216,6 +228,8 @@ def stop_signals(tell: Callable[[int], None]) -> Iterator[None]:
     for one in STOP_SIGNALS:
         if before[one] != signal.SIG_IGN or one != signal.SIGHUP:
             signal.signal(one, handle)
+    if signum := early_stop.told():
+        tell(signum)
     try:
         yield
     finally:

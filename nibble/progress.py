@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nibble.phases import PhaseUpdate
+from nibble.printable import printable
 
 _STEP = 0.25  # without a terminal, progress within a phase is told at each quarter
 _REFRESH_PER_SECOND = 4
@@ -79,6 +80,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """One line of nibble's own."""
+        text = printable(text)
         with self._lock:
             if self._live is not None:
                 self._live.console.print(f"[nibble] {text}", markup=False)

@@ -28,8 +28,10 @@ from nibble.moe_configs import make_folder
 from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import demo_models, root
 from nibble.plan import Plan
+from nibble.port_lock import hold_port
 from nibble.prebuild import prebuilding
 from nibble.prepare import Asked, hub_environ, plan_for, read_wishes
+from nibble.printable import printable
 from nibble.processes import stop_signals, survive_memory_pressure
 from nibble.pull import OnProgress, Progress, PullResult, as_lines, pull
 from nibble.pull_plan import plan_pull, refuse_what_does_not_fit
@@ -57,6 +59,9 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
             code = _serve(asked, place.log.keep_rotating)
         except NibbleError as error:
             code = int(error.code)
+            raise
+        except SystemExit as end:  # a stop signal before the start
+            code = int(end.code or 0)
             raise
         finally:
             note(code)
@@ -89,6 +94,15 @@ def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json
 
 
 def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
+    """Hold the port from here to the end: vLLM itself takes it some seconds after its start."""
+    settings = asked.settings
+    if settings.node_rank:  # only rank 0 has an API
+        return _serve_here(asked, on_ready)
+    with hold_port(settings.host, settings.port):
+        return _serve_here(asked, on_ready)
+
+
+def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     accepted = dict(asked.accepted.environ)
     plan = _checked(_on_disk(plan_for(asked), asked), accepted)
     settings = plan.settings
@@ -335,4 +349,4 @@ def _announce(plan: Plan) -> None:
 
 def say(text: str) -> None:
     """A line of nibble's own, on stderr."""
-    print(f"[nibble] {text}", file=sys.stderr, flush=True)
+    print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)

@@ -87,6 +87,9 @@ class Settings(BaseSettings):
         "NIBBLE_DRAIN_SECONDS", flag="--drain-seconds", expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
     stall_seconds: int = _option(300, "Server", "Silence of the engine that is reported as a stall, never killed.",
         "NIBBLE_STALL_SECONDS", flag="--stall-seconds", expected="a whole number of seconds from 1 to 86400", ge=1, le=86400)
+    hang_seconds: int = _option(60, "Server",
+        "Seconds without any progress after which a hung vLLM is ended (exit 10); 0 switches the hang watch off.",
+        "NIBBLE_HANG_SECONDS", flag="--hang-seconds", expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
 
     max_header_bytes: int = _option(65536, "Requests", "Bytes of a request's first line and headers; over it 431.",
         "NIBBLE_MAX_HEADER_BYTES", vllm="--h11-max-incomplete-event-size", expected="a whole number from 1024 to 16777216",

@@ -12,6 +12,7 @@ from nibble.control import ADDRESS
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import show_gib
 from nibble.prepare import read_wishes
+from nibble.printable import printable
 from nibble.settings import options
 
 _TIMEOUT_S = 5.0
@@ -25,7 +26,7 @@ def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
         connection.request("GET", "/status")
         response = connection.getresponse()
         status = json.loads(response.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise _no_server(port, why) from None
     finally:
@@ -46,7 +47,11 @@ def _no_server(port: int, why: str) -> NibbleError:
 
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """For people; every part that the server tells."""
+    """For people; every part that the server tells, without control characters."""
+    return (printable(line) for line in _lines(status))
+
+
+def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     phase = f"{status['state']}" + (f", {status['phase']}" if status["phase"] != status["state"] else "")
     since = f", {status['seconds_in_phase']:.0f} s in this phase" if "seconds_in_phase" in status else ""
     yield f"state     {phase}{since}{_eta(status)}"

@@ -39,7 +39,7 @@ class StartTimes:
         self._path = path
         self.last: dict[str, float] = {}
         if path is not None:
-            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
                 self.last = {
                     str(name): float(seconds) for name, seconds in json.loads(path.read_text()).items()
                 }

@@ -89,6 +89,7 @@ class Run:
         answer: int = 200,
         drain_s: int = 5,
         stall_s: int = 60,
+        hang_s: float = 0,
         signals: tuple[tuple[float, int], ...] = (),
         when_ready: bool = True,
         limit: Limits = UNWATCHED,
@@ -103,6 +104,7 @@ class Run:
             control_port=ports[1],
             drain_seconds=drain_s,
             stall_seconds=stall_s,
+            hang_seconds=hang_s,
             kernel_assertion="warn",
             canary="off",
         )
@@ -113,6 +115,7 @@ class Run:
             argv=lambda: ["serve", "m"],
             vllm_environ=dict,
             to_json=dict,
+            target=SimpleNamespace(device="cpu"),
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
             topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1),
         )
