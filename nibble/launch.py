@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
+from nibble.build_id import build_id
 from nibble.control import ControlServer
 from nibble.drain import until_it_ends, until_none_runs
 from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
@@ -155,6 +156,7 @@ class Supervisor:
             "memory": self._governor.to_json(),
             "url": f"{self._api.url}/v1",
             "pid": os.getpid(),
+            "build": build_id(),
             "engine_pid": self._engine.pid,
             "served_names": list(self._plan.served_names),
             "plan": self._plan.to_json(),
