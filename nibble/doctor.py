@@ -84,7 +84,11 @@ def installed() -> dict[str, str]:
 
 def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
     """Python, nibble, vLLM with its shim, torch and what must not lie beside it."""
-    checks = [Check("python", "ok", python), Check("nibble", "ok", f"{__version__}, build {build_id()}"), _vllm_check(versions)]
+    checks = [
+        Check("python", "ok", python),
+        Check("nibble", "ok", f"{__version__}, build {build_id()}"),
+        _vllm_check(versions),
+    ]
     torch = versions.get("torch")
     if torch is None:
         checks.append(Check("torch", "fail", "not installed", "run `make setup`"))
