@@ -22,7 +22,7 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "nibble": ("nibble's code", "file"),
     "kernels": ("the build of nibble's kernels", "file"),
     "vllm files": ("vLLM's code", "file"),
-    "patches": ("the patches of vLLM", "patch"),
+    "patches": ("the set of vLLM patches", "patch"),
 }
 UNSET = "unset"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from changed_code import changed_kernels, changed_nibble, changed_patches
+from changed_code import KERNEL, changed_kernels, changed_nibble, changed_patches
 from serving import ROOT
 from two_hosts import ADDRESSES, Host, Process, two_hosts
 
@@ -48,15 +48,22 @@ SETTINGS = {
         ("serve", DEMO, "--max-model-len", "1024"),
         (f"the model {DEMO} is not {NVFP4} of {RANK_0}: config.json has other content; ",),
     ),
-    "dtype": Row((*WORDS, "--dtype", "float32"), ("--dtype is float32 (command line --dtype) and unset " + ON_RANK_0,)),
+    "dtype": Row(
+        (*WORDS, "--dtype", "float32"), ("--dtype is float32 (command line) and unset " + ON_RANK_0,)
+    ),
     "activations": Row(
         WORDS,
-        ("--additional-config nibble.nvfp4_activations is bf16 (environment NIBBLE_NVFP4_ACTIVATIONS) and unset",),
+        (
+            "--additional-config nibble.nvfp4_activations is bf16 (environment NIBBLE_NVFP4_ACTIVATIONS) and unset",
+        ),
         {"NIBBLE_NVFP4_ACTIVATIONS": "bf16"},
     ),
     "length": Row(
         ("serve", NVFP4, "--max-model-len", "512"),
-        ("--max-model-len is 512 (command line --max-model-len) and 1024 (command line --max-model-len) " + ON_RANK_0,),
+        (
+            "--max-model-len is 512 (command line --max-model-len) and 1024 (command line --max-model-len) "
+            + ON_RANK_0,
+        ),
     ),
     "variable": Row(
         WORDS,
@@ -66,8 +73,8 @@ SETTINGS = {
 }
 CODE = {
     "nibble": (changed_nibble, "nibble's code differs from that of {first}: file drain.py has other content"),
-    "kernels": (changed_kernels, "the build of nibble's kernels differs from that of {first}: file "),
-    "patches": (changed_patches, "the patches of vLLM differs from that of {first}: patch "),
+    "kernels": (changed_kernels, f"file {KERNEL} is there only on this node"),
+    "patches": (changed_patches, "the set of vLLM patches differs from that of {first}: patch "),
 }
 QUICK = ("model", "activations", "patches")
 
@@ -83,6 +90,24 @@ def together(
     both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), **more}
     head = hosts[0].start(folder / "0", *WORDS, **both, NIBBLE_NODE_RANK="0")
     return head, hosts[1].start(folder / "1", *words, **{**both, "NIBBLE_NODE_RANK": "1", **environ})
+
+
+def of_the_hub(home: Path, commit: str, name: str = "main") -> dict[str, str]:
+    """The variables of a Hugging Face cache in `home` with acme/demo at `commit`, which `name` points to."""
+    storage = home / "hub" / "models--acme--demo"
+    shutil.copytree(NVFP4, storage / "snapshots" / commit)
+    (storage / "refs").mkdir()
+    (storage / "refs" / name).write_text(commit)
+    return {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+
+
+def other_values(folder: Path) -> None:
+    """As after further training: the same headers, other weights."""
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(1_000_000)
+        byte = file.read(1)
+        file.seek(1_000_000)
+        file.write(bytes([byte[0] ^ 1]))
 
 
 def must_be_refused(head: Process, node: str, words: Sequence[str]) -> None:
@@ -105,6 +130,50 @@ def test_without_ray_a_rank_that_differs_is_named_before_anything_loads(
     head, rank1 = together(hosts, tmp_path, row.words, row.environ)
     try:
         must_be_refused(head, RANK_1, row.refusal)
+    finally:
+        head.end()
+        rank1.end()
+
+
+HUB_WORDS = ("serve", "acme/demo", "--max-model-len", "1024")
+
+
+@pytest.mark.slow
+def test_another_revision_of_the_same_model_is_refused_and_both_are_named(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    here, there = (of_the_hub(tmp_path / f"hf{rank}", commit) for rank, commit in enumerate(COMMITS))
+    other_values(tmp_path / "hf1" / "hub" / "models--acme--demo" / "snapshots" / COMMITS[1])
+    both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT)}
+    head = hosts[0].start(tmp_path / "0", *HUB_WORDS, **both, **here, NIBBLE_NODE_RANK="0")
+    rank1 = hosts[1].start(tmp_path / "1", *HUB_WORDS, **both, **there, NIBBLE_NODE_RANK="1")
+    try:
+        must_be_refused(head, RANK_1, [*COMMITS, "values in model.safetensors has other content"])
+    finally:
+        head.end()
+        rank1.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["pinned", "another path", "from the head", "another commit, the same files"])
+def test_ranks_whose_model_has_the_same_content_fit_together(
+    hosts: tuple[Host, Host], tmp_path: Path, how: str
+) -> None:
+    both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT)}
+    here, words = of_the_hub(tmp_path / "hf0", COMMITS[0]), HUB_WORDS
+    if how == "pinned":
+        there = of_the_hub(tmp_path / "hf1", COMMITS[0], "other") | {"NIBBLE_REVISION": COMMITS[0]}
+    elif how == "another commit, the same files":
+        there = of_the_hub(tmp_path / "hf1", COMMITS[1])
+    elif how == "from the head":
+        there = {"NIBBLE_CLUSTER_MODEL": "head"}
+    else:
+        shutil.copytree(NVFP4, tmp_path / "copy")
+        there, words = {}, ("serve", str(tmp_path / "copy"), "--max-model-len", "1024")
+    head = hosts[0].start(tmp_path / "0", *HUB_WORDS, **both, **here, NIBBLE_NODE_RANK="0")
+    rank1 = hosts[1].start(tmp_path / "1", *words, **both, **there, NIBBLE_NODE_RANK="1")
+    try:
+        head.wait_said(FIT)
     finally:
         head.end()
         rank1.end()
