@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from changed_code import KERNEL, changed_kernels, changed_nibble, changed_patches
+from changed_code import KERNEL, changed_kernels, changed_nibble, changed_patches, without_comparisons
 from serving import ROOT
 from two_hosts import ADDRESSES, Host, Process, two_hosts
 
@@ -177,3 +177,94 @@ def test_ranks_whose_model_has_the_same_content_fit_together(
     finally:
         head.end()
         rank1.end()
+
+
+@pytest.mark.slow
+def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_with_8(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """Rank 0 has the BF16 demo, rank 1 the NVFP4 one: every kernel is one that its own plan expects."""
+    blind = str(without_comparisons(tmp_path / "blind"))
+    both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), "PYTHONPATH": blind}
+    head = hosts[0].start(tmp_path / "0", "serve", DEMO, *WORDS[2:], **both, NIBBLE_NODE_RANK="0")
+    rank1 = hosts[1].start(tmp_path / "1", *WORDS, **both, NIBBLE_NODE_RANK="1")
+    try:
+        assert head.wait(300) == 8, head.said()[-3000:]
+        last = head.said().splitlines()[-1]
+        assert f"node {RANK_1}: rank 1 does not run what the others run: quantization: modelopt_fp4" in last
+        assert "expected as rank 0: none" in last
+    finally:
+        head.end()
+        rank1.end()
+
+
+# --- with Ray: one plan, the server's; each node's code, environment and files are its own ---
+
+RAY = {"NUM_GPUS": "1", "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}', "NIBBLE_ROOT": str(ROOT)}
+HEAD, WORKER = ADDRESSES
+
+
+@pytest.fixture(scope="module")
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    """Two hosts of their own, the first with a Ray head."""
+    pytest.importorskip("ray")
+    try:
+        with two_hosts() as (first, second):
+            head = first.start(tmp_path_factory.mktemp("head"), "ray-head", **RAY)
+            try:
+                head.wait_said("Ray head is up")
+                yield first, second
+            finally:
+                head.end()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def served_through_ray(hosts: tuple[Host, Host], folder: Path, **worker: str) -> tuple[Process, Process]:
+    """A worker with its own variables, and the server on the head's host."""
+    node = hosts[1].start(folder / "worker", "ray-worker", **{**RAY, **worker})
+    node.wait_said("has joined")
+    own = {**RAY, "NUM_GPUS": "", "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
+    return node, hosts[0].start(folder / "serve", *WORDS, **own)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CODE] + ["variable"])
+def test_with_ray_a_node_that_differs_is_named_before_anything_loads(
+    ray_head: tuple[Host, Host], tmp_path: Path, name: str
+) -> None:
+    if name == "variable":
+        own: Mapping[str, str] = SETTINGS[name].environ
+        refusal = f"the variable VLLM_FLOAT32_MATMUL_PRECISION is medium and unset on {HEAD}"
+    else:
+        change, words = CODE[name]
+        own, refusal = {"PYTHONPATH": str(change(tmp_path / "changed"))}, words.format(first=HEAD)
+    node, server = served_through_ray(ray_head, tmp_path, **own)
+    try:
+        must_be_refused(server, WORKER, [refusal])
+    finally:
+        server.end()
+        node.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["model", "revision"])
+def test_with_ray_another_model_at_the_same_path_is_named(
+    ray_head: tuple[Host, Host], tmp_path: Path, other: str
+) -> None:
+    there = tmp_path / "other"
+    shutil.copytree(DEMO if other == "model" else NVFP4, there)
+    if other == "revision":
+        other_values(there)
+    ray_head[1].mount(there, Path(NVFP4))
+    try:
+        node, server = served_through_ray(ray_head, tmp_path)
+        try:
+            what = "config.json" if other == "model" else "values in model.safetensors"
+            must_be_refused(
+                server, WORKER, [f"the model {NVFP4} is not", f"of {HEAD}: {what} has other content"]
+            )
+        finally:
+            server.end()
+            node.end()
+    finally:
+        ray_head[1].unmount(Path(NVFP4))
