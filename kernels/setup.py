@@ -3,12 +3,15 @@
 Against torch's stable ABI of 2.11 and Python's of 3.11, so that one wheel loads into any later version of either.
 """
 
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
 
 import torch
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 STABLE_ABI = [
@@ -20,12 +23,28 @@ STABLE_ABI = [
 CXX_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA"]
 SOURCES = Path("src/nibble_kernels")
+COMPILED_FROM = {".cpp", ".cu", ".h", ".hpp", ".cuh"}
 
 
 def gencode(arch_list: str) -> list[str]:
     """'9.0a;12.0f' as nvcc's flags. torch's own reading refuses the family targets (12.0f)."""
     names = [arch.replace(".", "") for arch in arch_list.replace(";", " ").split()]
     return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+
+
+class BuildWithSources(build_py):
+    """Adds _sources.json: sha256 of all that the modules are made from. Binaries differ from build to build; nibble/build_id.py
+    tells builds apart by this file.
+    """
+
+    def run(self) -> None:
+        super().run()
+        files = [Path("setup.py"), *(path for path in SOURCES.rglob("*") if path.suffix in COMPILED_FROM)]
+        found = {path.as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        if any(one.name.endswith("._cuda") for one in extensions):
+            found["TORCH_CUDA_ARCH_LIST"] = arch_list
+        place = Path(self.build_lib, SOURCES.name, "_sources.json")
+        place.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
 
 
 def extension(make: type, name: str, pattern: str, **flags: list[str]):
@@ -52,6 +71,6 @@ else:
 
 setup(
     ext_modules=extensions,
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildWithSources},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

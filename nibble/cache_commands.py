@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nibble.build_id import build_id
+from nibble.build_id import compiled_id
 from nibble.cache_entries import Entry, damage, drop, entries, sweep, to_prune
 from nibble.cache_keys import FOLDER
 from nibble.disk import gib
@@ -113,7 +113,7 @@ def prune(
         time.time(),
         None if older_than_days is None else older_than_days * DAY_S,
         None if max_gib is None else int(max_gib * (1 << 30)),
-        build_id() if all_but_current else None,
+        compiled_id() if all_but_current else None,
     )
     return chosen if dry_run else [entry for entry in chosen if _drop(entry)]
 

@@ -132,11 +132,11 @@ def patches_revert(tree: Root = None) -> None:
 @cache_app.command("ls")
 def cache_ls(as_json: Json = False) -> None:
     """Every entry: its size, what it is for, when it was used last."""
-    from nibble.build_id import build_id
+    from nibble.build_id import compiled_id
     from nibble.cache_commands import found, show
 
     there = found(dict(os.environ))
-    print_json([entry.to_json() for entry in there]) if as_json else show(there, build_id())
+    print_json([entry.to_json() for entry in there]) if as_json else show(there, compiled_id())
 
 
 @cache_app.command("verify")

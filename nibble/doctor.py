@@ -16,6 +16,7 @@ from typing import Literal
 
 from nibble import __version__
 from nibble.api_key import KEY_FILE
+from nibble.build_id import build_id
 from nibble.checks import check_driver, check_hardware
 from nibble.disk import folder_bytes, free_bytes, gib, nearest_existing, writable_fix, write_problem
 from nibble.doctor_machine import machine_checks, model_checks
@@ -83,7 +84,11 @@ def installed() -> dict[str, str]:
 
 def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
     """Python, nibble, vLLM with its shim, torch and what must not lie beside it."""
-    checks = [Check("python", "ok", python), Check("nibble", "ok", __version__), _vllm_check(versions)]
+    checks = [
+        Check("python", "ok", python),
+        Check("nibble", "ok", f"{__version__}, build {build_id()}"),
+        _vllm_check(versions),
+    ]
     torch = versions.get("torch")
     if torch is None:
         checks.append(Check("torch", "fail", "not installed", "run `make setup`"))

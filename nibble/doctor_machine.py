@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nibble.build_id import build_id
+from nibble.build_id import compiled_id
 from nibble.cache_entries import Entry, damage, entries
 from nibble.cache_keys import FOLDER
 from nibble.checks import run_checks
@@ -87,7 +87,7 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 def compiled_check(environ: Mapping[str, str]) -> Check:
     """The entries of compiled code: how much, whether whole, how much of other builds. Sizes only; `cache verify` hashes."""
-    return judge_entries(entries(cache_dir(environ) / FOLDER), build_id())
+    return judge_entries(entries(cache_dir(environ) / FOLDER), compiled_id())
 
 
 def judge_entries(found: Sequence[Entry], build: str) -> Check:

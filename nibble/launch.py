@@ -15,6 +15,7 @@ from nibble import early_stop
 from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
+from nibble.build_id import build_id
 from nibble.control import ControlServer
 from nibble.drain import drain, until_it_ends
 from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
@@ -175,6 +176,7 @@ class Supervisor:
             "hang": self._hangs.to_json(),
             "url": f"{self._api.url}/v1",
             "pid": os.getpid(),
+            "build": build_id(),
             "engine_pid": self._engine.pid,
             "served_names": list(self._plan.served_names),
             "plan": self._plan.to_json(),

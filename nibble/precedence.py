@@ -61,7 +61,9 @@ class Ingredients:
     is_demo: bool = False
     tuned_configs: TunedConfigs | None = None
     rules: tuple[Rule, ...] = ()
-    build: str = ""  # what is installed here (build_id.py); empty: a plan for another machine
+    build: str = (
+        ""  # `compiled_id` of what is installed here (build_id.py); empty: a plan for another machine
+    )
     vllm: str = ""
     can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
     without_cpp_compiler: bool = False  # on the CPU, where torch.compile needs one

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.backend_rules import load_rules
-from nibble.build_id import build_id, vllm_version
+from nibble.build_id import compiled_id, vllm_version
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.command_line import CommandLine, read_command_line
 from nibble.disk import is_folder
@@ -115,7 +115,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         and folder.resolve() in [demo.resolve() for demo in demo_models().values()],
         tuned_configs=installed_configs() if target.device == "cuda" else None,
         rules=load_rules(root()),
-        build="" if hardware.assumed else build_id(),
+        build="" if hardware.assumed else compiled_id(),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
         without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(for_vllm),

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibble.agreement import disagreements
 from nibble.assertion import (
     STRICT_ACTION,
     Deviation,
@@ -83,7 +84,8 @@ class Proof:
         reports = [{**report, "node": node} for node, found in by_node.items() for report in found]
         told = [report for report in reports if report["ran"] is not None]
         self._ran = [
-            report["ran"] | {"activations": activations_of([report]), "node": report["node"]}
+            report["ran"]
+            | {"activations": activations_of([report]), "node": report["node"], "rank": report["rank"]}
             for report in told
         ]
         for problem in dict.fromkeys(report["problem"] for report in reports if report["problem"]):
@@ -110,10 +112,12 @@ class Proof:
             for node in dict.fromkeys(ran["node"] for ran in self._ran)
             for one in deviations(expected, [ran for ran in self._ran if ran["node"] == node])
         ]
-        lines = tuple(f"{on_node(node)}{one.line()}" for node, one in found)
-        self._assertion = ("failed" if found else "passed", lines)
-        for node, one in found:
-            self._tell(_unexpected(node, one), self._plan.settings.kernel_assertion, say)
+        wrong_nodes = {node for node, _ in found}
+        unlike = [one for one in disagreements(self._ran) if one.node not in wrong_nodes]
+        lines = [f"{on_node(node)}{one.line()}" for node, one in found] + [one.line() for one in unlike]
+        self._assertion = ("failed" if lines else "passed", tuple(lines))
+        for error in [*(_unexpected(node, one) for node, one in found), *(one.error() for one in unlike)]:
+            self._tell(error, self._plan.settings.kernel_assertion, say)
         if slow := plain_torch_on_the_cpu(self._ran):
             say(f"warning: {slow}")
 

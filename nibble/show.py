@@ -17,6 +17,7 @@ from rich.table import Table
 
 from nibble import __version__
 from nibble.assertion import expectations
+from nibble.build_id import build_id
 from nibble.checks import check_memory
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import arithmetic, show_gib
@@ -275,8 +276,8 @@ def show_patches(tree: Any, lines: Sequence[Any]) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions, read from metadata: nothing is imported."""
-    found: dict[str, str | None] = {"nibble": __version__}
+    """Installed versions, read from metadata: nothing is imported. `build` stands for their content."""
+    found: dict[str, str | None] = {"nibble": __version__, "build": build_id()}
     for name in VERSIONED:
         try:
             found[name] = importlib.metadata.version(name)

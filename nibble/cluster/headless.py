@@ -47,7 +47,7 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
     token = members_token(settings, environ, f"rank {plan.topology.node_rank}")
     place = find_place(settings, environ, head)
     proof = tempfile.TemporaryDirectory(prefix="nibble-proof-", ignore_cleanup_errors=True)
-    handlers = node_handlers(place) | proof_handlers(Path(proof.name))
+    handlers = node_handlers(place, plan) | proof_handlers(Path(proof.name))
     agent = Agent(place.address, token, handlers, environ=environ)
     gpus = len(plan.hardware.gpus)
     rank = plan.topology.node_rank

@@ -13,15 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nibble.build_id import part_files
 from nibble.cluster.agent import Handler
 from nibble.cluster.allreduce import TIMEOUT_S
+from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
+from nibble.cluster.rank_settings import model_folders, rank_facts
 from nibble.paths import cache_dir
 from nibble.proof import read_reports
 from nibble.settings import Settings
+
+if TYPE_CHECKING:
+    from nibble.plan import Plan
 
 REACH_S = 3.0
 _AGAIN_S = 0.1
@@ -62,14 +68,26 @@ def find_place(settings: Settings, environ: Mapping[str, str], head: str | None)
     return Place(address, settings.cluster_interface, environ, settings.cache_dir or cache_dir(environ))
 
 
-def node_handlers(place: Place) -> dict[str, Handler]:
-    """The paths that every node has."""
+def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
+    """The paths that every node has. `plan` is a rank's own; a Ray node has none."""
 
     def facts(body: Mapping[str, Any]) -> dict[str, Any]:
+        own = rank_facts(plan, plan.vllm_environ(place.environ)) if plan else {}
         models = {one: model_state(one) for one in body.get("models") or ()}
         if asked := body.get("hub"):
             models[str(asked["model"])] = hub_state(str(asked["model"]), asked["revision"], place.given)
-        return place.facts() | {"models": models}
+        return place.facts() | own | {"models": models}
+
+    def checkpoints(body: Mapping[str, Any]) -> dict[str, Any]:
+        asked = {str(folder): str(folder) for folder in body.get("folders") or ()}
+        own = model_folders(plan) if plan else {}
+        return {"checkpoints": {label: summary(folder) for label, folder in (asked or own).items()}}
+
+    def entries(body: Mapping[str, Any]) -> dict[str, Any]:
+        """What a digest of /facts ("part") or /checkpoints ("folder") is made of."""
+        if folder := body.get("folder"):
+            return {"entries": checkpoint_facts(str(folder))}
+        return {"entries": dict(part_files(str(body["part"])))}
 
     def reach(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"unreachable": unreachable([(str(host), int(port)) for host, port in body["targets"]])}
@@ -91,7 +109,14 @@ def node_handlers(place: Place) -> dict[str, Handler]:
             listening.extend(found)
         return {"taken": taken}
 
-    return {"/facts": facts, "/reach": reach, "/listen": listen, "/allreduce": reduce}
+    return {
+        "/facts": facts,
+        "/checkpoints": checkpoints,
+        "/entries": entries,
+        "/reach": reach,
+        "/listen": listen,
+        "/allreduce": reduce,
+    }
 
 
 def proof_handlers(folder: Path) -> dict[str, Handler]:

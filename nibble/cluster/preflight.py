@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nibble.cluster.agent import AgentError, call
+from nibble.cluster.agent import AgentError
+from nibble.cluster.caller import FACTS_TIMEOUT_S, Caller, ask_all
+from nibble.cluster.differences import settings_problems
+from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.facts import Problem, compare
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS, RAY_PORTS
 from nibble.errors import ExitCode, NibbleError
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
-FACTS_TIMEOUT_S = 20.0
 HUB_TIMEOUT_S = 120.0  # which may be slow to say that it cannot be reached
 RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]  # stands for the range: the last that Ray takes
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,6 @@ class Report:
         raise NibbleError(ExitCode.CLUSTER, what, "", first.action)
 
 
-@dataclass(frozen=True)
-class Caller:
-    """How to reach the agents: the token and the environment (TLS). `head` is this cluster's."""
-
-    head: str
-    token: str
-    environ: Mapping[str, str]
-
-    def ask(
-        self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = FACTS_TIMEOUT_S
-    ) -> dict[str, Any]:
-        return call(address, path, self.token, body, timeout_s, self.environ)
-
-
 def preflight(
     caller: Caller,
     nodes: Sequence[Mapping[str, Any]],
@@ -74,6 +59,7 @@ def preflight(
     ports: Sequence[int] = (MASTER_PORT,),
     least_gb_per_s: float | None,
     least_memory_bytes: int = 0,
+    server: Mapping[str, Any] | None = None,
     over: threading.Event | None = None,
 ) -> Report:
     """Check `nodes`, the head's own first. Stops at the first group of checks that finds something, and, without a result, as
@@ -82,13 +68,16 @@ def preflight(
     `models` are folders that every node must have; none where each downloads. `hub` is the "model" and "revision" that each must
     have or be able to download (with Ray, whose workers look in one place, all but the first must have it). With `first_gives`
     both are asked of the first alone. `ports` are vLLM's own on the head, without Ray.
-    `least_gb_per_s` None takes the default.
+    `least_gb_per_s` None takes the default. `server` is what a server through Ray adds to every worker (`rank_facts`).
     """
     over = over or threading.Event()
     asked = {"models": models, "hub": hub}
     problems, fresh = _ask_facts(caller, nodes, asked, first_gives, has_ray, over)
     if fresh and not problems:
-        problems = compare(fresh, least_memory_bytes)
+        problems = compare(fresh, least_memory_bytes) + settings_problems(fresh, server)
+        problems += compare_code(caller, fresh)
+    if fresh and not problems and not (first_gives or over.is_set()):
+        problems = compare_checkpoints(caller, fresh, models, over)
     if not problems:
         problems = _reach(caller, fresh, has_ray, ports, over)
     if problems or over.is_set():
@@ -115,7 +104,7 @@ def _ask_facts(
         body = {} if first_gives and node is not nodes[0] else asked
         return caller.ask(node["address"], "/facts", body, timeout_s)
 
-    for node, answer in _all(nodes, ask, over):
+    for node, answer in ask_all(nodes, ask, over):
         if isinstance(answer, AgentError):
             problems.append(_no_answer(node, answer))
             continue
@@ -170,7 +159,7 @@ def _listen(
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
         return caller.ask(node["address"], "/listen", {"ports": list(ports[node["address"]])}, 5.0)
 
-    return _all([node for node in nodes if node["address"] in ports], ask, over)
+    return ask_all([node for node in nodes if node["address"] in ports], ask, over)
 
 
 def _reach_all(
@@ -193,7 +182,7 @@ def _reach_all(
         return caller.ask(node["address"], "/reach", {"targets": targets(node)}, timeout_s)
 
     problems: list[Problem] = []
-    for node, answer in _all(nodes, ask, over):
+    for node, answer in ask_all(nodes, ask, over):
         failed = [str(answer)] if isinstance(answer, AgentError) else answer["unreachable"]
         if failed:
             action = "open the ports that docs/cluster.md lists between the nodes"
@@ -221,7 +210,7 @@ def _reduce(
 
     problems: list[Problem] = []
     answers: list[dict[str, Any]] = []
-    for node, answer in _all(nodes, ask, over):
+    for node, answer in ask_all(nodes, ask, over):
         if isinstance(answer, AgentError) or "error" in answer:
             why = answer if isinstance(answer, AgentError) else answer["error"]
             action = "look at NIBBLE_CLUSTER_INTERFACE, the firewall, and NCCL_DEBUG=INFO"
@@ -258,28 +247,3 @@ def judge(
         action = "use the fast network (NIBBLE_CLUSTER_INTERFACE), or lower NIBBLE_CLUSTER_MIN_GB_PER_S"
         problems.append(Problem(slowest["node"], what, action))
     return {**slowest, "least_gb_per_s": least, "nodes": len(answers)}, problems
-
-
-def _all(
-    nodes: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], Any], over: threading.Event
-) -> list[tuple[Mapping[str, Any], Any]]:
-    """Ask all nodes at the same time: (node, its answer or the AgentError) in the order of the answers, so far as they came
-    before `over` was set.
-    """
-    answers: queue.SimpleQueue[tuple[Mapping[str, Any], Any]] = queue.SimpleQueue()
-
-    def work(node: Mapping[str, Any]) -> None:
-        try:
-            answers.put((node, ask(node)))
-        except Exception as error:
-            answers.put((node, error))
-
-    for node in nodes:  # daemons: one that still waits for its answer must not hold up the end of the process
-        threading.Thread(target=work, args=(node,), name="preflight", daemon=True).start()
-    found: list[tuple[Mapping[str, Any], Any]] = []
-    while len(found) < len(nodes) and not over.is_set():
-        with contextlib.suppress(queue.Empty):
-            found.append(answers.get(timeout=_LOOK_S))
-            if isinstance(error := found[-1][1], Exception) and not isinstance(error, AgentError):
-                raise error
-    return found

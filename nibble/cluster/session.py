@@ -23,6 +23,7 @@ from nibble.cluster.network import is_here
 from nibble.cluster.node import Place, find_place, node_handlers
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
+from nibble.cluster.rank_settings import model_folders, rank_facts
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.roster import BEAT_S, LOST_S, Roster, head_first, lost_node
 from nibble.cluster.token import heads_token, members_token, withhold_from_ray
@@ -261,7 +262,7 @@ class Cluster:
     def _preflight(self, nodes: Sequence[Mapping[str, Any]]) -> Report:
         """The checks; with Ray also the folders that the driver names, from which every node loads, and Ray's own ways."""
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
-        folders = model_folders(self.plan) if has_ray else []
+        folders = list(dict.fromkeys(model_folders(self.plan).values())) if has_ray else []
         if settings.cluster_model == "head":
             problems = distribute(self._caller, nodes, self.place.address, folders, self._stop, self._tell)
             if problems or self._stop.is_set():
@@ -274,6 +275,7 @@ class Cluster:
             ports=rank_0_ports({flag: choice.value for flag, choice in self.plan.args.items()}),
             least_gb_per_s=settings.cluster_min_gb_per_s,
             least_memory_bytes=least_memory_bytes(self.plan),
+            server=rank_facts(self.plan, self.plan.vllm_environ(self.place.environ)) if has_ray else None,
             over=self._stop,
         )
         if not has_ray or report.problems or self._stop.is_set():
@@ -346,13 +348,6 @@ class Cluster:
             self._roster.state = "starting" if starting else "waiting"
 
 
-def model_folders(plan: Plan) -> list[str]:
-    """The folders that every node of a Ray cluster loads from: the model's and its draft's."""
-    draft = plan.args.get("--speculative-config")
-    named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None
-    return list(dict.fromkeys([plan.model, *([named] if named and Path(named).is_dir() else [])]))
-
-
 def least_memory_bytes(plan: Plan) -> int:
     """What each node needs: weights, engine and the smallest KV cache; 0 where the weights are not known."""
     budget = plan.budget
@@ -382,7 +377,7 @@ def open_cluster(
         offers = Offers()
         if Path(plan.model).is_dir():
             offers.add(Path(plan.model))
-        handlers = head_handlers(roster) | node_handlers(place) | offers.handlers()
+        handlers = head_handlers(roster) | node_handlers(place, plan) | offers.handlers()
         agent = Agent(place.address, token, handlers, offers.senders(), environ)
         gpus = len(plan.hardware.gpus)
         member = Member(place.address, token, place.address, "serve", 0, gpus, environ, place.facts)

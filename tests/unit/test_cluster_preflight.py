@@ -110,6 +110,8 @@ class Nodes(Caller):
         if path == "/reach":
             self.reached[address] = body["targets"]
             return {"unreachable": []}
+        if path == "/checkpoints":
+            return {"checkpoints": {}}
         on_hub = [body["hub"]["model"]] if body.get("hub") else []
         found = {one: self.models.get(address, "here") for one in [*body.get("models", ()), *on_hub]}
         return FACTS | {"models": found}

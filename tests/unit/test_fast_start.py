@@ -85,7 +85,7 @@ def test_another_gpu_build_or_cpu_is_another_entry(on, monkeypatch: pytest.Monke
     on(SM120)
     assert not set(names(plan(DEMO)).values()) & set(first.values())
     on(HOPPER)
-    monkeypatch.setattr(prepare, "build_id", lambda: "another")
+    monkeypatch.setattr(prepare, "compiled_id", lambda: "another")
     assert not set(names(plan(DEMO)).values()) & set(first.values())
     on(replace(HOPPER, gpus=()))
     wide = names(plan(DEMO))

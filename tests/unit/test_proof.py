@@ -170,3 +170,16 @@ def test_answers_beside_a_recipe_come_before_those_in_the_models_folder(
         "/m/nibble-canary.json",
         "/m/nibble-canary.weight-only.json",
     ]
+
+
+def test_workers_that_fit_the_plan_and_not_each_other_end_the_start_and_are_named(tmp_path: Path) -> None:
+    """A BF16 model beside an NVFP4 one: the plan expects no kernel of either."""
+    plain = {"ran": RAN | {"linear": {}, "moe": {}, "max_model_len": 1024}}
+    quantized = {"ran": RAN | {"max_model_len": 1024}, "rank": 1}
+    made = make(tmp_path, plain, elsewhere={"b (rank 1)": [quantized]}, tensor_parallel_size=2)
+    words = r"^node b \(rank 1\): rank 1 does not run what the others run: linear layers: nvfp4: Humming\w+ in 144 layers"
+    with pytest.raises(NibbleError, match=words) as raised:
+        run(made)
+    assert raised.value.code == ExitCode.CANARY and raised.value.expected == "as rank 0: none"
+    told = made[0].to_json()["assertion"]
+    assert told["verdict"] == "failed" and len(told["deviations"]) == 2

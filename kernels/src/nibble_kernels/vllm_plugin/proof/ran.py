@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.compilation.counter import compilation_counter
+from vllm.distributed import get_pp_group
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -19,7 +20,10 @@ from nibble_kernels.vllm_plugin.layers import kernel_of
 
 
 def what_ran(worker: Any) -> dict[str, Any]:
-    """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value for each other part."""
+    """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value for each other part.
+
+    The supervisor compares it with its plan and the workers with each other: `stage` says which hold the same layers.
+    """
     runner, config = worker.model_runner, worker.vllm_config
     models = list(models_of(runner))
     layers = config.compilation_config.static_forward_context.values()
@@ -31,6 +35,12 @@ def what_ran(worker: Any) -> dict[str, Any]:
         "attention": _counted(layer.get_attn_backend().get_name() for layer in attention),
         "kv_cache_dtype": sorted({_kv_dtype(layer) for layer in attention if _has_cache(layer)}),
         "model_dtype": _short(config.model_config.dtype),
+        "stage": get_pp_group().rank_in_group,
+        "architecture": config.model_config.architecture,
+        "quantization": config.model_config.quantization,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "block_size": config.cache_config.block_size,
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
         "compilation_mode": compilation.mode.name,

@@ -1,0 +1,109 @@
+"""What a model folder holds, as names and short digests: equal for equal content, wherever the folder lies.
+
+Configuration and tokenizer files count in full. Of weights the size, every tensor's header and samples of the values count, which
+take a second for hundreds of gigabytes: two revisions of one model have the same headers and other values nearly everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nibble.build_id import digest
+from nibble.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
+from nibble.checkpoint.source import FolderSource, read_index, weight_files
+from nibble.errors import NibbleError
+from nibble.model_files import COMMIT
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+WHOLE_BYTES = 32 << 20  # smaller files are read in full: an embedded demo, a vocabulary
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# What vLLM reads beside the weights. Not pages for people, and not the canary's answers, which are the server's.
+CONFIGURATION = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".yaml", ".yml")
+NOT_READ = ("nibble-canary", "LICENSE", "README", "NOTICE")
+
+
+def checkpoint_facts(folder: str) -> dict[str, str]:
+    """Name -> digest or words: files ("config.json"), tensors ("tensor w in model.safetensors") and samples of values.
+
+    Raises OSError where a file cannot be read, NibbleError (MODEL) for a header that no loader would take.
+    """
+    place = Path(folder)
+    files = sorted({*_configuration(place), *_weights(place)})
+    stamps = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    return dict(_facts(stamps))
+
+
+def _configuration(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if path.suffix in CONFIGURATION and path.is_file()]
+    return [path for path in found if not path.name.startswith((".", *NOT_READ))]
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Those that vLLM would load: a folder may hold the same weights in another form beside them."""
+    source = FolderSource(str(folder), "local", folder, None)
+    loaded = weight_files(source, read_index(source))
+    if loaded is not None:
+        return [folder / name for name in loaded]
+    return [path for path in folder.iterdir() if path.suffix in WEIGHTS and path.is_file()]
+
+
+@functools.lru_cache(maxsize=8)
+def _facts(stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
+    """Kept as long as no file changes its size or time: a server asks again after each lost node."""
+    found: dict[str, str] = {}
+    for path, size, _ in stamps:
+        found.update(_of_weights(Path(path), size) if path.endswith(WEIGHTS) else _of_file(Path(path)))
+    return found
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        yield path.name, hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _of_weights(path: Path, size: int) -> Iterator[tuple[str, str]]:
+    if path.suffix == ".safetensors":
+        yield from _tensors(path, size)
+    yield f"values in {path.name}", f"{size} bytes, {_sample(path, size)}"
+
+
+def _tensors(path: Path, size: int) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        length = header_length(path.name, file.read(LENGTH_BYTES), size)
+        header = file.read(length)
+    for name, tensor in parse_header(path.name, header, size).items():
+        where = f"{tensor.offset}+{tensor.nbytes}"
+        yield f"tensor {name} in {path.name}", f"{tensor.dtype} {json.dumps(tensor.shape)} at {where}"
+
+
+def _sample(path: Path, size: int) -> str:
+    """Of the content, or of SAMPLES places spread over a large file."""
+    read = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        for number in range(SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            read.update(file.read(SAMPLE_BYTES))
+    return read.hexdigest()[:16]
+
+
+def summary(folder: str) -> dict[str, str]:
+    """The folder, the digest of its facts and its revision (empty: unknown); or why there is no digest.
+
+    A pinned revision, an unpinned one and a copy without one are equal where their content is.
+    """
+    found = {"folder": folder, "digest": "", "revision": "", "problem": ""}
+    commit = Path(folder).resolve().name
+    if COMMIT.fullmatch(commit):  # a snapshot of the Hub's cache
+        found["revision"] = commit
+    try:
+        return found | {"digest": digest(checkpoint_facts(folder))}
+    except NibbleError as error:
+        return found | {"problem": error.what}
+    except OSError as error:
+        return found | {"problem": f"{error.filename or folder} cannot be read ({error.strerror or error})"}
