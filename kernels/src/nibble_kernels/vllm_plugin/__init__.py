@@ -26,7 +26,7 @@ def register() -> None:
         compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
     )
 
-    from nibble_kernels.vllm_plugin import cloverlm, dense, kernels, lm_head, moe, mtp, neighbours, quartet2
+    from nibble_kernels.vllm_plugin import cloverlm, dense, kernels, lm_head, moe, mtp, neighbours, quartet2, whole_load
 
     cloverlm.register_cloverlm()
     quartet2.register_quartet2()
@@ -46,3 +46,4 @@ def register() -> None:
     lm_head.register_head()
     mtp.register_draft_projection()
     neighbours.follow_loading()
+    whole_load.check_loads()
