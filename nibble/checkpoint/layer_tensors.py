@@ -108,9 +108,10 @@ def _kind(leaf: str) -> str:
 def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Iterator[Problem]:
     """Whole layers, and what a layer lacks that others of its kind have."""
     layers = {number: leaves for number, leaves in stack.items() if number < num_layers}
-    for number in range(min(num_layers, 1 + max(stack, default=0) + num_layers)):
-        if number not in layers:
-            yield _problem("layer", f"{prefix}{number}", "", "is missing", f"{num_layers} layers (num_hidden_layers)")
+    if len(layers) < num_layers:
+        first = next(number for number in range(len(layers) + 1) if number not in layers)
+        expected = f"{num_layers} layers, and {len(layers)} are stored (num_hidden_layers of config.json)"
+        yield _problem("layer", f"{prefix}{first}", "", "is missing", expected)
     with_experts = {number for number, leaves in layers.items() if any(".experts." in leaf for leaf in leaves)}
     holders: defaultdict[str, set[int]] = defaultdict(set)
     for number, leaves in layers.items():
