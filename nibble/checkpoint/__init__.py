@@ -12,6 +12,7 @@ from nibble.checkpoint.exclusions import Modules, read_modules
 from nibble.checkpoint.fused_groups import format_problems
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
+from nibble.checkpoint.layer_tensors import layer_problems
 from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
 from nibble.checkpoint.layers import head_dim as _head_dim
 from nibble.checkpoint.missing import missing_tensors
@@ -194,6 +195,9 @@ def _assemble(
     scheme, nvfp4, problems = _nvfp4(
         detect_scheme(config, hf_quant, tensors), config, hf_quant, tensors, count
     )
+    if tensors:
+        model_type, dim = str(text.get("model_type") or _model_type(config)), _known_head_dim(text)
+        problems += layer_problems(tensors, nvfp4, text, model_type, count, dim)
     needed = config_for_vllm(config, hf_quant, scheme)
     return Checkpoint(
         id=source.id,

@@ -16,6 +16,8 @@ from nibble_kernels.scale_layout import untile
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tiny_checkpoint import OTHER_FAMILY
+
 from nibble.checkpoint import read_checkpoint
 from nibble.cli import _guarded, app
 from nibble.convert import Wishes, convert
@@ -412,7 +414,7 @@ def test_some_experts_of_a_layer_are_not_excluded_alone(pattern: str, tmp_path: 
 
 
 def test_quartet_packed_needs_multiples_of_128(tmp_path: Path) -> None:
-    folder = write(tmp_path / "bf16", bf16_tensors({"mlp.up_proj": (64, 128)}))
+    folder = write(tmp_path / "bf16", bf16_tensors({"mlp.up_proj": (64, 128)}), CONFIG | OTHER_FAMILY)
     made = convert(str(folder), tmp_path / "made", "nvfp4").dest
     assert "[64, 128]" in refused(ExitCode.CONFIG, str(made), tmp_path / "x", "quartet-packed")
 

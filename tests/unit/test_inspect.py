@@ -14,7 +14,7 @@ import pytest
 from cloverlm_models import CloverShape, write_packed
 from hub import Hub
 from test_nvfp4_validation import COMPRESSED, gaussian_scales, tiled, two_weights
-from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, tensors, write_checkpoint
+from tiny_checkpoint import LINEAR_SHAPES, OTHER_FAMILY, Tensors, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 from typer.testing import CliRunner
 
@@ -213,7 +213,7 @@ def test_without_a_folder_only_headers_and_fp32_scales_are_read(tmp_path: Path, 
 def test_on_the_hub_no_weight_and_no_block_scale_is_downloaded(tmp_path: Path) -> None:
     # Large enough that its tensors are not within the first read of the header.
     weights = linear(GATE, 1024, 1024, "nvfp4") | linear(UP, 1024, 1024, "nvfp4")
-    folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4}, None,
+    folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4} | OTHER_FAMILY, None,
                               {f"{UP}.weight_scale_2": f32(0.3)})  # fmt: skip
     with Hub() as hub:
         hub.add("acme/nvfp4", folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cloverlm_models import CloverShape, write_packed
-from tiny_checkpoint import Tensors, linear, tensors, write_checkpoint
+from tiny_checkpoint import OTHER_FAMILY, Tensors, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4, write_model
 from typer.testing import CliRunner
 
@@ -208,7 +208,7 @@ def four_layers() -> Tensors:
 
 @pytest.fixture
 def holed(tmp_path: Path) -> str:
-    config = {"quantization_config": MODELOPT_NVFP4, "num_hidden_layers": 4}
+    config = {"quantization_config": MODELOPT_NVFP4, "num_hidden_layers": 4} | OTHER_FAMILY
     return str(write_checkpoint(tmp_path / "holed", four_layers(), config))
 
 

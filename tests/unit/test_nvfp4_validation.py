@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, stacked, tensors, write_checkpoint
+from tiny_checkpoint import LINEAR_SHAPES, OTHER_FAMILY, Tensors, linear, stacked, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
@@ -343,7 +343,7 @@ def two_weights(
         weights |= linear(name, ROWS, COLUMNS, "nvfp4")
     given = {f"{name}.weight_scale": stored for name, stored in zip(names, scales, strict=True)}
     given |= {f"{name}.weight": values["codes"] for name in names if "codes" in values}
-    return checkpoint(folder, weights, declared, values=given)
+    return checkpoint(folder, weights, declared, values=given, **OTHER_FAMILY)
 
 
 def test_untile_is_the_inverse_of_the_tiled_layout() -> None:

@@ -36,6 +36,7 @@ def register() -> None:
         neighbours,
         pulse,
         quartet2,
+        whole_load,
     )
 
     cloverlm.register_cloverlm()
@@ -57,3 +58,4 @@ def register() -> None:
     mtp.register_draft_projection()
     neighbours.follow_loading()
     pulse.register()
+    whole_load.check_loads()

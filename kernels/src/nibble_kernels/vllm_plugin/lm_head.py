@@ -42,10 +42,12 @@ class NvFp4LMHead(ParallelLMHead):
         kwargs.update(zip(_PARAMETERS, args, strict=False))
         kwargs["prefix"] = kwargs.get("prefix") or DEFAULT_NAME
         quantize_it = current_options().quantize_lm_head == "nvfp4" and not _is_draft()
-        if kwargs.get("quant_config") is None or quantize_it:
-            inner = kwargs.get("quant_config") or _quantization_of_the_model()
-            kwargs["quant_config"] = HeadConfig(inner, quantize_it)
+        given = kwargs.get("quant_config")
+        if given is None or quantize_it:
+            kwargs["quant_config"] = HeadConfig(given or _quantization_of_the_model(), quantize_it)
         super().__init__(**kwargs)
+        # vLLM's loader takes the first config among a model's children for the model's (vllm 0.32 models/utils.py:464).
+        self.quant_config = given
 
 
 # Of ParallelLMHead.__init__ up to its keyword-only part (vllm 0.32 vocab_parallel_embedding.py:596).

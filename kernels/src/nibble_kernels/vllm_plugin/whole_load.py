@@ -1,0 +1,76 @@
+"""A load ends with the name of the tensor that is missing or does not fit, whatever the model and its quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from nibble_kernels.vllm_plugin.options import weights_are_real
+from nibble_kernels.vllm_plugin.written import WrittenRegions, unwritten
+
+_MISFITS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+class TensorError(ValueError):
+    """A tensor of the checkpoint that the model has no place for, or one of another shape or type."""
+
+
+def check_loads() -> None:
+    """Follow vLLM's default loader (vllm 0.32 model_loader/default_loader.py:367, 484); other loaders check for themselves."""
+    load, read = DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights
+
+    def load_and_check(self: Any, model: nn.Module, model_config: Any) -> None:
+        if not weights_are_real() or self.enable_weights_track is False:
+            return load(self, model, model_config)
+        returned = _remember_returned(model)
+        self.nibble_reading = None
+        written = WrittenRegions(model)
+        try:
+            with written:
+                load(self, model, model_config)
+        except torch.OutOfMemoryError:
+            raise
+        except _MISFITS as error:
+            raise _named(error, self.nibble_reading) from error
+        finally:
+            del model.load_weights
+        if missing := unwritten(model, written, returned()):
+            names = ", ".join(map(repr, missing))
+            raise ValueError(f"Following weights were not initialized from checkpoint: {{{names}}}")
+
+    def read_and_note(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read(self, *args, **kwargs):
+            self.nibble_reading = f"{name} ({_described(tensor)})"
+            yield name, tensor
+            self.nibble_reading = None  # what fails from here on is the next one, or none
+
+    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = load_and_check, read_and_note  # type: ignore[method-assign]
+
+
+def _remember_returned(model: Any) -> Any:
+    """Have `model.load_weights` keep what it returns, which vLLM's loader does not hand on."""
+    load, kept = model.load_weights, {}
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        kept["names"] = set(found) if found is not None else None
+        return found
+
+    model.load_weights = keep
+    return lambda: kept.get("names")
+
+
+def _described(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+
+
+def _named(error: Exception, reading: str | None) -> Exception:
+    """The error with the tensor that was being loaded; as it is where none was."""
+    if reading is None or "not initialized from checkpoint" in str(error):
+        return error
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return TensorError(f"{reading} does not fit the model ({why})")

@@ -1,0 +1,155 @@
+"""Which parameters, and which parts of fused ones, are written while vLLM loads a model's weights.
+
+vLLM 0.32 compares names alone, takes a fused parameter (q/k/v, gate/up, experts) for loaded where one part is, and does even that
+only for unquantized models (default_loader.py:507). What no tensor writes keeps the values that memory had.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset in its storage, sizes and strides, in elements
+
+# Tensors that formats may leave out, or that vLLM fills itself; layers.py checks NVFP4's own scales.
+_MAY_BE_ABSENT = re.compile(r"scale|zero|g_idx|_shape|_ub$|_bias_vl")
+# Where a model's packed_modules_mapping does not name the parts of a fused layer.
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@functools.cache
+def _written_places(function: Any) -> tuple[int, ...]:
+    """Which positional arguments of a torch operator it writes to."""
+    arguments = function._schema.arguments
+    return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+class WrittenRegions(TorchDispatchMode):
+    """Notes what operators write into the parameters of `model`; a context manager around the load, in its thread."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._pointers: dict[str, int] = {}
+        self._regions: dict[int, set[Region]] = {}
+        for name, parameter in model.named_parameters():
+            if _has_memory(parameter):
+                self._pointers[name] = pointer = parameter.untyped_storage().data_ptr()
+                self._regions[pointer] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for place in _written_places(func):
+            target = args[place] if place < len(args) else None
+            if isinstance(target, Tensor) and target.device.type != "meta":
+                found = self._regions.get(target.untyped_storage().data_ptr())
+                if found is not None:
+                    found.add((target.storage_offset(), tuple(target.shape), target.stride()))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, name: str, parameter: Parameter) -> set[Region] | None:
+        """What was written of a parameter; None where that is not known: it was made or moved while the model was loaded."""
+        if not _has_memory(parameter):
+            return None
+        pointer = parameter.untyped_storage().data_ptr()
+        return self._regions[pointer] if self._pointers.get(name) == pointer else None
+
+    @property
+    def sees_loading(self) -> bool:
+        """Whether this model's loader writes through torch operators at all."""
+        return any(self._regions.values())
+
+
+def _has_memory(parameter: Parameter) -> bool:
+    if isinstance(parameter, UninitializedTensorMixin) or parameter.device.type == "meta":
+        return False
+    return parameter.numel() > 0 and parameter.untyped_storage().data_ptr() != 0
+
+
+def unwritten(model: nn.Module, written: WrittenRegions, returned: set[str] | None) -> list[str]:
+    """Names, as near to the checkpoint's as vLLM's are, of what no tensor filled.
+
+    `returned` are the names that the model's own loader says it loaded: those count where nothing was seen of them.
+    """
+    found: list[str] = []
+    shared = {name for name, module in model.named_modules() if _shares_keys(module)}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if _may_be_absent(module, leaf) or (regions := written.of(name, parameter)) is None:
+                continue
+            if regions:
+                if prefix.rpartition(".")[0] not in shared:
+                    found += _unwritten_parts(model, module, prefix, leaf, parameter, regions)
+            elif name not in (returned or ()) and (returned is not None or written.sees_loading):
+                found.append(name)
+    return sorted(found)
+
+
+def _may_be_absent(module: Any, leaf: str) -> bool:
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, BaseKVCacheMethod) or getattr(method, "uses_meta_device", False):
+        return True
+    is_plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    return not is_plain and bool(_MAY_BE_ABSENT.search(leaf))
+
+
+def _shares_keys(module: Any) -> bool:
+    """Whether a child is attention that reads another layer's cache: its own k and v may be in no file (gemma3n.py:355)."""
+    children = module.children()
+    return any(getattr(child, "kv_sharing_target_layer_name", None) is not None for child in children)
+
+
+def _unwritten_parts(
+    model: Any, module: Any, prefix: str, leaf: str, parameter: Any, regions: set[Region]
+) -> Iterator[str]:
+    if isinstance(module, RoutedExperts) and leaf.startswith(("w13_", "w2_")) and parameter.ndim > 1:
+        yield from (f"{prefix}.{expert}.{leaf}" for expert in _short_experts(parameter, regions))
+        return
+    widths, dim = getattr(module, "output_partition_sizes", ()), getattr(parameter, "output_dim", None)
+    if not isinstance(module, LinearBase) or dim is None or len(widths) < 2:
+        return
+    size, end = parameter.shape[dim], 0
+    for number, width in enumerate(widths):
+        start, end = end, end + width
+        low, high = start * size // sum(widths), end * size // sum(widths)
+        if not any(_touches(region, parameter, dim, low, high) for region in regions):
+            yield f"{_part(model, prefix, number)}.{leaf}"
+
+
+def _touches(region: Region, parameter: Any, dim: int, low: int, high: int) -> bool:
+    """Whether a region lies in rows (columns) low to high of a parameter along `dim`."""
+    offset, sizes, strides = region
+    step = parameter.stride(dim)
+    first = (offset - parameter.storage_offset()) // step % parameter.shape[dim]
+    count = next((s for s, stride in zip(sizes, strides, strict=True) if stride == step), 1)
+    return first < high and first + count > low
+
+
+def _short_experts(parameter: Any, regions: set[Region]) -> list[int]:
+    """Experts with fewer written regions than most: one of gate and up, or all of an expert, is missing."""
+    step, counts = parameter.stride(0), Counter[int]()
+    for offset, sizes, strides in regions:
+        first = (offset - parameter.storage_offset()) // step
+        last = first + sum((s - 1) * stride for s, stride in zip(sizes, strides, strict=True)) // step
+        counts.update(range(first, last + 1))
+    usual = Counter(counts.values()).most_common(1)[0][0]
+    return [expert for expert in range(parameter.shape[0]) if counts[expert] < usual]
+
+
+def _part(model: Any, prefix: str, number: int) -> str:
+    """The checkpoint's name of a part of a fused layer, where the model tells it."""
+    parent, _, last = prefix.rpartition(".")
+    named = getattr(model, "packed_modules_mapping", None) or {}
+    parts = named.get(last) or _PARTS.get(last) or ()
+    part = parts[number] if number < len(parts) else f"{last}[{number}]"
+    return f"{parent}.{part}" if parent else part
