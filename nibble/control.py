@@ -33,7 +33,16 @@ class ControlServer:
             raise NibbleError(
                 ExitCode.CONFIG, what, "a free port", "set NIBBLE_CONTROL_PORT to another one"
             ) from None
-        self._server.status, self._server.is_ready = status, is_ready
+        self.show(status, is_ready)
+
+    def show(self, status: Callable[[], dict[str, Any]], is_ready: Callable[[], bool]) -> None:
+        """Answer with these from now on. The port stays open meanwhile."""
+        self._server.answers = (status, is_ready)
+
+    @property
+    def answers(self) -> tuple[Callable[[], dict[str, Any]], Callable[[], bool]]:
+        """What /status and /ready answer with now."""
+        return self._server.answers
 
     @property
     def port(self) -> int:
@@ -49,9 +58,26 @@ class ControlServer:
         self._server.stop()
 
 
+class Turn:
+    """A ControlServer that stays open over several runs, for the time of one: `close` gives the answers back to its owner."""
+
+    def __init__(
+        self, server: ControlServer, status: Callable[[], dict[str, Any]], is_ready: Callable[[], bool]
+    ) -> None:
+        self._server, self._own = server, (status, is_ready)
+        self._before = server.answers
+
+    def start(self) -> None:
+        """Answer for this run."""
+        self._server.show(*self._own)
+
+    def close(self) -> None:
+        """The owner answers again."""
+        self._server.show(*self._before)
+
+
 class _Server(Server):
-    status: Callable[[], dict[str, Any]]
-    is_ready: Callable[[], bool]
+    answers: tuple[Callable[[], dict[str, Any]], Callable[[], bool]]
 
 
 class _Handler(JsonHandler):
@@ -70,9 +96,9 @@ class _Handler(JsonHandler):
             return 403, {"error": "the Host header must be localhost or 127.0.0.1"}
         path = self.path.partition("?")[0]
         if path == "/status":
-            return 200, self.server.status()
+            return 200, self.server.answers[0]()
         if path == "/ready":
-            ready = self.server.is_ready()
+            ready = self.server.answers[1]()
             return (200 if ready else 503), {"ready": ready}
         return 404, {"error": "only /status and /ready are here"}
 

@@ -6,6 +6,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ from nibble.run_folder import make_run_folder, socket_environ
 from nibble.start_times import StartTimes, Timeline
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Watch
+    from nibble.cluster.watch import Watch
     from nibble.plan import Plan
 
 TEARDOWN_S = (
@@ -70,7 +71,13 @@ def serve(
     other machines, where there are any.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
+
+    def tell(signum: int) -> None:
+        events.put(Stop(signum))
+        if watch is not None:  # also where no run is there any more to take the event
+            watch.told_to_stop()
+
+    with stop_signals(once_a_second(tell)):
         supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready, start_times, watch)
         try:
             return int(supervisor.run())
@@ -101,7 +108,10 @@ class Supervisor:
         self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._control = ControlServer(settings.control_port, self.status, self._is_ready)
+        if watch is None:
+            self._control = ControlServer(settings.control_port, self.status, self._is_ready)
+        else:  # open before this run and after it
+            self._control = watch.control(self.status, self._is_ready)
         self._governor = Governor(MemorySource(), limit, self._on_memory)
         self._limit = limit
         self._folder = make_run_folder()
@@ -129,7 +139,7 @@ class Supervisor:
         self._engine.run(self._governor.run)
         self._engine.run(self._watch_processes)
         if (watch := self._watch) is not None:
-            self._engine.run(lambda: watch.run(self._on_lost_node, self._over))
+            self._engine.run(lambda: watch.run(self._on_lost_node, self._on_leaving_head, self._over))
         code = self._until_ready()
         return self._until_told() if code is None else code
 
@@ -316,6 +326,8 @@ class Supervisor:
         """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by it and stays."""
         while (lost := self._engine.first_death(self._over)) and self._admission.state != "draining":
             self._lost = lost
+            if self._watch is not None:
+                self._watch.died_here()
             if self._over.wait(ENGINE_END_S):
                 return
             if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
@@ -327,6 +339,11 @@ class Supervisor:
         """Requests in flight would wait without end: admission ends now, the engine with the error."""
         self._admission.change("ready", "paused", "a node of the cluster is lost")
         self._events.put(Failed(error))
+
+    def _on_leaving_head(self, why: str) -> None:
+        """As if this server itself were told to stop."""
+        self._events.put(Told(why))
+        self._events.put(Stop(signal.SIGTERM))
 
     # --- memory ---
 

@@ -39,7 +39,7 @@ from nibble.settings import default_of
 from nibble.start_times import StartTimes
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Watch
+    from nibble.cluster.watch import Watch
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
@@ -180,8 +180,8 @@ class _Run:
 
     def _across(self, on_ready: Callable[[], None]) -> int:
         """Several machines: the one with the API runs vLLM as ever, inside of what looks after the others."""
+        from nibble.cluster.across import serve_across
         from nibble.cluster.headless import serve_headless
-        from nibble.cluster.session import serve_across
 
         if self.plan.topology.is_headless:
             return serve_headless(self.plan, self.environ, say)

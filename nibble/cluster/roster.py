@@ -10,6 +10,8 @@ from typing import Any
 
 BEAT_S = 1.0
 FORGET_S = 600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain
+SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
 LOST_S = 10.0  # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said so
 
 
@@ -18,7 +20,8 @@ class Node:
     """A node as its last beat told.
 
     `session` is one life of its process, so that a node that was started anew is told from the one that was there.
-    `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's that hold parts of the model.
+    `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's that hold parts of the model. `ended` are
+    those of them that ended by themselves, the last ones: "run", "pid", "why" and "at" (of the roster's clock).
     """
 
     address: str
@@ -30,6 +33,7 @@ class Node:
     facts: Mapping[str, Any] = field(default_factory=dict)
     seen: float = 0.0
     skew_s: float = 0.0
+    ended: Sequence[Mapping[str, Any]] = ()
 
     @property
     def name(self) -> str:
@@ -51,6 +55,9 @@ class Roster:
         self._nodes: dict[str, Node] = {}
         self._left: dict[str, str] = {}
         self._claim = ("", "", 0.0)  # by whom, in words what for, and when it was last said
+        self._servers: dict[
+            str, tuple[float, float]
+        ] = {}  # who -> when it last asked, how long its stop may take
         self.run = 0
         self.state = "waiting"
 
@@ -68,8 +75,13 @@ class Roster:
             facts=facts,
             seen=now,
             skew_s=float(message["time"]) - time.time(),
+            ended=[{**one, "at": now - float(one["ago_s"])} for one in message.get("ended") or ()],
         )
         with self._lock:
+            if node.role == "ray-worker" and message.get("head") not in (None, "", self.session):
+                # Its Ray belongs to the head before this one: it is told so, ends and joins anew.
+                self._nodes.pop(node.address, None)
+                return self._reply(node)
             for other in list(self._nodes.values()):
                 if node.rank is None or other.rank != node.rank or other.address == node.address:
                     continue
@@ -81,12 +93,15 @@ class Roster:
                 node.facts = before.facts
             self._nodes[node.address] = node
             self._left.pop(node.address, None)
-            return {
-                "session": self.session,
-                "run": self.run,
-                "state": self.state,
-                "wants_facts": not node.facts,
-            }
+            return self._reply(node)
+
+    def _reply(self, node: Node) -> dict[str, Any]:
+        return {
+            "session": self.session,
+            "run": self.run,
+            "state": self.state,
+            "wants_facts": not node.facts,
+        }
 
     def leave(self, address: str, why: str = "") -> None:
         """A node that says goodbye: it stops as asked, or it says `why` not."""
@@ -113,6 +128,24 @@ class Roster:
             if self._claim[0] == who:
                 self._claim = ("", "", 0.0)
 
+    def note_server(self, who: str, stops_within_s: float) -> None:
+        """A server runs on these nodes; its stop may take so long."""
+        with self._lock:
+            self._servers[who] = (self._clock(), stops_within_s)
+
+    def forget_server(self, who: str) -> None:
+        """It has ended."""
+        with self._lock:
+            self._servers.pop(who, None)
+
+    def servers_stop_within_s(self) -> float:
+        """How long the stop of the slowest server may take; 0 where none runs."""
+        now = self._clock()
+        with self._lock:
+            return max(
+                (limit for asked, limit in self._servers.values() if now - asked < SERVER_S), default=0.0
+            )
+
     @property
     def left(self) -> dict[str, str]:
         """Address -> why, of the nodes that went with an error."""
@@ -126,10 +159,13 @@ class Roster:
             self._nodes = {
                 address: node for address, node in self._nodes.items() if now - node.seen < FORGET_S
             }
-            found = [
-                (vars(node) | {"name": node.name, "age_s": now - node.seen}) for node in self._nodes.values()
-            ]
+            found = [self._told(node, now) for node in self._nodes.values()]
         return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
+
+    def _told(self, node: Node, now: float) -> dict[str, Any]:
+        """`node` as plain data."""
+        ended = [{**one, "ago_s": now - one["at"]} for one in node.ended]
+        return vars(node) | {"name": node.name, "age_s": now - node.seen, "ended": ended}
 
 
 def head_first(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,9 +174,15 @@ def head_first(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lost_node(
-    before: list[dict[str, Any]], now: list[dict[str, Any]], left: Mapping[str, str] | None = None
+    before: list[dict[str, Any]],
+    now: list[dict[str, Any]],
+    left: Mapping[str, str] | None = None,
+    matters: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = lambda node, end: False,
 ) -> str | None:
-    """Which node of `before` is gone, and how, in words; None while all are there. `left` is the roster's."""
+    """Which node of `before` is gone, and how, in words, or which process there; None while all are there.
+
+    `left` is the roster's; `matters` says of a node and one of its `ended` whether it concerns this run.
+    """
     current = {node["address"]: node for node in now}
     for node in before:
         found = current.get(node["address"])
@@ -151,4 +193,7 @@ def lost_node(
             return f"node {node['name']} was started anew"
         if found["age_s"] >= LOST_S:
             return f"node {node['name']} has given no sign of life for {found['age_s']:.0f} s"
+        for end in found.get("ended") or ():
+            if matters(found, end):
+                return f"node {node['name']}: {end['why']}"
     return None

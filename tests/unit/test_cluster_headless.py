@@ -212,7 +212,8 @@ def test_reports_are_those_of_the_workers_that_still_run(tmp_path: Path) -> None
     gone.wait()
     for rank, pid in enumerate((os.getpid(), gone.pid)):
         (tmp_path / f"worker-{pid}.json").write_text(json.dumps({"rank": rank}))
-    assert proof_handlers(tmp_path)["/proof"]({}) == {"reports": [{"rank": 0}]}
+    told = proof_handlers(tmp_path)["/proof"]({})
+    assert told == {"reports": [{"rank": 0}], "ranks": {os.getpid(): 0, gone.pid: 1}}
 
 
 def test_its_workers_reports_reach_whoever_has_the_token_and_the_head_hears_why_it_ends(
