@@ -31,7 +31,7 @@ from nibble.cluster.copies import Copies
 from nibble.cluster.facts import target_of
 from nibble.cluster.head import head_handlers, leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
-from nibble.cluster.network import is_here
+from nibble.cluster.network import is_here, resolve
 from nibble.cluster.node import Place, find_place, node_handlers, proof_handlers
 from nibble.cluster.parts import Parts
 from nibble.cluster.ports import GCS_PORT, NODE_PORTS, PORT_VARIABLES
@@ -74,7 +74,7 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7) where memory runs short
     here; 10 when it dies later.
     """
-    if settings.head_ip and not is_here(settings.head_ip):
+    if settings.head_ip and not is_here(resolve(settings.head_ip, "HEAD_IP")):
         what = f"HEAD_IP {settings.head_ip} is no address of this machine"
         action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
         raise NibbleError(ExitCode.CLUSTER, what, "one head in a cluster", action)

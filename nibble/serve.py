@@ -18,6 +18,7 @@ from nibble.breaker import Breaker, Verdict, plan_key
 from nibble.cache_entries import Use
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
+from nibble.cluster.network import resolve
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.fp8_checks import check_fp8_on_cpu
@@ -90,7 +91,10 @@ def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json
 
 def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
     accepted = dict(asked.accepted.environ)
-    plan = _checked(_on_disk(plan_for(asked), asked), accepted)
+    plan = plan_for(asked)
+    if plan.topology.head:
+        resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
+    plan = _checked(_on_disk(plan, asked), accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache

@@ -14,7 +14,7 @@ from nibble.cluster.agent import Agent
 from nibble.cluster.files import Offers
 from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
-from nibble.cluster.network import is_here
+from nibble.cluster.network import is_here, resolve
 from nibble.cluster.node import find_place, node_handlers
 from nibble.cluster.roster import Roster
 from nibble.cluster.session import Cluster, Say
@@ -43,12 +43,12 @@ def open_cluster(
             place = find_place(settings, environ, topology.head)
             yield Cluster(plan, place, token, None, Path(folder), say, stop, Offers())
             return
-        if not is_here(str(topology.head)):
+        if not is_here(resolve(str(topology.head), "HEAD_IP")):
             what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
             raise NibbleError(ExitCode.CLUSTER, what, "rank 0 on the head", "set NIBBLE_NODE_RANK or HEAD_IP")
         token, where = heads_token(settings, environ)
         place = find_place(settings, environ, None)
-        roster = Roster(secrets.token_hex(8))
+        roster = Roster(secrets.token_hex(8), expects=topology.nodes)
         offers = Offers()
         if Path(plan.model).is_dir():
             offers.add(Path(plan.model))

@@ -13,6 +13,9 @@ from typing import Any
 from nibble.cluster.roster import LOST_S
 
 AGAIN_S = 60.0
+LEAST_NODES = 2  # fewer are no cluster
+SEE_NODE = "see what that node says"
+GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
 INTO_THE_HEAD = (
     "run `serve` beside a Ray node: in containers inside the head's (`docker exec HEAD /opt/nibble/entrypoint.sh serve …`),"
@@ -59,8 +62,37 @@ def missing_nodes(alive: Nodes, count: int) -> Missing | None:
     """So many nodes, whatever they are."""
     if len(alive) >= count:
         return None
-    there = ", ".join(node["name"] for node in alive) or "none"
-    return Missing(f"{count} nodes are expected and {len(alive)} answer{'' if alive[1:] else 's'} ({there})")
+    return Missing(f"{count} nodes are expected, and {_names(alive)} answer{'' if alive[1:] else 's'}")
+
+
+def _names(nodes: Nodes) -> str:
+    return ", ".join(node["name"] for node in nodes) or "none"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a check may rely on: how many nodes, and with Ray how many GPUs; None where it is not known."""
+
+    nodes: int | None
+    gpus: int | None
+
+
+def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | None:
+    """As a start would miss it. Where nothing is known, two nodes and all that the head has heard of."""
+    alive = living(nodes)
+    if expected.nodes is None and expected.gpus is None:
+        for node in nodes:
+            if node["age_s"] >= LOST_S:
+                return Missing(
+                    f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s", SEE_NODE
+                )
+        if len(alive) < LEAST_NODES:
+            return Missing(f"only {_names(alive)} answers", GIVE_NUMBER)
+        return None
+    if expected.nodes is not None and not has_ray:
+        return missing_ranks(alive, expected.nodes)
+    missing = missing_nodes(alive, expected.nodes) if expected.nodes is not None else None
+    return missing or (missing_gpus(alive, expected.gpus) if expected.gpus is not None else None)
 
 
 class Reminder:

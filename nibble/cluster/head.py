@@ -72,6 +72,7 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
             "run": roster.run,
             "state": roster.state,
             "session": roster.session,
+            "expects": roster.expects,
         }
 
     found: dict[str, Handler] = {"/beat": roster.beat, "/claim": claim, "/release": release}

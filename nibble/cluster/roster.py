@@ -46,10 +46,14 @@ class Refused(ValueError):
 
 
 class Roster:
-    """The head's list. `run` counts the server's starts: 0 while there is none."""
+    """The head's list. `run` counts the server's starts: 0 while there is none. `expects` is how many nodes there have to be,
+    None where the head does not know.
+    """
 
-    def __init__(self, session: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.session = session
+    def __init__(
+        self, session: str, clock: Callable[[], float] = time.monotonic, expects: int | None = None
+    ) -> None:
+        self.session, self.expects = session, expects
         self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}

@@ -81,8 +81,8 @@ class Rank:
         return self.ended[0]
 
 
-def wait(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+def wait(what: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -166,6 +166,42 @@ time.sleep(0.5)
     told = r"vLLM ended by itself in phase headless \(exit code 0\); VLLM::EngineCore \(pid \d+\) ended first"
     assert re.fullmatch(told, error.what)
     assert f"{error.what}; waiting for what the head makes of it" in rank.said
+
+
+def test_the_head_hears_at_once_which_process_ended_here(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself may take seconds to end after it, and rank 0's may not notice for half a minute."""
+    behave = """
+import subprocess, time
+worker = subprocess.Popen(["VLLM::Worker_TP1", "300"], executable="/bin/sleep")
+time.sleep(3)
+worker.kill()
+worker.wait()
+time.sleep(60)
+"""
+    monkeypatch.setattr(engine_module, "child_command", lambda argv: [sys.executable, "-c", behave])
+    monkeypatch.setattr(member_module, "LOST_S", 30.0)
+    rank.move("ready", 4)
+    wait(lambda: any(node["ended"] for node in rank.roster.nodes()), 30)
+    (end,) = rank.roster.nodes()[0]["ended"]
+    assert end["ago_s"] < 2
+    assert (end["run"], bool(re.match(r"VLLM::Worker_TP1 \(pid \d+\) ended by itself", end["why"]))) == (
+        4,
+        True,
+    )
+    assert rank.is_running()
+    rank.move("waiting", 4)
+    wait(lambda: not any(node["ended"] for node in rank.roster.nodes()), 30)
+
+
+def test_a_server_that_is_stopped_between_two_runs_ends_this_rank_with_0(rank: Rank) -> None:
+    rank.move("ready", 1)
+    wait(rank.is_running)
+    rank.move("waiting", 1)
+    wait(lambda: not rank.is_running())
+    rank.move("stopped", 1)
+    began = time.monotonic()
+    assert rank.end() == ExitCode.OK
+    assert time.monotonic() - began < 1  # it would wait so long for the next run
 
 
 def test_a_signal_that_comes_as_a_run_begins_is_not_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

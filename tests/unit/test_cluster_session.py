@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nibble.cluster import session as session_module
 from nibble.cluster import watch as watch_module
 from nibble.cluster.across import serve_across
 from nibble.cluster.agent import AgentError
+from nibble.cluster.facts import Problem
 from nibble.cluster.files import Offers
 from nibble.cluster.needs import least_memory_bytes
 from nibble.cluster.network import node_address
@@ -319,6 +321,133 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
         assert serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts))) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_before(
+    cluster: Cluster,
+) -> None:
+    roster = roster_of(cluster)
+    roster.beat(message(1))
+    cluster._members = {node["address"]: node for node in cluster.nodes()}
+    cluster.begin()
+    end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 0.0}
+    roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
+    assert cluster.lost() is None  # of an earlier run
+    roster.beat(message(1, ended=[end]))
+    assert cluster.lost() == "node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
+    cluster.died_here()
+    assert cluster.lost() is not None  # it ended before
+    cluster._died_here_at -= 5
+    assert cluster.lost() is None
+
+
+def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = opened(RAY, tmp_path)
+    end = {"run": 0, "pid": 7, "why": "rank 1 of the model (pid 7) ended by itself", "ago_s": 0.0}
+    there = {
+        "address": "10.0.0.3",
+        "name": "10.0.0.3",
+        "session": "a",
+        "busy": 1,
+        "age_s": 0.0,
+        "ended": [end],
+    }
+    monkeypatch.setattr(found, "nodes", lambda: [there])
+    told = {"reports": [{"rank": 1}], "ranks": {"7": 1}}
+    monkeypatch.setattr(Caller, "ask", lambda self, address, path, body: told)
+    watch = found.begin()
+    assert found.lost() is None  # of another server on the same nodes, for all that is known
+    watch.reports()
+    assert found.lost() == "node 10.0.0.3: rank 1 of the model (pid 7) ended by itself"
+    watch.feed(DEAD_WORKER)
+    assert "rank 1 on 10.0.0.3" in str(watch.dead_worker())
+
+
+def test_when_rays_head_stops_the_server_drains_and_a_loss_means_nothing_any_more(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "BEAT_S", 0.02)
+    monkeypatch.setattr(cluster, "lost", lambda: "node 10.0.0.2 has left")
+    cluster.head_stops = True
+    drained: list[str] = []
+    failed: list[NibbleError] = []
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: Watch(cluster).run(failed.append, drained.append, over))
+    thread.start()
+    time.sleep(0.3)
+    over.set()
+    thread.join()
+    assert (len(drained), failed) == (1, [])
+
+
+def test_what_is_not_yet_right_is_said_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    left = iter(range(900, 1000))
+
+    def short(nodes: object) -> Report:
+        return Report([], [Problem("b", f"{next(left)} MiB of memory are available", "stop it")], None)
+
+    monkeypatch.setattr(cluster, "say", said.append)
+    monkeypatch.setattr(cluster, "_preflight", short)
+    for _ in range(20):
+        assert not cluster._check(NodeLost("node x is gone"), time.monotonic() + 9)
+    assert len(said) == 1 and said[0].startswith("not yet: node b: 900 MiB")
+    assert "919 MiB" in cluster.status()["detail"]
+
+
+def test_the_control_port_answers_without_a_break_over_two_runs_and_between_them(
+    attempts: list[NodeLost | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "who_was_lost", lambda self: time.sleep(0.3) or "node 10.0.0.2 has left")
+    port = plan(MP).settings.control_port
+    over, refused, states = threading.Event(), [], []
+
+    def ask() -> None:
+        while not over.wait(0.005):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5) as answer:
+                    states.append(json.load(answer)["state"])
+            except OSError as error:
+                refused.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    starts = iter(range(100))
+
+    def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
+        start = next(starts)
+        control = watch.control(lambda: {"state": f"run {start}"}, lambda: True)
+        control.start()
+        if not start:
+            asking.start()
+        time.sleep(0.2)
+        control.close()
+        if start == 0:
+            raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself")
+        over.set()
+        asking.join()
+        return 0
+
+    environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    assert serve_across(plan(environ), environ, quiet, run) == 0
+    assert refused == []
+    assert list(dict.fromkeys(states)) == ["run 0", "starting", "run 1"]
+
+
+def test_a_stop_signal_while_it_is_looked_for_a_lost_node_is_exit_0(
+    attempts: list[NodeLost | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told_meanwhile(self: Cluster) -> None:
+        self.stop.set()
+
+    monkeypatch.setattr(Cluster, "who_was_lost", told_meanwhile)
+    monkeypatch.setattr(Cluster, "prepare", lambda self, lost: not self.stop.is_set())
+
+    def run(start: int) -> int:
+        raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself")
+
+    assert outcome(run, tmp_path) == 0
 
 
 def test_losses_without_end_are_exit_10(attempts: list[NodeLost | None], tmp_path: Path) -> None:
