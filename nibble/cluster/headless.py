@@ -245,7 +245,7 @@ class _Headless:
         if isinstance(event, Ended):
             self._ended = event
             self._lost_at = self._lost_at or time.monotonic()
-        if isinstance(event, Told | Ended):
+        if isinstance(event, Told | Ended) and self._engine is not None:  # else its end was our doing
             self._tell_head()
         if isinstance(event, Stop):
             self._say(f"{signal_name(event.signum)}: ending this machine's ranks")

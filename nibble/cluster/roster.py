@@ -10,6 +10,7 @@ from typing import Any
 
 BEAT_S = 1.0
 FORGET_S = 600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+SETTLE_S = 0.5
 STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain
 SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
 LOST_S = 10.0  # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said so
@@ -181,12 +182,8 @@ def lost_node(
     before: list[dict[str, Any]],
     now: list[dict[str, Any]],
     left: Mapping[str, str] | None = None,
-    matters: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = lambda node, end: False,
 ) -> str | None:
-    """Which node of `before` is gone, and how, in words, or which process there; None while all are there.
-
-    `left` is the roster's; `matters` says of a node and one of its `ended` whether it concerns this run.
-    """
+    """Which node of `before` is gone, and how, in words; None while all are there. `left` is the roster's."""
     current = {node["address"]: node for node in now}
     for node in before:
         found = current.get(node["address"])
@@ -197,7 +194,21 @@ def lost_node(
             return f"node {node['name']} was started anew"
         if found["age_s"] >= LOST_S:
             return f"node {node['name']} has given no sign of life for {found['age_s']:.0f} s"
-        for end in found.get("ended") or ():
-            if matters(found, end):
-                return f"node {node['name']}: {end['why']}"
     return None
+
+
+def ended_process(
+    nodes: Sequence[Mapping[str, Any]],
+    matters: Callable[[Mapping[str, Any], Mapping[str, Any]], bool],
+) -> str | None:
+    """Which process of vLLM's on `nodes` ended by itself first, in words: the ends of others may follow from it.
+
+    None while all run, and until SETTLE_S after the first end that is known, so that each node had the time to tell.
+
+    `matters` says of a node and one of its `ended` whether it concerns this run.
+    """
+    ends = [
+        (end["ago_s"], node, end) for node in nodes for end in node.get("ended") or () if matters(node, end)
+    ]
+    ago_s, node, end = max(ends, key=lambda one: one[0], default=(0.0, {}, {}))
+    return f"node {node['name']}: {end['why']}" if ago_s >= SETTLE_S else None

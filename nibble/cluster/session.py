@@ -30,7 +30,7 @@ from nibble.cluster.node import Place
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.ray_reach import unreached
-from nibble.cluster.roster import BEAT_S, LOST_S, STOPPING, Roster, head_first, lost_node
+from nibble.cluster.roster import BEAT_S, LOST_S, STOPPING, Roster, ended_process, head_first, lost_node
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.control import ControlServer
@@ -154,7 +154,7 @@ class Cluster:
                 for node in now
                 if node["busy"] and node["age_s"] < LOST_S and node["address"] not in self._members
             }
-        return lost_node(list(self._members.values()), now, self._left, self._matters)
+        return lost_node(list(self._members.values()), now, self._left) or ended_process(now, self._matters)
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
         """Whether the end of a process on another node concerns this run, and is no consequence of one that ended here."""

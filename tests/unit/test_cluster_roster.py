@@ -14,7 +14,7 @@ from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call, connect
 from nibble.cluster.head import head_handlers, lost_head, refuse
 from nibble.cluster.member import End, Member
-from nibble.cluster.roster import FORGET_S, LOST_S, SERVER_S, Refused, Roster, lost_node
+from nibble.cluster.roster import FORGET_S, LOST_S, SERVER_S, Refused, Roster, ended_process, lost_node
 from nibble.errors import ExitCode, NibbleError
 
 TOKEN = "0123456789abcdef"
@@ -272,15 +272,23 @@ def test_a_process_that_ended_on_a_node_is_told_with_its_age(roster: Roster, clo
     nodes = roster.nodes()
     assert nodes[0]["ended"][0]["ago_s"] == pytest.approx(2.5)
     assert lost_node(nodes, nodes) is None
-    asked: list[int] = []
-
-    def matters(node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
-        asked.append(end["run"])
-        return True
-
-    why = lost_node(nodes, nodes, matters=matters)
+    assert ended_process(nodes, lambda node, end: end["run"] == 4) is None
+    why = ended_process(nodes, lambda node, end: end["run"] == 3)
     assert why == "node 10.0.0.2 (rank 1): VLLM::Worker_TP1 (pid 7) ended by itself"
-    assert asked == [3]
+
+
+def test_of_several_processes_the_one_that_ended_first_is_named_once_all_had_the_time_to_tell(
+    roster: Roster, clock: Clock
+) -> None:
+    def end(why: str, ago_s: float) -> dict[str, Any]:
+        return {"run": 1, "pid": 7, "why": why, "ago_s": ago_s}
+
+    roster.beat(message("10.0.0.1", rank=0, ended=[end("a consequence", 0.1)]))
+    assert ended_process(roster.nodes(), lambda node, end: True) is None
+    clock.now += 0.2
+    roster.beat(message("10.0.0.2", rank=1, ended=[end("the cause", 0.4)]))
+    clock.now += 0.2
+    assert ended_process(roster.nodes(), lambda node, end: True) == "node 10.0.0.2 (rank 1): the cause"
 
 
 def test_a_head_knows_how_long_the_slowest_of_its_servers_takes_to_stop(roster: Roster, clock: Clock) -> None:

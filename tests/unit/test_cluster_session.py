@@ -330,7 +330,7 @@ def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_
     roster.beat(message(1))
     cluster._members = {node["address"]: node for node in cluster.nodes()}
     cluster.begin()
-    end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 0.0}
+    end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
     roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
     assert cluster.lost() is None  # of an earlier run
     roster.beat(message(1, ended=[end]))
@@ -345,7 +345,7 @@ def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = opened(RAY, tmp_path)
-    end = {"run": 0, "pid": 7, "why": "rank 1 of the model (pid 7) ended by itself", "ago_s": 0.0}
+    end = {"run": 0, "pid": 7, "why": "rank 1 of the model (pid 7) ended by itself", "ago_s": 1.0}
     there = {
         "address": "10.0.0.3",
         "name": "10.0.0.3",
