@@ -198,15 +198,15 @@ def cluster_status(words: Words = None) -> None:
 
 @cluster_app.command("check", context_settings=FREE_WORDS)
 def cluster_check(words: Words = None) -> None:
-    """The checks before a start, alone: do the nodes fit together, reach one another, and add up the same numbers?
-    With MODEL: have they got it, or can they download it?
+    """The checks before a start, alone: are all nodes there (--nnodes), do they fit together, reach one another, and add up
+    the same numbers? With MODEL: have they got it, or can they download it, and have they the memory for it?
     """
     from nibble.cluster.commands import cluster_check as check
     from nibble.cluster.commands import network_lines
     from nibble.prepare import read_wishes
 
     asked = read_wishes(wanted(words, "cluster check"), dict(os.environ), ("--json",))
-    report = check(asked)
+    report = check(asked, _say)
     if "--json" in asked.command.rest:
         print_json(report.to_json())
     else:
@@ -233,6 +233,11 @@ def cluster_manifest(
     asked = read_wishes(wanted(words, "cluster manifest"), dict(os.environ))
     environ = carried(asked, dict(os.environ))
     print_json(manifest(read_kind(kind), plan_for(asked), words_for(asked.command), image, environ))
+
+
+def _say(text: str) -> None:
+    """A line of nibble's own, on stderr."""
+    print(f"[nibble] {text}", file=sys.stderr, flush=True)
 
 
 def _tree(root: str | None) -> Any:

@@ -6,6 +6,7 @@ For health checks and people on the same machine. It never leaves 127.0.0.1 and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
@@ -18,12 +19,17 @@ _HOST_NAMES = ("127.0.0.1", "localhost")
 _READ_TIMEOUT_S = 5.0
 
 
-class ControlServer:
-    """Binds at once; answers after `start`.
+@dataclass(frozen=True)
+class Answers:
+    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not. All run in request threads."""
 
-    `status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not. All run in request threads.
-    Raises NibbleError(CONFIG) where the port is taken.
-    """
+    status: Callable[[], dict[str, Any]]
+    is_ready: Callable[[], bool]
+    why: Callable[[], str] = str
+
+
+class ControlServer:
+    """Binds at once; answers after `start`. Raises NibbleError(CONFIG) where the port is taken."""
 
     def __init__(
         self,
@@ -39,7 +45,16 @@ class ControlServer:
             raise NibbleError(
                 ExitCode.CONFIG, what, "a free port", "set NIBBLE_CONTROL_PORT to another one"
             ) from None
-        self._server.status, self._server.is_ready, self._server.why = status, is_ready, why
+        self.answers = Answers(status, is_ready, why)
+
+    @property
+    def answers(self) -> Answers:
+        """What /status and /ready answer with now. The port stays open while they change."""
+        return self._server.answers
+
+    @answers.setter
+    def answers(self, answers: Answers) -> None:
+        self._server.answers = answers
 
     @property
     def port(self) -> int:
@@ -55,10 +70,23 @@ class ControlServer:
         self._server.stop()
 
 
+class Turn:
+    """A ControlServer that stays open over several runs, for the time of one: `close` gives the answers back to its owner."""
+
+    def __init__(self, server: ControlServer, answers: Answers) -> None:
+        self._server, self._own, self._before = server, answers, server.answers
+
+    def start(self) -> None:
+        """Answer for this run."""
+        self._server.answers = self._own
+
+    def close(self) -> None:
+        """The owner answers again."""
+        self._server.answers = self._before
+
+
 class _Server(Server):
-    status: Callable[[], dict[str, Any]]
-    is_ready: Callable[[], bool]
-    why: Callable[[], str]
+    answers: Answers
 
 
 class _Handler(JsonHandler):
@@ -75,12 +103,12 @@ class _Handler(JsonHandler):
     def _answer(self) -> tuple[int, dict[str, Any]]:
         if not self._host_is_local():
             return 403, {"error": "the Host header must be localhost or 127.0.0.1"}
-        path = self.path.partition("?")[0]
+        path, answers = self.path.partition("?")[0], self.server.answers
         if path == "/status":
-            return 200, self.server.status()
+            return 200, answers.status()
         if path == "/ready":
-            ready = self.server.is_ready()
-            return (200, {"ready": True}) if ready else (503, {"ready": False, "reason": self.server.why()})
+            ready = answers.is_ready()
+            return (200, {"ready": True}) if ready else (503, {"ready": False, "reason": answers.why()})
         return 404, {"error": "only /status and /ready are here"}
 
     def _host_is_local(self) -> bool:

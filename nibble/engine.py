@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -28,12 +27,12 @@ from nibble.processes import (
     die_with_parent,
     engine_title,
     family,
+    first_end,
     is_resource_tracker,
     kill_family,
 )
 
 _CHUNK_BYTES = 1 << 16
-_LOOK_FOR_PROCESSES_MS = 1000
 API_SERVER = "APIServer"  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)
 
 
@@ -165,35 +164,18 @@ class Engine:
         return not any(process.pid == self.pid for process in family(self.pid))
 
     def first_death(self, over: threading.Event) -> str | None:
-        """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`.
+        """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`."""
 
-        A process counts from the second look on: between fork and exec every child bears its parent's title.
-        """
-        known: dict[int, str] = {}  # descriptor of a process -> how to name it
-        poll, watched, seen = select.poll(), set[int](), set[int]()
+        def find() -> dict[int, str]:
+            pids = [one.pid for one in family(self.pid) if one.pid != self._guardian.pid]
+            self._doomed = tuple(pid for pid in pids if not is_resource_tracker(pid))
+            titles = {pid: engine_title(pid) for pid in pids if pid != self.pid}
+            return {pid: f"{title} (pid {pid})" for pid, title in titles.items() if title}
+
         try:
-            while not over.is_set():
-                pids = [one.pid for one in family(self.pid) if one.pid != self._guardian.pid]
-                self._doomed = tuple(pid for pid in pids if not is_resource_tracker(pid))
-                titled = {pid: title for pid in pids if (title := engine_title(pid))}
-                for pid in (titled.keys() & seen) - watched - {self.pid}:
-                    name = f"{titled[pid]} (pid {pid})"
-                    try:
-                        known[descriptor := os.pidfd_open(pid)] = name
-                    except ProcessLookupError:  # it ended since the look
-                        return name
-                    poll.register(descriptor, select.POLLIN)
-                    watched.add(pid)
-                seen = set(titled)
-                for descriptor, _ in poll.poll(_LOOK_FOR_PROCESSES_MS):
-                    return known[descriptor]
-        except OSError:  # the kernel is older than 5.3
-            pass
+            return first_end(find, over)
         finally:
-            self._doomed = ()  # nobody looks any more: a pid may soon be another process's
-            for descriptor in known:
-                os.close(descriptor)
-        return None
+            self._doomed = ()  # nothing looks any more: a pid may soon be another process's
 
     def last_words(self) -> None:
         """Wait a moment until all it wrote before its end has been read."""

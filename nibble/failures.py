@@ -48,6 +48,18 @@ def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleE
     return NibbleError(ExitCode.ENGINE_DIED, told, "", action)
 
 
+def part_ended(process: str, cause: str, kernel_has_killed: bool) -> str:
+    """What a node knows of the end of `process`, one of vLLM's; the server on another node tells it.
+
+    `cause` is the last error that was logged.
+    """
+    if kernel_has_killed:
+        return f"{process} was killed by the kernel for want of memory"
+    if cause:
+        return f"{process} ended by itself: {cause}"
+    return f"{process} ended by itself and logged no error: something killed it, or it crashed"
+
+
 def _not_loaded(cause: str) -> list[str]:
     """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused layer's scales."""
     if match := _UNSCALED.search(cause):

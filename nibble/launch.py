@@ -6,6 +6,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from nibble.admission import Admission
 from nibble.announce import ready_lines
 from nibble.api_key import KeyDecision
 from nibble.build_id import build_id
-from nibble.control import ControlServer
+from nibble.control import Answers, ControlServer
 from nibble.drain import drain, until_it_ends
 from nibble.engine import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
 from nibble.errors import ExitCode, NibbleError
@@ -43,7 +44,7 @@ from nibble.sd_notify import Heartbeat, Notifier
 from nibble.start_times import StartTimes, Timeline
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Watch
+    from nibble.cluster.watch import Watch
     from nibble.plan import Plan
 
 LOADING_STOP_S = 5.0
@@ -72,7 +73,13 @@ def serve(
     other machines, where there are any.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
+
+    def tell(signum: int) -> None:
+        events.put(Stop(signum))
+        if watch is not None:  # also where no run is there any more to take the event
+            watch.told_to_stop()
+
+    with stop_signals(once_a_second(tell)):
         supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready, start_times, watch)
         try:
             return int(supervisor.run())
@@ -104,7 +111,13 @@ class Supervisor:
         self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._control = ControlServer(settings.control_port, self.status, self._is_ready, self._why)
+        answers = Answers(self.status, self._is_ready, self._why)
+        # Where other machines are looked after, the port is open before this run and after it.
+        self._control = (
+            watch.control(answers)
+            if watch
+            else ControlServer(settings.control_port, answers.status, answers.is_ready, answers.why)
+        )
         self._notifier = Notifier(os.environ)
         self._heartbeat = Heartbeat(self._notifier, settings.control_port)
         self._governor = Governor(MemorySource(), limit, self._on_memory)
@@ -149,7 +162,7 @@ class Supervisor:
         self._engine.run(lambda: self._hangs.ask_api(self._over))
         self._engine.run(lambda: self._heartbeat.run(self._over))
         if (watch := self._watch) is not None:
-            self._engine.run(lambda: watch.run(self._on_lost_node, self._over))
+            self._engine.run(lambda: watch.run(self._on_lost_node, self._on_leaving_head, self._over))
         code = self._until_ready()
         return self._until_told() if code is None else code
 
@@ -330,6 +343,8 @@ class Supervisor:
         """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by it and stays."""
         while (lost := self._engine.first_death(self._over)) and self._admission.state != "draining":
             self._lost = lost
+            if self._watch is not None:
+                self._watch.died_here()
             if self._over.wait(ENGINE_END_S):
                 return
             if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
@@ -341,6 +356,11 @@ class Supervisor:
         """Requests in flight would wait without end: admission ends now, the engine with the error."""
         self._admission.change("ready", "paused", "a node of the cluster is lost")
         self._events.put(Failed(error))
+
+    def _on_leaving_head(self, why: str) -> None:
+        """As if this server itself were told to stop."""
+        self._events.put(Told(why))
+        self._events.put(Stop(signal.SIGTERM))
 
     # --- memory ---
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _GIB = 1 << 30
 REPEAT_S = 1.0
 TRACKER_S = 1.0
+_LOOK_FOR_PROCESSES_MS = 1000
 
 
 def become_subreaper() -> None:
@@ -182,6 +185,35 @@ def engine_title(pid: int) -> str | None:
         return None
     title = text.partition(b"\0")[0].decode(errors="replace").strip()
     return title if title.startswith("VLLM::") else None
+
+
+def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> str | None:
+    """Waits until one of the processes that `find` names (pid -> how to name it) ends: that name. None once `over`.
+
+    `find` is asked again every second. A process counts from the second look on: between fork and exec every child bears its
+    parent's title. None too where the kernel has no pidfd_open (before Linux 5.3).
+    """
+    known: dict[int, str] = {}  # descriptor of a process -> how to name it
+    poll, watched, seen = select.poll(), set[int](), set[int]()
+    try:
+        while not over.is_set():
+            named = find()
+            for pid in (named.keys() & seen) - watched:
+                try:
+                    known[descriptor := os.pidfd_open(pid)] = named[pid]
+                except ProcessLookupError:  # it ended since the look
+                    return named[pid]
+                poll.register(descriptor, select.POLLIN)
+                watched.add(pid)
+            seen = set(named)
+            for descriptor, _ in poll.poll(_LOOK_FOR_PROCESSES_MS):
+                return known[descriptor]
+    except OSError:
+        pass
+    finally:
+        for descriptor in known:
+            os.close(descriptor)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,11 @@ from nibble.cluster.copies import Copies
 from nibble.cluster.facts import target_of
 from nibble.cluster.head import head_handlers, leaving, lost_head, refuse, running
 from nibble.cluster.member import Member
-from nibble.cluster.network import is_here
+from nibble.cluster.network import is_here, resolve
 from nibble.cluster.node import Place, find_place, node_handlers, proof_handlers
+from nibble.cluster.parts import Parts
 from nibble.cluster.ports import GCS_PORT, NODE_PORTS, PORT_VARIABLES
-from nibble.cluster.roster import Roster
+from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import SECRETS, heads_token, members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.failures import kept
@@ -61,6 +62,7 @@ OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own de
 START_S = 180.0  # a start takes seconds; none may hang without a word
 STOP_S = 10.0
 WATCH_S = 2.0
+DRAIN_LOOK_S = 0.2
 _STARTED = "Ray runtime started."
 _KEPT_LINES = 400
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -72,7 +74,7 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7) where memory runs short
     here; 10 when it dies later.
     """
-    if settings.head_ip and not is_here(settings.head_ip):
+    if settings.head_ip and not is_here(resolve(settings.head_ip, "HEAD_IP")):
         what = f"HEAD_IP {settings.head_ip} is no address of this machine"
         action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
         raise NibbleError(ExitCode.CLUSTER, what, "one head in a cluster", action)
@@ -97,7 +99,8 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
         command = ray_command(head_flags(address, settings.num_gpus))
         head, limit = f"{address}:{GCS_PORT}", memory_limits(settings, environ)
         own = node_environ(place, token, Path(proof.name))
-        return _Node(command, own, "head", head, up, member.start, limit=limit).run()
+        parts = Parts(member, Path(proof.name))
+        return _Node(command, own, "head", head, up, member.start, parts, limit=limit, roster=roster).run()
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
@@ -125,7 +128,10 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
         command = ray_command(worker_flags(head, address, settings.num_gpus))
         up = [f"Ray worker {address} ({place.interface}) has joined {head}"]
         own, limit = node_environ(place, token, Path(proof.name)), memory_limits(settings, environ)
-        return _Node(command, own, "worker", head, up, member.start, lambda: lost_head(member), limit).run()
+        parts = Parts(member, Path(proof.name))
+        return _Node(
+            command, own, "worker", head, up, member.start, parts, lambda: lost_head(member), limit
+        ).run()
 
 
 def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
@@ -250,8 +256,10 @@ class _Node:
     head: str
     up: Sequence[str]
     on_up: Callable[[], object] = lambda: None
+    parts: Parts | None = None
     lost: Callable[[], str | None] = lambda: None
     limit: Limits = UNWATCHED
+    roster: Roster | None = None
     _doomed: tuple[int, ...] = ()
     _events: queue.SimpleQueue[int | str | NibbleError] = field(default_factory=queue.SimpleQueue)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
@@ -277,9 +285,14 @@ class _Node:
             self._doomed = (child.pid,)
             governor = Governor(MemorySource(), self.limit, self._on_memory)
             threading.Thread(target=governor.run, daemon=True).start()
+            over = threading.Event()
+            if (parts := self.parts) is not None:
+                watch = threading.Thread(target=lambda: parts.watch(child.pid, governor, over), daemon=True)
+                watch.start()
             try:
                 return self._wait(child, reader)
             finally:
+                over.set()
                 governor.close()
                 kill_family(child.pid)
 
@@ -299,6 +312,7 @@ class _Node:
         if isinstance(event, NibbleError):
             raise event
         if isinstance(event, str):
+            self._let_servers_drain(event)
             self._display.say(f"{event}: stopping Ray")
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM)
@@ -322,6 +336,25 @@ class _Node:
         )
         self._display.say(f"Ray ended by itself ({how})")
         return ExitCode.ENGINE_DIED
+
+    def _let_servers_drain(self, signal_: str) -> None:
+        """A server hears with its next look at the nodes that the head stops, and says when it has ended. A second signal, and
+        the end of Ray, end the waiting.
+        """
+        roster = self.roster
+        if roster is None or not (limit_s := roster.servers_stop_within_s()):
+            return
+        self._display.say(
+            f"{signal_}: the server that runs on this cluster drains first, for up to {limit_s:.0f} s"
+        )
+        roster.state = STOPPING
+        deadline = time.monotonic() + limit_s
+        while roster.servers_stop_within_s() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=DRAIN_LOOK_S)
+                if isinstance(event, NibbleError):
+                    raise event
+                return
 
     def _next(self, session: int) -> int | str | NibbleError | None:
         """A signal's name, Ray's return code, the watchdog's error, or None where it does not start, its node process went away

@@ -18,6 +18,7 @@ from nibble.breaker import Breaker, Verdict, plan_key
 from nibble.cache_entries import Use
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checks import run_checks
+from nibble.cluster.network import resolve
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
 from nibble.fp8_checks import check_fp8_on_cpu
@@ -41,7 +42,7 @@ from nibble.settings import default_of
 from nibble.start_times import StartTimes
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Watch
+    from nibble.cluster.watch import Watch
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
@@ -104,7 +105,10 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
 
 def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     accepted = dict(asked.accepted.environ)
-    plan = _checked(_on_disk(plan_for(asked), asked), accepted)
+    plan = plan_for(asked)
+    if plan.topology.head:
+        resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
+    plan = _checked(_on_disk(plan, asked), accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -194,8 +198,8 @@ class _Run:
 
     def _across(self, on_ready: Callable[[], None]) -> int:
         """Several machines: the one with the API runs vLLM as ever, inside of what looks after the others."""
+        from nibble.cluster.across import serve_across
         from nibble.cluster.headless import serve_headless
-        from nibble.cluster.session import serve_across
 
         if self.plan.topology.is_headless:
             return serve_headless(self.plan, self.environ, say)

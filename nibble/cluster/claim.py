@@ -24,6 +24,11 @@ class Claim:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def who(self) -> str:
+        """Names the one who claims, this process and no other."""
+        return self._body["who"]
+
     def __enter__(self) -> Claim:
         return self
 

@@ -55,20 +55,28 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
         roster.release(str(body["who"]))
         return {}
 
+    def ended(body: Mapping[str, Any]) -> dict[str, Any]:
+        roster.forget_server(str(body["server"]))
+        return {}
+
     def leave(body: Mapping[str, Any]) -> dict[str, Any]:
         roster.leave(str(body["address"]), str(body.get("why") or ""))
         return {}
 
     def nodes(body: Mapping[str, Any]) -> dict[str, Any]:
+        if who := body.get("server"):
+            roster.note_server(str(who), float(body["stops_within_s"]))
         return {
             "nodes": roster.nodes(),
             "left": roster.left,
             "run": roster.run,
             "state": roster.state,
             "session": roster.session,
+            "expects": roster.expects,
         }
 
-    return {"/beat": roster.beat, "/claim": claim, "/release": release, "/leave": leave, "/nodes": nodes}
+    found: dict[str, Handler] = {"/beat": roster.beat, "/claim": claim, "/release": release}
+    return found | {"/leave": leave, "/nodes": nodes, "/ended": ended}
 
 
 def refuse(member: Member) -> None:

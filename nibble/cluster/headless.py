@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import Agent
 from nibble.cluster.head import leaving, lost_head, refuse, running
-from nibble.cluster.member import Member
+from nibble.cluster.member import End, Member
 from nibble.cluster.node import find_place, node_handlers, proof_handlers
 from nibble.cluster.roster import BEAT_S
 from nibble.cluster.token import members_token
 from nibble.control import ControlServer
-from nibble.engine import Ended, Engine, Event, Failed, Stop
+from nibble.engine import Ended, Engine, Event, Failed, Stop, Told
 from nibble.errors import ExitCode, NibbleError
-from nibble.failures import engine_died, stopped_for_memory
+from nibble.failures import engine_died, part_ended, stopped_for_memory
 from nibble.governor import Action, Governor
 from nibble.memory import MemorySource
 from nibble.phases import ErrorReader
@@ -92,7 +92,7 @@ class _Headless:
         self._run = 0
         self._began = False
         self._ended: Ended | None = None
-        self._lost = ""  # the process of vLLM's that ended first
+        self._lost, self._lost_at = "", 0.0  # the process of vLLM's that ended first, and when
 
     def status(self) -> dict[str, Any]:
         """What /status answers."""
@@ -125,6 +125,7 @@ class _Headless:
             if not self._take_part():
                 return ExitCode.OK
             self.kill()
+            self._member.ended = ()
 
     def kill(self) -> None:
         """End vLLM here."""
@@ -146,6 +147,9 @@ class _Headless:
             member = self._member
             refuse(member)
             reply = {} if member.has_lost_head else member.reply
+            if reply.get("state") == "stopped":
+                self._say("the server was stopped: so is this rank")
+                return False
             session = reply.get("session")
             is_new = reply.get("run") != self._run or session != member.head_session
             if reply.get("state") in ("starting", "ready") and is_new:
@@ -159,7 +163,8 @@ class _Headless:
                 )
 
     def _start(self) -> None:
-        self._began, self._ended, self._lost, self._errors = True, None, "", ErrorReader()
+        self._began, self._ended, self._errors = True, None, ErrorReader()
+        self._lost, self._lost_at = "", 0.0
         self._say(f"run {self._run} of the head: starting this machine's ranks")
         self._forget_earlier_run()
         self._engine = engine = Engine(self._plan.argv(), self._environ(), self._events)
@@ -173,8 +178,10 @@ class _Headless:
                 engine.kill_at_once()
 
         def follow() -> None:
-            """Also so that `Engine.kill_at_once` knows whom to kill."""
-            self._lost = engine.first_death(over) or ""
+            """Also so that `Engine.kill_at_once` knows whom to kill. An event, so that an error put before is told before."""
+            if lost := engine.first_death(over):
+                self._lost, self._lost_at = lost, time.monotonic()
+                self._events.put(Told(lost))
 
         self._governor = Governor(MemorySource(), limit, on_memory)
         self._over = over = threading.Event()
@@ -220,6 +227,13 @@ class _Headless:
         ladder = self._plan.ladder if has_killed else None
         return engine_died("headless", how, self._errors.cause, self._lost, ladder)
 
+    def _tell_head(self) -> None:
+        """The head waits for nothing that this rank knows already."""
+        has_killed = self._governor is not None and self._governor.kernel_has_killed()
+        why = part_ended(self._lost or "vLLM", self._errors.cause, has_killed)
+        if not self._member.ended:
+            self._member.tell_end(End(self._run, 0, why, self._lost_at))
+
     def _stopped(self) -> bool:
         """Takes one event, or waits for half a beat."""
         try:
@@ -230,6 +244,9 @@ class _Headless:
             raise event.error
         if isinstance(event, Ended):
             self._ended = event
+            self._lost_at = self._lost_at or time.monotonic()
+        if isinstance(event, Told | Ended) and self._engine is not None:  # else its end was our doing
+            self._tell_head()
         if isinstance(event, Stop):
             self._say(f"{signal_name(event.signum)}: ending this machine's ranks")
         return isinstance(event, Stop)

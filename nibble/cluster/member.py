@@ -15,8 +15,19 @@ from nibble.cluster.roster import BEAT_S, LOST_S
 from nibble.errors import NibbleError
 from nibble.processes import family
 
+_KEPT_ENDS = 16  # a run that ends takes all of them with it
 _LAST_BEAT_S = 5.0  # an unanswered call and the facts
-_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # of the 15 bytes that /proc keeps
+PART_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # of the 15 bytes that /proc keeps
+
+
+@dataclass(frozen=True)
+class End:
+    """A process of vLLM's that a run needs and that ended by itself here, at `at` (monotonic). `run` is 0 with Ray."""
+
+    run: int
+    pid: int
+    why: str
+    at: float
 
 
 @dataclass
@@ -35,8 +46,10 @@ class Member:
     reply: dict[str, Any] = field(default_factory=dict)
     head_session: str = ""
     error: AgentError | None = None
+    ended: tuple[End, ...] = ()
     _answered: float = field(default_factory=time.monotonic)
     _over: threading.Event = field(default_factory=threading.Event)
+    _news: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self) -> Member:
@@ -56,7 +69,12 @@ class Member:
             "gpus": self.gpus,
             "busy": busy_processes(),
             "time": time.time(),
+            "head": self.head_session,
         }
+        now = time.monotonic()
+        message["ended"] = [
+            {"run": one.run, "pid": one.pid, "why": one.why, "ago_s": now - one.at} for one in self.ended
+        ]
         try:
             if self.reply.get("wants_facts", True):
                 message |= {"facts": self.facts(), "time": time.time()}  # facts take a moment
@@ -67,6 +85,11 @@ class Member:
             self.error = error
         except (OSError, NibbleError) as error:  # a fact or a certificate that cannot be read now
             self.error = AgentError(0, str(error))
+
+    def tell_end(self, end: End) -> None:
+        """The head hears it now, and with each of the next beats."""
+        self.ended = (*self.ended, end)[-_KEPT_ENDS:]
+        self._news.set()
 
     def greet(self) -> None:
         """Ask the head whether it takes our token, without joining yet; `error` says why not."""
@@ -109,13 +132,15 @@ class Member:
     def close(self) -> None:
         """No further beats."""
         self._over.set()
+        self._news.set()
 
     def _run(self) -> None:
         while not self._over.is_set():
             self.beat()
-            self._over.wait(BEAT_S)
+            self._news.wait(BEAT_S)
+            self._news.clear()
 
 
 def busy_processes() -> int:
     """How many descendants of this process hold parts of a model for vLLM."""
-    return sum(one.name.startswith(_TITLES) for one in family(-1))
+    return sum(one.name.startswith(PART_TITLES) for one in family(-1))

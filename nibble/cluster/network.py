@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import queue
 import re
 import socket
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.settings import Settings
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+RESOLVE_S = 3.0
 _OUTSIDE = "192.0.2.1"  # RFC 5737: stands for any address beyond this machine
 _SYS = Path("/sys")
 
@@ -37,12 +40,12 @@ def node_address(settings: Settings, head: str | None) -> str:
     head. Raises CLUSTER for a name that nobody knows.
     """
     if settings.worker_ip:
-        return _ipv4(settings.worker_ip, "WORKER_IP")
+        return resolve(settings.worker_ip, "WORKER_IP")
     if head is None and settings.head_ip:
-        return _ipv4(settings.head_ip, "HEAD_IP")
+        return resolve(settings.head_ip, "HEAD_IP")
     if settings.cluster_interface and (found := address_of(settings.cluster_interface)):
         return found
-    target = _ipv4(head, "HEAD_IP") if head else _OUTSIDE
+    target = resolve(head, "HEAD_IP") if head else _OUTSIDE
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing
@@ -55,12 +58,29 @@ def node_address(settings: Settings, head: str | None) -> str:
         ) from None
 
 
-def _ipv4(name: str, variable: str) -> str:
+def resolve(name: str, variable: str) -> str:
+    """The IPv4 address of `name`. Raises CLUSTER for a name that is not known, and for name servers that are silent.
+
+    The C library alone would ask silent ones for 10 s and more, and takes no limit from its caller.
+    """
+    found: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(socket.gethostbyname(name))
+        except (OSError, UnicodeError) as error:  # a name with an empty part cannot even be asked for
+            found.put(error)
+
+    threading.Thread(target=ask, name="resolve", daemon=True).start()
     try:
-        return socket.gethostbyname(name)
-    except (OSError, UnicodeError) as error:  # a name with an empty part cannot even be asked for
-        what = f"{variable} {name} is no IPv4 address and no known name ({getattr(error, 'strerror', error)})"
-        raise NibbleError(ExitCode.CLUSTER, what, "a node's address", f"correct {variable}") from None
+        answer = found.get(timeout=RESOLVE_S)
+    except queue.Empty:
+        answer = OSError(0, f"no name server answers within {RESOLVE_S:.0f} s")
+    if isinstance(answer, str):
+        return answer
+    why = getattr(answer, "strerror", None) or answer
+    what = f"{variable} {name} is no IPv4 address and no known name ({why})"
+    raise NibbleError(ExitCode.CLUSTER, what, "a node's address", f"correct {variable}") from None
 
 
 def is_here(address: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import signal
@@ -121,7 +122,20 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
 
 def proof_handlers(folder: Path) -> dict[str, Handler]:
     """The path of a node whose workers' reports are judged by the server on another one."""
-    return {"/proof": lambda body: {"reports": read_reports(folder, of_the_living=True)}}
+
+    def proof(body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"reports": read_reports(folder, of_the_living=True), "ranks": ranks_by_pid(folder)}
+
+    return {"/proof": proof}
+
+
+def ranks_by_pid(folder: Path) -> dict[int, int]:
+    """Which rank of the model each worker had that wrote a report into `folder`, whether it still runs or not."""
+    found: dict[int, int] = {}
+    for file in folder.glob("worker-*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found[int(file.stem.removeprefix("worker-"))] = int(json.loads(file.read_text())["rank"])
+    return found
 
 
 def listen_on(address: str, ports: list[int]) -> tuple[list[socket.socket], list[int]]:

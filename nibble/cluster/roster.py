@@ -10,6 +10,9 @@ from typing import Any
 
 BEAT_S = 1.0
 FORGET_S = 600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+SETTLE_S = 0.5
+STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain
+SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
 LOST_S = 10.0  # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said so
 
 
@@ -18,7 +21,8 @@ class Node:
     """A node as its last beat told.
 
     `session` is one life of its process, so that a node that was started anew is told from the one that was there.
-    `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's that hold parts of the model.
+    `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's that hold parts of the model. `ended` are
+    those of them that ended by themselves, the last ones: "run", "pid", "why" and "at" (of the roster's clock).
     """
 
     address: str
@@ -30,6 +34,7 @@ class Node:
     facts: Mapping[str, Any] = field(default_factory=dict)
     seen: float = 0.0
     skew_s: float = 0.0
+    ended: Sequence[Mapping[str, Any]] = ()
 
     @property
     def name(self) -> str:
@@ -42,15 +47,22 @@ class Refused(ValueError):
 
 
 class Roster:
-    """The head's list. `run` counts the server's starts: 0 while there is none."""
+    """The head's list. `run` counts the server's starts: 0 while there is none. `expects` is how many nodes there have to be,
+    None where the head does not know.
+    """
 
-    def __init__(self, session: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.session = session
+    def __init__(
+        self, session: str, clock: Callable[[], float] = time.monotonic, expects: int | None = None
+    ) -> None:
+        self.session, self.expects = session, expects
         self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._left: dict[str, str] = {}
         self._claim = ("", "", 0.0)  # by whom, in words what for, and when it was last said
+        self._servers: dict[
+            str, tuple[float, float]
+        ] = {}  # who -> when it last asked, how long its stop may take
         self.run = 0
         self.state = "waiting"
 
@@ -68,8 +80,13 @@ class Roster:
             facts=facts,
             seen=now,
             skew_s=float(message["time"]) - time.time(),
+            ended=[{**one, "at": now - float(one["ago_s"])} for one in message.get("ended") or ()],
         )
         with self._lock:
+            if node.role == "ray-worker" and message.get("head") not in (None, "", self.session):
+                # Its Ray belongs to the head before this one: it is told so, ends and joins anew.
+                self._nodes.pop(node.address, None)
+                return self._reply(node)
             for other in list(self._nodes.values()):
                 if node.rank is None or other.rank != node.rank or other.address == node.address:
                     continue
@@ -81,12 +98,15 @@ class Roster:
                 node.facts = before.facts
             self._nodes[node.address] = node
             self._left.pop(node.address, None)
-            return {
-                "session": self.session,
-                "run": self.run,
-                "state": self.state,
-                "wants_facts": not node.facts,
-            }
+            return self._reply(node)
+
+    def _reply(self, node: Node) -> dict[str, Any]:
+        return {
+            "session": self.session,
+            "run": self.run,
+            "state": self.state,
+            "wants_facts": not node.facts,
+        }
 
     def leave(self, address: str, why: str = "") -> None:
         """A node that says goodbye: it stops as asked, or it says `why` not."""
@@ -113,6 +133,24 @@ class Roster:
             if self._claim[0] == who:
                 self._claim = ("", "", 0.0)
 
+    def note_server(self, who: str, stops_within_s: float) -> None:
+        """A server runs on these nodes; its stop may take so long."""
+        with self._lock:
+            self._servers[who] = (self._clock(), stops_within_s)
+
+    def forget_server(self, who: str) -> None:
+        """It has ended."""
+        with self._lock:
+            self._servers.pop(who, None)
+
+    def servers_stop_within_s(self) -> float:
+        """How long the stop of the slowest server may take; 0 where none runs."""
+        now = self._clock()
+        with self._lock:
+            return max(
+                (limit for asked, limit in self._servers.values() if now - asked < SERVER_S), default=0.0
+            )
+
     @property
     def left(self) -> dict[str, str]:
         """Address -> why, of the nodes that went with an error."""
@@ -126,10 +164,13 @@ class Roster:
             self._nodes = {
                 address: node for address, node in self._nodes.items() if now - node.seen < FORGET_S
             }
-            found = [
-                (vars(node) | {"name": node.name, "age_s": now - node.seen}) for node in self._nodes.values()
-            ]
+            found = [self._told(node, now) for node in self._nodes.values()]
         return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
+
+    def _told(self, node: Node, now: float) -> dict[str, Any]:
+        """`node` as plain data."""
+        ended = [{**one, "ago_s": now - one["at"]} for one in node.ended]
+        return vars(node) | {"name": node.name, "age_s": now - node.seen, "ended": ended}
 
 
 def head_first(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,7 +179,9 @@ def head_first(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lost_node(
-    before: list[dict[str, Any]], now: list[dict[str, Any]], left: Mapping[str, str] | None = None
+    before: list[dict[str, Any]],
+    now: list[dict[str, Any]],
+    left: Mapping[str, str] | None = None,
 ) -> str | None:
     """Which node of `before` is gone, and how, in words; None while all are there. `left` is the roster's."""
     current = {node["address"]: node for node in now}
@@ -152,3 +195,20 @@ def lost_node(
         if found["age_s"] >= LOST_S:
             return f"node {node['name']} has given no sign of life for {found['age_s']:.0f} s"
     return None
+
+
+def ended_process(
+    nodes: Sequence[Mapping[str, Any]],
+    matters: Callable[[Mapping[str, Any], Mapping[str, Any]], bool],
+) -> str | None:
+    """Which process of vLLM's on `nodes` ended by itself first, in words: the ends of others may follow from it.
+
+    None while all run, and until SETTLE_S after the first end that is known, so that each node had the time to tell.
+
+    `matters` says of a node and one of its `ended` whether it concerns this run.
+    """
+    ends = [
+        (end["ago_s"], node, end) for node in nodes for end in node.get("ended") or () if matters(node, end)
+    ]
+    ago_s, node, end = max(ends, key=lambda one: one[0], default=(0.0, {}, {}))
+    return f"node {node['name']}: {end['why']}" if ago_s >= SETTLE_S else None

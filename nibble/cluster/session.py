@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,67 +10,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.cluster.agent import Agent, AgentError
+from nibble.cluster.agent import AgentError
 from nibble.cluster.claim import Claim
+from nibble.cluster.complete import (
+    INTO_THE_HEAD,
+    START_NODES,
+    Missing,
+    Reminder,
+    living,
+    missing_gpus,
+    missing_ranks,
+)
 from nibble.cluster.copies import distribute
 from nibble.cluster.facts import Problem
 from nibble.cluster.files import Offers
-from nibble.cluster.head import head_handlers, running
-from nibble.cluster.member import Member
-from nibble.cluster.network import is_here
-from nibble.cluster.node import Place, find_place, node_handlers
+from nibble.cluster.head import running
+from nibble.cluster.needs import least_memory_bytes
+from nibble.cluster.node import Place
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.rank_settings import model_folders, rank_facts
 from nibble.cluster.ray_reach import unreached
-from nibble.cluster.roster import BEAT_S, LOST_S, Roster, head_first, lost_node
-from nibble.cluster.token import heads_token, members_token, withhold_from_ray
+from nibble.cluster.roster import BEAT_S, LOST_S, STOPPING, Roster, ended_process, head_first, lost_node
+from nibble.cluster.token import withhold_from_ray
+from nibble.cluster.watch import NodeLost, Watch
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
-from nibble.processes import stop_signals
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
 
-RESTARTS = (
-    5  # after lost nodes; then the exit code says it, and the restart policy and the crash-loop breaker act
-)
-DEAD_WORKER = "died unexpectedly, shutting down executor"  # vllm 0.32 v1/executor/ray_executor_v2.py:538
+STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
+HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
+SAME_MOMENT_S = 0.5  # within which it cannot be told which of two processes on two machines ended first
 Say = Callable[[str], None]
-
-
-class NodeLost(NibbleError):
-    """A node that the model needs is gone."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(ExitCode.ENGINE_DIED, why, "", "see what that node says; it may rejoin at any time")
-
-
-class Watch:
-    """Looks after the nodes while vLLM runs; `launch.Supervisor` calls `run` in a thread and `feed` with every log line."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._worker_died: float | None = None
-
-    def feed(self, line: str) -> None:
-        """Ray's executor says when one of its processes ended, and then waits without end (environment.md 3)."""
-        if DEAD_WORKER in line and self._worker_died is None:
-            self._worker_died = time.monotonic()
-
-    def reports(self) -> dict[str, list[Mapping[str, Any]]]:
-        """See `Cluster.reports`."""
-        return self._cluster.reports()
-
-    def run(self, fail: Callable[[NibbleError], None], over: threading.Event) -> None:
-        """Until `over`: `fail` gets the error when a node is lost, or a worker process without its node."""
-        while not over.wait(BEAT_S):
-            if why := self._cluster.lost():
-                fail(NodeLost(why))
-                return
-            if self._worker_died is not None and time.monotonic() - self._worker_died > LOST_S:
-                fail(NodeLost("a worker process of vLLM's ended on one of the nodes; all nodes still answer"))
-                return
 
 
 class Cluster:
@@ -91,7 +62,7 @@ class Cluster:
     ) -> None:
         self.plan, self.place, self.say = plan, place, say
         self._token, self._roster, self._folder = token, roster, folder
-        self._stop, self._offers = stop, offers
+        self.stop, self._offers = stop, offers
         assert plan.topology.head is not None
         self._caller = Caller(place.address if roster else plan.topology.head, token, place.environ)
         self.claim = Claim(self._caller, f"a server at {place.address} is starting")
@@ -99,6 +70,10 @@ class Cluster:
         self._last: list[dict[str, Any]] = []
         self._left: Mapping[str, str] = {}
         self._answered = time.monotonic()
+        self.head_stops = False
+        self._ranks: dict[tuple[str, int], int] = {}  # with Ray: (node's address, pid) -> rank of the model
+        self._began_at, self._died_here_at = 0.0, float("inf")
+        self._reminder = Reminder()  # of what a `prepare` waits for
         self._state: dict[str, Any] = {
             "state": "starting",
             "phase": "cluster",
@@ -106,6 +81,23 @@ class Cluster:
             "detail": "",
         }
         self.report: Report | None = None
+        self.control: ControlServer
+
+    @property
+    def head(self) -> str:
+        """Its address."""
+        return self._caller.head
+
+    def status(self) -> dict[str, Any]:
+        """What /status answers while no vLLM runs."""
+        return dict(self._state)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """The control port, open from before the first run until after the last."""
+        self.control = ControlServer(self.plan.settings.control_port, self.status, lambda: False)
+        with running(self.control):
+            yield
 
     # --- who is there ---
 
@@ -114,9 +106,11 @@ class Cluster:
         if self._roster:
             self._left = self._roster.left
             return self._roster.nodes()
+        serving = {"server": self.claim.who, "stops_within_s": self.plan.settings.drain_seconds + STOP_S}
         try:
-            found = self._caller.ask(self._caller.head, "/nodes", {}, 3.0)
+            found = self._caller.ask(self._caller.head, "/nodes", serving, 3.0)
             self._last, self._left, self._answered = found["nodes"], found.get("left", {}), time.monotonic()
+            self.head_stops = found.get("state") == STOPPING
         except AgentError as error:
             if error.status == 401:
                 what = f"the head at {self._caller.head} refused this node's token"
@@ -125,34 +119,27 @@ class Cluster:
                 ) from None
         return self._last
 
-    def missing(self) -> str | None:
-        """What is not there yet, in words."""
+    def missing(self) -> Missing | None:
+        """What is not there yet."""
         topology = self.plan.topology
-        alive = [node for node in self.nodes() if node["age_s"] < LOST_S and self._head_silence_s < LOST_S]
+        alive = living(self.nodes()) if self._head_silence_s < LOST_S else []
         if topology.nodes is not None:
-            ranks = {node["rank"] for node in alive}
-            absent = [str(rank) for rank in range(topology.nodes) if rank not in ranks]
-            if absent:
-                return f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
-            # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
-            busy = [node["name"] for node in alive if node["busy"]]
-            return f"node {busy[0]} still ends its part of the last run" if busy else None
+            return missing_ranks(alive, topology.nodes)
         if not alive:
-            return f"no Ray head answers at {self._caller.head}"
+            return Missing(
+                f"no Ray head answers at {self._caller.head}", "start `ray-head` there, or correct HEAD_IP"
+            )
         if not any(node["address"] == self.place.address for node in alive):
-            return f"no Ray node runs on this machine ({self.place.address})"
-        gpus = sum(node["gpus"] for node in alive)
-        if gpus < topology.ranks:
-            there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
-            return f"{topology.ranks} GPUs are needed and the nodes offer {gpus} ({there})"
-        return None
+            return Missing(f"no Ray node runs on this machine ({self.place.address})", INTO_THE_HEAD)
+        return missing_gpus(alive, topology.ranks)
 
-    def _taken(self) -> str | None:
-        """Who else has the nodes, in words; None once this server has them."""
+    def _taken(self) -> Missing | None:
+        """Who else has the nodes; None once this server has them."""
         try:
             self.claim.take()
         except AgentError as error:
-            return str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
+            what = str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
+            return Missing(what, "wait until that is over, or stop it" if error.status else START_NODES)
         return None
 
     def lost(self) -> str | None:
@@ -168,15 +155,43 @@ class Cluster:
                 for node in now
                 if node["busy"] and node["age_s"] < LOST_S and node["address"] not in self._members
             }
-        return lost_node(list(self._members.values()), now, self._left)
+        return lost_node(list(self._members.values()), now, self._left) or ended_process(now, self._matters)
+
+    def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
+        """Whether the end of a process on another node concerns this run, and is no consequence of one that ended here."""
+        if time.monotonic() - end["ago_s"] > self._died_here_at + SAME_MOMENT_S:
+            return False
+        if self._roster:
+            return end["run"] == self._roster.run
+        return (node["address"], end["pid"]) in self._ranks
+
+    def died_here(self) -> None:
+        """A process of vLLM's ended on this machine."""
+        self._died_here_at = min(self._died_here_at, time.monotonic())
+
+    def node_of_rank(self, rank: int) -> str | None:
+        """With Ray, once the workers have told what they run: the address of the node that has `rank`."""
+        return next((address for (address, _), one in self._ranks.items() if one == rank), None)
+
+    def explain(self, error: NibbleError, watch: Watch) -> NodeLost:
+        """The loss behind vLLM's own end. Raises `error` where there is none."""
+        if error.code != ExitCode.ENGINE_DIED or self.stop.is_set():
+            raise error
+        self._set(starting=False)
+        self._state["detail"] = f"{error.what}; looking whether a node is lost"
+        if why := self.who_was_lost() or watch.dead_worker():
+            return NodeLost(why)
+        if self.stop.is_set():  # told to stop meanwhile: there is no other run that `error` could hold up
+            return NodeLost(error.what)
+        raise error
 
     def who_was_lost(self) -> str | None:
         """After vLLM ended by itself: was it a node? A lost node is known only once it was silent for LOST_S."""
         deadline = time.monotonic() + LOST_S + 3 * BEAT_S
-        while time.monotonic() < deadline and not self._stop.is_set():
+        while time.monotonic() < deadline and not self.stop.is_set():
             if why := self.lost():
                 return why
-            self._stop.wait(BEAT_S)
+            self.stop.wait(BEAT_S)
         return None
 
     @property
@@ -191,47 +206,47 @@ class Cluster:
         Raises CLUSTER where they do not come in time or do not fit together, after a loss ENGINE_DIED where they stay away.
         """
         self._set(starting=False)
-        control = ControlServer(self.plan.settings.control_port, lambda: dict(self._state), lambda: False)
-        control.start()
-        try:
-            deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
-            while self._wait(lost, deadline):
-                if self._check(lost, deadline):
-                    return not self._stop.is_set()
-                self.claim.release()
-                self._stop.wait(BEAT_S)
-            return False
-        finally:
-            control.close()
+        self._reminder = Reminder()
+        deadline = time.monotonic() + self.plan.settings.cluster_wait_seconds
+        while self._wait(lost, deadline):
+            if self._check(lost, deadline):
+                return not self.stop.is_set()
+            self.claim.release()
+            self.stop.wait(BEAT_S)
+        return False
 
     def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
         """Until all are there and nobody else has them. A rank that fetches the model from this one gives no other sign
         of life.
         """
         limit_s = self.plan.settings.cluster_wait_seconds
-        said = ""
-        while not self._stop.is_set():
-            why = self.missing() or self._taken()
-            if why is None:
+        while not self.stop.is_set():
+            missing = self.missing() or self._taken()
+            if self.head_stops:
+                self.say(f"the Ray head at {self.head} is stopping: so does this server")
+                return False
+            if missing is None:
                 return True
-            if why != said:
-                self.say(f"waiting for the cluster: {why}")
-                said = self._state["detail"] = why
+            why = self._state["detail"] = missing.what
+            hint = f"; {missing.action}" if missing.action == INTO_THE_HEAD else ""
+            self._remind(f"waiting for the cluster: {why}{hint}")
             if time.monotonic() >= deadline and self._offers.idle_s() >= limit_s:
                 if lost is not None:
                     raise NibbleError(
                         ExitCode.ENGINE_DIED, f"{lost.what}, and not back after {limit_s} s: {why}"
                     )
-                action = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
-                raise NibbleError(ExitCode.CLUSTER, f"{why} after {limit_s} s", "", action)
-            self._stop.wait(BEAT_S)
+                raise NibbleError(ExitCode.CLUSTER, f"{why} after {limit_s} s", "", missing.action)
+            self.stop.wait(BEAT_S)
         return False
+
+    def _remind(self, text: str) -> None:
+        if self._reminder.is_due(text, time.monotonic()):
+            self.say(text)
 
     def _check(self, lost: NodeLost | None, deadline: float) -> bool:
         """The preflight; False where it fails with a node that has just come back, which is not always whole yet."""
         topology = self.plan.topology
-        alive = [node for node in self.nodes() if node["age_s"] < LOST_S]
-        nodes = head_first(alive)
+        nodes = head_first(living(self.nodes()))
         if topology.nodes is None:
             nodes = [node for node in nodes if node["gpus"]]
         self._state["detail"] = f"preflight of {len(nodes)} nodes"
@@ -245,7 +260,8 @@ class Cluster:
                 raise NibbleError(
                     ExitCode.ENGINE_DIED, f"{lost.what}, and since then: {error.what}"
                 ) from None
-            self.say(f"not yet: {error.line()}")
+            self._state["detail"] = f"not yet: {error.line()}"
+            self._remind(f"not yet: {error.line()}")
             return False
         found = self.report.reduce
         if found:
@@ -264,8 +280,8 @@ class Cluster:
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
         folders = list(dict.fromkeys(model_folders(self.plan).values())) if has_ray else []
         if settings.cluster_model == "head":
-            problems = distribute(self._caller, nodes, self.place.address, folders, self._stop, self._tell)
-            if problems or self._stop.is_set():
+            problems = distribute(self._caller, nodes, self.place.address, folders, self.stop, self._tell)
+            if problems or self.stop.is_set():
                 return Report(nodes, problems, None)
         report = preflight(
             self._caller,
@@ -276,11 +292,11 @@ class Cluster:
             least_gb_per_s=settings.cluster_min_gb_per_s,
             least_memory_bytes=least_memory_bytes(self.plan),
             server=rank_facts(self.plan, self.plan.vllm_environ(self.place.environ)) if has_ray else None,
-            over=self._stop,
+            over=self.stop,
         )
-        if not has_ray or report.problems or self._stop.is_set():
+        if not has_ray or report.problems or self.stop.is_set():
             return report
-        why = unreached([node["address"] for node in nodes], self.environ(self.place.environ), self._stop)
+        why = unreached([node["address"] for node in nodes], self.environ(self.place.environ), self.stop)
         action = "see `nibble cluster status`, and start the Ray node anew that was away"
         return replace(report, problems=[Problem(self._caller.head, why, action)] if why else [])
 
@@ -309,6 +325,7 @@ class Cluster:
     def begin(self) -> Watch:
         """A new run: headless ranks start theirs."""
         self._set(starting=True)
+        self._began_at, self._died_here_at, self._ranks = time.monotonic(), float("inf"), {}
         return Watch(self)
 
     def reports(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -323,7 +340,10 @@ class Cluster:
         found: dict[str, list[Mapping[str, Any]]] = {}
         for node in nodes:
             try:
-                found[node["name"]] = self._caller.ask(node["address"], "/proof", {})["reports"]
+                told = self._caller.ask(node["address"], "/proof", {})
+                found[node["name"]] = told["reports"]
+                ranks = told.get("ranks") or {}
+                self._ranks |= {(node["address"], int(pid)): rank for pid, rank in ranks.items()}
             except AgentError:
                 found[node["name"]] = []
         return found
@@ -337,91 +357,26 @@ class Cluster:
     def end(self, stopped: bool) -> None:
         """The run is over; headless ranks end theirs, for good where the server was `stopped`."""
         self.claim.release()
-        if self._roster:
+        if self._roster is None:
+            with contextlib.suppress(AgentError):
+                self._caller.ask(self.head, "/ended", {"server": self.claim.who}, 1.0)
+        else:
             self._roster.state = "stopped" if stopped else "waiting"
             if stopped:
-                time.sleep(2 * BEAT_S)  # until every rank has heard it
+                self._until_every_rank_has_heard()
+
+    def _until_every_rank_has_heard(self) -> None:
+        """Each hears the state with its next beat; one that is silent is not waited for."""
+        assert self._roster is not None
+        told = time.monotonic()
+        while (waited_s := time.monotonic() - told) < HEAR_S:
+            others = [node for node in living(self._roster.nodes()) if node["rank"]]
+            if waited_s >= BEAT_S and all(node["seen"] > told + BEAT_S / 2 for node in others):
+                return
+            time.sleep(0.1)
 
     def _set(self, starting: bool) -> None:
+        self._state["detail"] = ""
         if self._roster:
             self._roster.run += starting
             self._roster.state = "starting" if starting else "waiting"
-
-
-def least_memory_bytes(plan: Plan) -> int:
-    """What each node needs: weights, engine and the smallest KV cache; 0 where the weights are not known."""
-    budget = plan.budget
-    if budget.weights_bytes is None:
-        return 0
-    return budget.weights_bytes + budget.overhead_bytes + budget.least_kv_bytes
-
-
-@contextlib.contextmanager
-def open_cluster(
-    plan: Plan, environ: Mapping[str, str], say: Say, stop: threading.Event
-) -> Iterator[Cluster]:
-    """The cluster of `plan`; without Ray this process is its head. `stop` ends whatever it waits for."""
-    settings, topology = plan.settings, plan.topology
-    with tempfile.TemporaryDirectory(prefix="nibble-cluster-") as folder:
-        if topology.mode == "ray":
-            token = members_token(settings, environ, "serving through Ray")
-            place = find_place(settings, environ, topology.head)
-            yield Cluster(plan, place, token, None, Path(folder), say, stop, Offers())
-            return
-        if not is_here(str(topology.head)):
-            what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
-            raise NibbleError(ExitCode.CLUSTER, what, "rank 0 on the head", "set NIBBLE_NODE_RANK or HEAD_IP")
-        token, where = heads_token(settings, environ)
-        place = find_place(settings, environ, None)
-        roster = Roster(secrets.token_hex(8))
-        offers = Offers()
-        if Path(plan.model).is_dir():
-            offers.add(Path(plan.model))
-        handlers = head_handlers(roster) | node_handlers(place, plan) | offers.handlers()
-        agent = Agent(place.address, token, handlers, offers.senders(), environ)
-        gpus = len(plan.hardware.gpus)
-        member = Member(place.address, token, place.address, "serve", 0, gpus, environ, place.facts)
-        say(f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}")
-        with running(agent), running(member):
-            member.beat()
-            yield Cluster(plan, place, token, roster, Path(folder), say, stop, offers)
-
-
-def serve_across(
-    plan: Plan,
-    environ: Mapping[str, str],
-    say: Say,
-    run: Callable[[Mapping[str, str], Watch, Callable[[], None]], int],
-) -> int:
-    """Serve on several machines; the exit code of the whole. `run` starts vLLM: (environment, watch, on ready) -> exit code.
-
-    A lost node ends the run; with the node back there is a new one, up to RESTARTS times. A stop signal between two runs ends
-    the waiting: process 1 of a container would never see one that nobody handles.
-    """
-    stop = threading.Event()
-    with (
-        stop_signals(lambda signum: stop.set()),
-        open_cluster(plan, environ, say, stop) as cluster,
-        cluster.claim,
-    ):
-        lost: NodeLost | None = None
-        for _ in range(RESTARTS + 1):
-            if not cluster.prepare(lost):
-                cluster.end(stopped=True)
-                return ExitCode.OK
-            code: int | None = None
-            try:
-                code = run(cluster.environ(environ), cluster.begin(), cluster.ready)
-                return code
-            except NodeLost as error:
-                lost = error
-            except NibbleError as error:
-                why = cluster.who_was_lost() if error.code == ExitCode.ENGINE_DIED else None
-                if why is None:
-                    raise
-                lost = NodeLost(why)
-            finally:
-                cluster.end(stopped=code is not None)
-            say(f"{lost.what}: the server is down until the cluster is complete again")
-        assert lost is not None
-        raise lost

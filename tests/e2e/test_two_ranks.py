@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,12 +36,20 @@ TOGETHER = {
 
 
 class Ranks:
-    """Both, started together; `more` and `before` are rank 1's."""
+    """Both, started together; `more` and `before` are rank 1's, `flags` and `both` are for both."""
 
-    def __init__(self, folder: Path, before: Sequence[str] = (), **more: str) -> None:
-        self.head = Server(folder / "0", WORDS, **TOGETHER, NIBBLE_NODE_RANK="0")
-        own = TOGETHER | {"NIBBLE_NODE_RANK": "1", "WORKER_IP": "127.0.0.2"} | more
-        self.rank1 = Server(folder / "1", WORDS, before, **own)
+    def __init__(
+        self,
+        folder: Path,
+        before: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        both: Mapping[str, str] | None = None,
+        **more: str,
+    ) -> None:
+        words, common = [*WORDS, *flags], TOGETHER | dict(both or {})
+        self.head = Server(folder / "0", words, **common, NIBBLE_NODE_RANK="0")
+        own = common | {"NIBBLE_NODE_RANK": "1", "WORKER_IP": "127.0.0.2"} | more
+        self.rank1 = Server(folder / "1", words, before, **own)
 
     def end(self) -> None:
         self.head.end()

@@ -65,7 +65,7 @@ def join(roster: Roster, **more: Any) -> None:
 
 
 def check(**more: str) -> Report:
-    return commands.cluster_check(read_wishes([], HEAD | more))
+    return commands.cluster_check(read_wishes(["--nnodes", "1"], HEAD | more), lambda text: None)
 
 
 def test_a_start_waits_for_a_check_and_has_the_nodes_until_it_is_ready(

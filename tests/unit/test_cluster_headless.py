@@ -81,8 +81,8 @@ class Rank:
         return self.ended[0]
 
 
-def wait(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+def wait(what: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -168,6 +168,42 @@ time.sleep(0.5)
     assert f"{error.what}; waiting for what the head makes of it" in rank.said
 
 
+def test_the_head_hears_at_once_which_process_ended_here(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself may take seconds to end after it, and rank 0's may not notice for half a minute."""
+    behave = """
+import subprocess, time
+worker = subprocess.Popen(["VLLM::Worker_TP1", "300"], executable="/bin/sleep")
+time.sleep(3)
+worker.kill()
+worker.wait()
+time.sleep(60)
+"""
+    monkeypatch.setattr(engine_module, "child_command", lambda argv: [sys.executable, "-c", behave])
+    monkeypatch.setattr(member_module, "LOST_S", 30.0)
+    rank.move("ready", 4)
+    wait(lambda: any(node["ended"] for node in rank.roster.nodes()), 30)
+    (end,) = rank.roster.nodes()[0]["ended"]
+    assert end["ago_s"] < 2
+    assert (end["run"], bool(re.match(r"VLLM::Worker_TP1 \(pid \d+\) ended by itself", end["why"]))) == (
+        4,
+        True,
+    )
+    assert rank.is_running()
+    rank.move("waiting", 4)
+    wait(lambda: not any(node["ended"] for node in rank.roster.nodes()), 30)
+
+
+def test_a_server_that_is_stopped_between_two_runs_ends_this_rank_with_0(rank: Rank) -> None:
+    rank.move("ready", 1)
+    wait(rank.is_running)
+    rank.move("waiting", 1)
+    wait(lambda: not rank.is_running())
+    rank.move("stopped", 1)
+    began = time.monotonic()
+    assert rank.end() == ExitCode.OK
+    assert time.monotonic() - began < 1  # it would wait so long for the next run
+
+
 def test_a_signal_that_comes_as_a_run_begins_is_not_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def say(text: str) -> None:
         if text.startswith("run 1"):
@@ -212,7 +248,8 @@ def test_reports_are_those_of_the_workers_that_still_run(tmp_path: Path) -> None
     gone.wait()
     for rank, pid in enumerate((os.getpid(), gone.pid)):
         (tmp_path / f"worker-{pid}.json").write_text(json.dumps({"rank": rank}))
-    assert proof_handlers(tmp_path)["/proof"]({}) == {"reports": [{"rank": 0}]}
+    told = proof_handlers(tmp_path)["/proof"]({})
+    assert told == {"reports": [{"rank": 0}], "ranks": {os.getpid(): 0, gone.pid: 1}}
 
 
 def test_its_workers_reports_reach_whoever_has_the_token_and_the_head_hears_why_it_ends(

@@ -13,8 +13,8 @@ import pytest
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call, connect
 from nibble.cluster.head import head_handlers, lost_head, refuse
-from nibble.cluster.member import Member
-from nibble.cluster.roster import FORGET_S, LOST_S, Refused, Roster, lost_node
+from nibble.cluster.member import End, Member
+from nibble.cluster.roster import FORGET_S, LOST_S, SERVER_S, Refused, Roster, ended_process, lost_node
 from nibble.errors import ExitCode, NibbleError
 
 TOKEN = "0123456789abcdef"
@@ -252,3 +252,70 @@ def test_a_second_agent_on_an_address_is_exit_9(served: Roster) -> None:
     with pytest.raises(NibbleError, match="cannot be opened") as caught:
         Agent("127.0.0.1", TOKEN, {})
     assert caught.value.code == ExitCode.CLUSTER
+
+
+def test_a_ray_worker_of_the_head_before_this_one_is_told_so_and_not_counted(roster: Roster) -> None:
+    """A check right after a head's restart would run its all-reduce with a node that is about to end."""
+    old = message(role="ray-worker", rank=None, head="the one before")
+    assert roster.beat(old)["session"] == "head"
+    assert roster.nodes() == []
+    roster.beat(old | {"head": "", "session": "b"})
+    assert [node["address"] for node in roster.nodes()] == ["10.0.0.2"]
+    roster.beat(old | {"head": "head", "session": "b"})
+    assert len(roster.nodes()) == 1
+
+
+def test_a_process_that_ended_on_a_node_is_told_with_its_age(roster: Roster, clock: Clock) -> None:
+    end = {"run": 3, "pid": 7, "why": "VLLM::Worker_TP1 (pid 7) ended by itself", "ago_s": 0.5}
+    roster.beat(message(ended=[end]))
+    clock.now += 2
+    nodes = roster.nodes()
+    assert nodes[0]["ended"][0]["ago_s"] == pytest.approx(2.5)
+    assert lost_node(nodes, nodes) is None
+    assert ended_process(nodes, lambda node, end: end["run"] == 4) is None
+    why = ended_process(nodes, lambda node, end: end["run"] == 3)
+    assert why == "node 10.0.0.2 (rank 1): VLLM::Worker_TP1 (pid 7) ended by itself"
+
+
+def test_of_several_processes_the_one_that_ended_first_is_named_once_all_had_the_time_to_tell(
+    roster: Roster, clock: Clock
+) -> None:
+    def end(why: str, ago_s: float) -> dict[str, Any]:
+        return {"run": 1, "pid": 7, "why": why, "ago_s": ago_s}
+
+    roster.beat(message("10.0.0.1", rank=0, ended=[end("a consequence", 0.1)]))
+    assert ended_process(roster.nodes(), lambda node, end: True) is None
+    clock.now += 0.2
+    roster.beat(message("10.0.0.2", rank=1, ended=[end("the cause", 0.4)]))
+    clock.now += 0.2
+    assert ended_process(roster.nodes(), lambda node, end: True) == "node 10.0.0.2 (rank 1): the cause"
+
+
+def test_a_head_knows_how_long_the_slowest_of_its_servers_takes_to_stop(roster: Roster, clock: Clock) -> None:
+    nodes = head_handlers(roster)["/nodes"]
+    assert roster.servers_stop_within_s() == 0
+    nodes({"server": "a", "stops_within_s": 60})
+    nodes({"server": "b", "stops_within_s": 90})
+    nodes({})
+    assert roster.servers_stop_within_s() == 90
+    head_handlers(roster)["/ended"]({"server": "b"})
+    assert roster.servers_stop_within_s() == 60
+    clock.now += SERVER_S
+    assert roster.servers_stop_within_s() == 0
+
+
+def test_an_end_is_told_at_once_and_not_with_the_next_beat(
+    roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[float] = []
+    member = Member("10.0.0.1", TOKEN, "10.0.0.2", "serve", 1, 0, {}, dict)
+    monkeypatch.setattr(member, "beat", lambda: beats.append(time.monotonic()))
+    monkeypatch.setattr("nibble.cluster.member.BEAT_S", 30.0)
+    member.start()
+    deadline = time.monotonic() + 5
+    while len(beats) < 2 and time.monotonic() < deadline:
+        if beats and not member.ended:
+            member.tell_end(End(1, 7, "it ended", time.monotonic()))
+        time.sleep(0.02)
+    member.close()
+    assert len(beats) == 2

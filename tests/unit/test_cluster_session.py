@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,19 @@ from typing import Any
 import pytest
 
 from nibble.cluster import session as session_module
+from nibble.cluster import watch as watch_module
+from nibble.cluster.across import serve_across
 from nibble.cluster.agent import AgentError
+from nibble.cluster.facts import Problem
 from nibble.cluster.files import Offers
+from nibble.cluster.needs import least_memory_bytes
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
 from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import Roster
-from nibble.cluster.session import (
-    DEAD_WORKER,
-    Cluster,
-    NodeLost,
-    Watch,
-    least_memory_bytes,
-    serve_across,
-)
+from nibble.cluster.session import Cluster
 from nibble.cluster.token import withhold_from_ray
+from nibble.cluster.watch import NodeLost, Watch
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
@@ -80,12 +79,17 @@ def roster_of(cluster: Cluster) -> Roster:
     return cluster._roster
 
 
+def missing(cluster: Cluster) -> str | None:
+    found = cluster.missing()
+    return found.what if found else None
+
+
 def test_missing_ranks_are_named(cluster: Cluster) -> None:
-    assert cluster.missing() == "no sign of the nodes with rank 0, 1"
+    assert missing(cluster) == "no sign of the nodes with rank 0, 1"
     roster_of(cluster).beat(message(0, HERE))
-    assert cluster.missing() == "no sign of the node with rank 1"
+    assert missing(cluster) == "no sign of the node with rank 1"
     roster_of(cluster).beat(message(1, busy=1))
-    assert cluster.missing() == "node 10.0.0.2 (rank 1) still ends its part of the last run"
+    assert missing(cluster) == "node 10.0.0.2 (rank 1) still ends its part of the last run"
     roster_of(cluster).beat(message(1))
     assert cluster.missing() is None
 
@@ -106,8 +110,8 @@ def test_with_ray_gpus_are_counted(
     found = opened(RAY, tmp_path)
     listed = [{"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes]
     monkeypatch.setattr(found, "nodes", lambda: listed)
-    missing = found.missing()
-    assert (missing is None) if words is None else words in str(missing)
+    what = missing(found)
+    assert (what is None) if words is None else words in str(what)
 
 
 def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
@@ -223,6 +227,10 @@ def test_with_ray_the_nodes_that_hold_parts_are_asked_this_machines_too(
     assert found.reports() == {HERE: [{"at": HERE}], "10.0.0.2": [{"at": "10.0.0.2"}]}
 
 
+# vllm 0.32 v1/executor/ray_executor_v2.py:522
+DEAD_WORKER = "ERROR RayWorkerProc rank=[1] died unexpectedly, shutting down executor."
+
+
 def watched(cluster: Cluster, line: str | None, seconds: float) -> NibbleError | None:
     """What a watch says within `seconds`."""
     found: list[NibbleError] = []
@@ -235,7 +243,7 @@ def watched(cluster: Cluster, line: str | None, seconds: float) -> NibbleError |
         found.append(error)
         over.set()
 
-    thread = threading.Thread(target=lambda: watch.run(fail, over))
+    thread = threading.Thread(target=lambda: watch.run(fail, lambda why: None, over))
     thread.start()
     thread.join(seconds)
     over.set()
@@ -246,10 +254,10 @@ def watched(cluster: Cluster, line: str | None, seconds: float) -> NibbleError |
 def test_a_lost_node_is_told_at_once_and_a_dead_worker_when_no_node_is_lost(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(session_module, "LOST_S", 0.3)
+    monkeypatch.setattr(watch_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(watch_module, "LOST_S", 0.3)
     assert watched(cluster, None, 0.5) is None
-    died = watched(cluster, f"ERROR RayWorkerProc rank=[1] {DEAD_WORKER}.", 5)
+    died = watched(cluster, DEAD_WORKER, 5)
     assert died is not None and died.code == ExitCode.ENGINE_DIED
     assert "all nodes still answer" in died.line()
     monkeypatch.setattr(cluster, "lost", lambda: "node 10.0.0.2 has left")
@@ -313,6 +321,133 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
         assert serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts))) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_before(
+    cluster: Cluster,
+) -> None:
+    roster = roster_of(cluster)
+    roster.beat(message(1))
+    cluster._members = {node["address"]: node for node in cluster.nodes()}
+    cluster.begin()
+    end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
+    roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
+    assert cluster.lost() is None  # of an earlier run
+    roster.beat(message(1, ended=[end]))
+    assert cluster.lost() == "node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
+    cluster.died_here()
+    assert cluster.lost() is not None  # it ended before
+    cluster._died_here_at -= 5
+    assert cluster.lost() is None
+
+
+def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = opened(RAY, tmp_path)
+    end = {"run": 0, "pid": 7, "why": "rank 1 of the model (pid 7) ended by itself", "ago_s": 1.0}
+    there = {
+        "address": "10.0.0.3",
+        "name": "10.0.0.3",
+        "session": "a",
+        "busy": 1,
+        "age_s": 0.0,
+        "ended": [end],
+    }
+    monkeypatch.setattr(found, "nodes", lambda: [there])
+    told = {"reports": [{"rank": 1}], "ranks": {"7": 1}}
+    monkeypatch.setattr(Caller, "ask", lambda self, address, path, body: told)
+    watch = found.begin()
+    assert found.lost() is None  # of another server on the same nodes, for all that is known
+    watch.reports()
+    assert found.lost() == "node 10.0.0.3: rank 1 of the model (pid 7) ended by itself"
+    watch.feed(DEAD_WORKER)
+    assert "rank 1 on 10.0.0.3" in str(watch.dead_worker())
+
+
+def test_when_rays_head_stops_the_server_drains_and_a_loss_means_nothing_any_more(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "BEAT_S", 0.02)
+    monkeypatch.setattr(cluster, "lost", lambda: "node 10.0.0.2 has left")
+    cluster.head_stops = True
+    drained: list[str] = []
+    failed: list[NibbleError] = []
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: Watch(cluster).run(failed.append, drained.append, over))
+    thread.start()
+    time.sleep(0.3)
+    over.set()
+    thread.join()
+    assert (len(drained), failed) == (1, [])
+
+
+def test_what_is_not_yet_right_is_said_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    left = iter(range(900, 1000))
+
+    def short(nodes: object) -> Report:
+        return Report([], [Problem("b", f"{next(left)} MiB of memory are available", "stop it")], None)
+
+    monkeypatch.setattr(cluster, "say", said.append)
+    monkeypatch.setattr(cluster, "_preflight", short)
+    for _ in range(20):
+        assert not cluster._check(NodeLost("node x is gone"), time.monotonic() + 9)
+    assert len(said) == 1 and said[0].startswith("not yet: node b: 900 MiB")
+    assert "919 MiB" in cluster.status()["detail"]
+
+
+def test_the_control_port_answers_without_a_break_over_two_runs_and_between_them(
+    attempts: list[NodeLost | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "who_was_lost", lambda self: time.sleep(0.3) or "node 10.0.0.2 has left")
+    port = plan(MP).settings.control_port
+    over, refused, states = threading.Event(), [], []
+
+    def ask() -> None:
+        while not over.wait(0.005):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5) as answer:
+                    states.append(json.load(answer)["state"])
+            except OSError as error:
+                refused.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    starts = iter(range(100))
+
+    def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
+        start = next(starts)
+        control = watch.control(lambda: {"state": f"run {start}"}, lambda: True)
+        control.start()
+        if not start:
+            asking.start()
+        time.sleep(0.2)
+        control.close()
+        if start == 0:
+            raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself")
+        over.set()
+        asking.join()
+        return 0
+
+    environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    assert serve_across(plan(environ), environ, quiet, run) == 0
+    assert refused == []
+    assert list(dict.fromkeys(states)) == ["run 0", "starting", "run 1"]
+
+
+def test_a_stop_signal_while_it_is_looked_for_a_lost_node_is_exit_0(
+    attempts: list[NodeLost | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told_meanwhile(self: Cluster) -> None:
+        self.stop.set()
+
+    monkeypatch.setattr(Cluster, "who_was_lost", told_meanwhile)
+    monkeypatch.setattr(Cluster, "prepare", lambda self, lost: not self.stop.is_set())
+
+    def run(start: int) -> int:
+        raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself")
+
+    assert outcome(run, tmp_path) == 0
 
 
 def test_losses_without_end_are_exit_10(attempts: list[NodeLost | None], tmp_path: Path) -> None:

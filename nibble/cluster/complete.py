@@ -1,0 +1,110 @@
+"""Are all nodes there? Pure: from the head's list and what the model needs to what is missing, in words.
+
+A start and `nibble cluster check` ask the same questions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nibble.cluster.roster import LOST_S
+
+AGAIN_S = 60.0
+LEAST_NODES = 2  # fewer are no cluster
+SEE_NODE = "see what that node says"
+GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
+START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
+INTO_THE_HEAD = (
+    "run `serve` beside a Ray node: in containers inside the head's (`docker exec HEAD /opt/nibble/entrypoint.sh serve …`),"
+    " else after `ray-head` or `ray-worker` on this machine"
+)
+
+Nodes = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is not there yet, and what to do about it."""
+
+    what: str
+    action: str = START_NODES
+
+
+def living(nodes: Nodes) -> list[Mapping[str, Any]]:
+    """Those that gave a sign of life within LOST_S."""
+    return [node for node in nodes if node["age_s"] < LOST_S]
+
+
+def missing_ranks(alive: Nodes, count: int) -> Missing | None:
+    """Without Ray: a node for each rank from 0 to `count` - 1, none of which still ends an earlier run."""
+    ranks = {node["rank"] for node in alive}
+    absent = [str(rank) for rank in range(count) if rank not in ranks]
+    if absent:
+        return Missing(f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}")
+    # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
+    busy = [node["name"] for node in alive if node["busy"]]
+    return Missing(f"node {busy[0]} still ends its part of the last run") if busy else None
+
+
+def missing_gpus(alive: Nodes, count: int) -> Missing | None:
+    """With Ray: enough GPUs for all ranks, wherever they are."""
+    gpus = sum(node["gpus"] for node in alive)
+    if gpus >= count:
+        return None
+    there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
+    return Missing(f"{count} GPUs are needed and the nodes offer {gpus} ({there})")
+
+
+def missing_nodes(alive: Nodes, count: int) -> Missing | None:
+    """So many nodes, whatever they are."""
+    if len(alive) >= count:
+        return None
+    return Missing(f"{count} nodes are expected, and {_names(alive)} answer{'' if alive[1:] else 's'}")
+
+
+def _names(nodes: Nodes) -> str:
+    return ", ".join(node["name"] for node in nodes) or "none"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a check may rely on: how many nodes, and with Ray how many GPUs; None where it is not known."""
+
+    nodes: int | None
+    gpus: int | None
+
+
+def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | None:
+    """As a start would miss it. Where nothing is known, two nodes and all that the head has heard of."""
+    alive = living(nodes)
+    if expected.nodes is None and expected.gpus is None:
+        for node in nodes:
+            if node["age_s"] >= LOST_S:
+                return Missing(
+                    f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s", SEE_NODE
+                )
+        if len(alive) < LEAST_NODES:
+            return Missing(f"only {_names(alive)} answers", GIVE_NUMBER)
+        return None
+    if expected.nodes is not None and not has_ray:
+        return missing_ranks(alive, expected.nodes)
+    missing = missing_nodes(alive, expected.nodes) if expected.nodes is not None else None
+    return missing or (missing_gpus(alive, expected.gpus) if expected.gpus is not None else None)
+
+
+class Reminder:
+    """Of a line that is due once, again when it changes, and every AGAIN_S while it stays. Numbers in it are no change."""
+
+    def __init__(self) -> None:
+        self._last, self._said_at = "", float("-inf")
+
+    def is_due(self, text: str, now_s: float) -> bool:
+        """Whether to say `text` at `now_s` (monotonic); if so it counts as said."""
+        kind = re.sub(r"\d+(\.\d+)?", "#", text)
+        if kind == self._last and now_s - self._said_at < AGAIN_S:
+            return False
+        self._last, self._said_at = kind, now_s
+        return True

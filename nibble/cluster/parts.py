@@ -1,0 +1,39 @@
+"""The worker processes of vLLM's on a Ray node: Ray starts them, so only the node itself sees one end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nibble.cluster.member import PART_TITLES, End, Member
+from nibble.cluster.node import ranks_by_pid
+from nibble.failures import part_ended
+from nibble.governor import Governor
+from nibble.processes import family, first_end
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tells the head which one ended, and its rank; the server knows whether it is one of its own."""
+
+    member: Member
+    proof: Path
+
+    def watch(self, session: int, governor: Governor, over: threading.Event) -> None:
+        """Until `over`. `session` is Ray's."""
+
+        def find() -> dict[int, str]:
+            found = [one for one in family(session) if one.name.startswith(PART_TITLES)]
+            return {one.pid: str(one.pid) for one in found}
+
+        while not over.is_set():
+            if (pid := first_end(find, over)) is None:
+                return
+            at, ranks = time.monotonic(), ranks_by_pid(self.proof)
+            name = (
+                f"rank {ranks[int(pid)]} of the model" if int(pid) in ranks else "a worker process of vLLM's"
+            )
+            why = part_ended(f"{name} (pid {pid})", "", governor.kernel_has_killed())
+            self.member.tell_end(End(0, int(pid), why, at))

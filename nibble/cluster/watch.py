@@ -1,0 +1,88 @@
+"""Looks after the nodes of a server while its vLLM runs: which node is lost, and which process on it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nibble.cluster.roster import BEAT_S, LOST_S
+from nibble.control import Answers, Turn
+from nibble.errors import ExitCode, NibbleError
+
+if TYPE_CHECKING:
+    from nibble.cluster.session import Cluster
+
+# vllm 0.32 v1/executor/ray_executor_v2.py:522
+_DEAD_WORKER = re.compile(r"RayWorkerProc rank=\[([\d, ]+)\] died unexpectedly, shutting down executor")
+
+
+class NodeLost(NibbleError):
+    """A node that the model needs is gone, or a process on it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(ExitCode.ENGINE_DIED, why, "", "see what that node says; it may rejoin at any time")
+
+
+class Watch:
+    """For one run; `launch.Supervisor` calls `run` in a thread and `feed` with every log line."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._dead: tuple[str, float] | None = None  # ranks that Ray's executor lost, and when
+
+    def control(self, answers: Answers) -> Turn:
+        """The control port for this run; it stays open between runs."""
+        return Turn(self._cluster.control, answers)
+
+    def feed(self, line: str) -> None:
+        """Ray's executor says which rank's process ended. vLLM may then end, or wait without end (environment.md 3)."""
+        if self._dead is None and (match := _DEAD_WORKER.search(line)):
+            self._dead = match[1], time.monotonic()
+
+    def reports(self) -> dict[str, list[Mapping[str, Any]]]:
+        """See `Cluster.reports`."""
+        return self._cluster.reports()
+
+    def told_to_stop(self) -> None:
+        """Called in a signal handler. From now on a lost node is no reason for another run."""
+        self._cluster.stop.set()
+
+    def died_here(self) -> None:
+        """A process of vLLM's ended on this machine: what ends on other nodes from now on is a consequence."""
+        self._cluster.died_here()
+
+    def dead_worker(self) -> str | None:
+        """What Ray's executor said about a worker process of which its node says nothing, in words."""
+        if self._dead is None:
+            return None
+        ranks = [int(rank) for rank in self._dead[0].split(",")]
+        where = [self._cluster.node_of_rank(rank) for rank in ranks]
+        names = ", ".join(
+            f"rank {rank} on {node or 'a node'}" for rank, node in zip(ranks, where, strict=True)
+        )
+        return f"a worker process of vLLM's ended by itself: {names}; all nodes still answer"
+
+    def run(
+        self, fail: Callable[[NibbleError], None], drain: Callable[[str], None], over: threading.Event
+    ) -> None:
+        """Until `over`: `fail` gets the error when a node is lost, or a worker process without its node; `drain` is called
+        when the head of a Ray cluster is about to stop.
+
+        Once the server is told to stop the head only hears that it still runs: a drain has its own limit.
+        """
+        while not over.wait(BEAT_S):
+            why = self._cluster.lost()
+            if self._cluster.stop.is_set():
+                continue
+            if self._cluster.head_stops:
+                self._cluster.stop.set()
+                drain(f"the Ray head at {self._cluster.head} is stopping")
+            elif why:
+                fail(NodeLost(why))
+                return
+            elif self._dead is not None and time.monotonic() - self._dead[1] > LOST_S:
+                fail(NodeLost(str(self.dead_worker())))
+                return
