@@ -1,8 +1,8 @@
 """nibble's vLLM plugin, loaded by vLLM in each of its processes (entry point `nibble` of `vllm.general_plugins`).
 
 It puts subclasses in the place of vLLM's NVFP4 methods, which merge global scales exactly, refuse scales that were not
-loaded, take activations as asked, load a quantized lm_head in every model, and serve NVFP4 on the CPU; and it adds CloverLM,
-which vLLM does not have. vLLM 0.32 looks the
+loaded, take activations as asked, load a quantized lm_head in every model, and serve NVFP4 on the CPU; it adds CloverLM,
+which vLLM does not have, and sizes the queue of a worker's answers. vLLM 0.32 looks the
 classes up in these modules when it makes a layer; they keep vLLM's names because some of its code asks for a name
 (gpt_oss.py:349, linear.py:528).
 """
@@ -26,7 +26,17 @@ def register() -> None:
         compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
     )
 
-    from nibble_kernels.vllm_plugin import cloverlm, dense, kernels, lm_head, moe, mtp, neighbours, quartet2
+    from nibble_kernels.vllm_plugin import (
+        cloverlm,
+        dense,
+        kernels,
+        lm_head,
+        moe,
+        mtp,
+        neighbours,
+        quartet2,
+        queues,
+    )
 
     cloverlm.register_cloverlm()
     quartet2.register_quartet2()
@@ -46,3 +56,4 @@ def register() -> None:
     lm_head.register_head()
     mtp.register_draft_projection()
     neighbours.follow_loading()
+    queues.size_answer_queue()
