@@ -6,8 +6,9 @@
 The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
 of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy,
-the best of four; then prompts of so many tokens, one at a time, until their first token. --profile counts the time of each kernel
-over the steps of one more run, for the first three batches. A way whose vLLM does not start is named in the results and left out.
+the best of four; then prompts of so many tokens, one at a time, until their first token (`--prompts` alone: none). --profile
+counts the time of each kernel over the steps of one more run, for the first three batches. A way whose vLLM does not start is
+named in the results and left out.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def answer(options: argparse.Namespace) -> None:
     begin = time.time()
     llm = LLM(
         str(model), skip_tokenizer_init=True, load_format="dummy", max_num_seqs=max(batches),
-        max_model_len=max(1024, *options.prompts) + 8,
+        max_model_len=context_tokens(options.prompts),
         gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30, quantization="modelopt_fp4",
         enable_flashinfer_autotune=False,
         additional_config={"nibble": plugin}, **arguments,
@@ -207,6 +208,11 @@ def answer(options: argparse.Namespace) -> None:
                 if question.get("profile")
                 else measured(llm, question["batch"])
             )
+
+
+def context_tokens(prompts: list[int]) -> int:
+    """Room for every prompt and its token; `--prompts` alone asks for none."""
+    return max([1024, *prompts]) + 8
 
 
 def say(found: Any) -> None:

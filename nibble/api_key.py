@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from nibble.disk import secret_mode
 from nibble.errors import ExitCode, NibbleError
 
 KEY_FILE = "api_key"
@@ -36,7 +37,8 @@ class KeyDecision:
 
 
 def resolve_api_key(host: str, given_key: str | None, allow_anonymous: bool, cache_dir: Path) -> KeyDecision:
-    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key (mode 0600).
+    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key (mode 0600; 0640 in a
+    folder that its group shares, see `secret_mode`).
 
     Raises NibbleError(CONFIG) for a given key no HTTP header can carry and for a key file that cannot be
     made, read or trusted. No message ever contains a key.
@@ -102,6 +104,7 @@ def _store_new_key(path: Path) -> bool:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             with os.fdopen(descriptor, "w") as file:
+                os.fchmod(descriptor, secret_mode(path.parent))
                 file.write(KEY_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -132,28 +135,31 @@ def _read_key(path: Path) -> tuple[str, str]:
 
 
 def _tighten(path: Path, descriptor: int) -> str:
-    """Bring the file to 0600; refuse what others could have written.
+    """Bring the file to its mode; refuse what others could have written.
 
     Group bits are only tightened: Kubernetes' fsGroup sets them on every file of a volume at each start.
     """
-    status = os.fstat(descriptor)
+    status, mode = os.fstat(descriptor), secret_mode(path.parent)
     if not stat.S_ISREG(status.st_mode):
         raise _key_file_error(path, "is not a regular file")
-    if os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0):
+    is_shared = mode == 0o640 and status.st_gid == os.getegid()
+    if os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0) and not is_shared:
         raise _key_file_error(path, f"belongs to another user (uid {status.st_uid})")
     if status.st_mode & stat.S_IWOTH:
         raise _key_file_error(path, "is writable by everyone, so anyone may have put a key there")
-    if not status.st_mode & 0o077:
+    if not status.st_mode & 0o777 & ~mode:
+        if is_shared and status.st_uid == os.geteuid():  # from before its folder was shared
+            os.fchmod(descriptor, mode)
         return ""
     try:
-        os.fchmod(descriptor, 0o600)
+        os.fchmod(descriptor, mode)
     except OSError as error:
         raise _key_file_error(
             path, f"is readable by others and cannot be tightened ({error.strerror})"
         ) from None
-    if os.fstat(descriptor).st_mode & 0o077:  # filesystems that accept chmod and ignore it
+    if os.fstat(descriptor).st_mode & 0o777 & ~mode:  # filesystems that accept chmod and ignore it
         raise _key_file_error(path, "is readable by others and its filesystem keeps it so")
-    return "; its file was open to others and is now 0600"
+    return f"; its file was open to others and is now {mode:04o}"
 
 
 def _key_file_error(path: Path, problem: str) -> NibbleError:
@@ -161,5 +167,5 @@ def _key_file_error(path: Path, problem: str) -> NibbleError:
         ExitCode.CONFIG,
         f"the key file {path} {problem}",
         "a regular file of mode 0600 that this user owns",
-        "delete it to get a new key, or give one in NIBBLE_API_KEY or NIBBLE_API_KEY_FILE",
+        f"run `rm {path}` to get a new key, or give one in NIBBLE_API_KEY or NIBBLE_API_KEY_FILE",
     )

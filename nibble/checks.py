@@ -32,14 +32,15 @@ from nibble.host import (
     cpu_problem,
     open_files_limit,
     open_files_problem,
-    shm_bytes,
-    shm_problem,
+    shm_free_bytes,
     vllm_cache,
 )
 from nibble.memory_plan import arithmetic, show_gib
 from nibble.model_files import missing_weights
+from nibble.nvfp4_checks import missing_plugin
 from nibble.paths import cache_dir
 from nibble.plan import Plan
+from nibble.shared_memory import check_shared_memory, has_queues, needed_bytes
 from nibble.targets import Target
 
 LITTLE_DISK_BYTES = 2 << 30  # compiled graphs and logs of one model
@@ -63,8 +64,12 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
     warnings += check_folders(settings.cache_dir or cache_dir(environ), vllm_cache(child))
     if plan.checkpoint is not None and plan.checkpoint.is_local:  # one from the Hub was verified by the pull
         check_model_folder(Path(plan.model))
-    problems = (shm_problem(shm_bytes(), plan.topology.ranks_here), open_files_problem(open_files_limit()))
-    return warnings + [text for text in problems if text] + vllm_port_warning(child, settings.port)
+    if has_queues(plan.target, plan.args, plan.topology):
+        needed = needed_bytes(plan.topology, child, missing_plugin(child) is None)
+        warnings += check_shared_memory(shm_free_bytes(), needed, plan.topology.ranks_here)
+    if problem := open_files_problem(open_files_limit()):
+        warnings.append(problem)
+    return warnings + vllm_port_warning(child, settings.port)
 
 
 def check_hardware(target: Target, hardware: Hardware) -> None:

@@ -215,21 +215,28 @@ def version(as_json: Json = False) -> None:
 @app.command("ray-head", context_settings=FREE_WORDS)
 def ray_head(words: Words = None) -> None:
     """Start the head node of a Ray cluster in the foreground."""
-    from nibble.prepare import read_wishes
     from nibble.ray_node import ray_head as run
 
-    asked = read_wishes(wanted(words, "ray-head"), dict(os.environ))
+    asked = _node_wishes(words, "ray-head")
     raise typer.Exit(run(asked.settings, asked.accepted.environ))
 
 
 @app.command("ray-worker", context_settings=FREE_WORDS)
 def ray_worker(words: Words = None) -> None:
     """Join a Ray cluster as a worker, in the foreground."""
-    from nibble.prepare import read_wishes
     from nibble.ray_node import ray_worker as run
 
-    asked = read_wishes(wanted(words, "ray-worker"), dict(os.environ))
+    asked = _node_wishes(words, "ray-worker")
     raise typer.Exit(run(asked.settings, asked.accepted.environ))
+
+
+def _node_wishes(words: list[str] | None, verb: str) -> Any:
+    from nibble.node_words import check_node_words
+    from nibble.prepare import read_wishes
+
+    asked = read_wishes(wanted(words, verb), dict(os.environ))
+    check_node_words(asked.command, verb)
+    return asked
 
 
 @app.command(hidden=True)
@@ -241,6 +248,12 @@ def docs(check: bool = False) -> None:
     for path in stale:
         print(f"{'stale' if check else 'written'}: {path}")
     raise typer.Exit(ExitCode.VERIFY if check and stale else ExitCode.OK)
+
+
+def verbs() -> list[str]:
+    """Every first word that `nibble` takes, in the order of its help."""
+    commands = [one for one in app.registered_commands if not one.hidden]
+    return [one.name or getattr(one.callback, "__name__", "") for one in commands] + list(GROUPS)
 
 
 def main() -> None:

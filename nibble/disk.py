@@ -1,13 +1,15 @@
-"""Folders nibble and vLLM use: free space, writable, readable; each failure with the command to mend it."""
+"""Folders nibble and vLLM use: free space, writable, readable; each failure with the command that fixes it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
+from nibble.paths import cache_dir
 
 
 def gib(count: int) -> str:
@@ -44,9 +46,38 @@ def write_problem(path: Path) -> str | None:
         return error.strerror or type(error).__name__
 
 
+def is_read_only(path: Path) -> bool:
+    """Whether the file system that holds (or will hold) `path` is mounted read-only, as everything is with --read-only."""
+    return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_RDONLY)
+
+
 def is_noexec(path: Path) -> bool:
     """Whether the file system that holds (or will hold) `path` runs no code: no compiled kernel can be loaded from it."""
     return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_NOEXEC)
+
+
+def secret_mode(folder: Path) -> int:
+    """The mode of a secret file in `folder`: its owner's alone, or readable for the folder's group where all users of the
+    folder are in it, as in the image's volume (group 0, setgid, group-writable). Who may write there may replace the
+    secret and the compiled code anyway.
+    """
+    try:
+        info = folder.stat()
+    except OSError:
+        return 0o600
+    is_shared = info.st_mode & stat.S_ISGID and info.st_mode & stat.S_IWGRP and info.st_gid == os.getegid()
+    return 0o640 if is_shared else 0o600
+
+
+def secret_fix(path: Path) -> str:
+    """How this user gets to read a secret file, in one sentence."""
+    if not os.path.exists(path) and os.access(nearest_existing(path), os.X_OK):
+        return "correct the path"
+    group = os.getegid()
+    return (
+        f"run `chgrp {group} {path} && chmod g+r {path}` as root where the file comes from, or start the container with"
+        " `--user` of its owner"
+    )
 
 
 def not_writable(path: Path, problem: str, variable: str) -> NibbleError:
@@ -62,6 +93,13 @@ def writable_fix(path: Path, variable: str) -> str:
     owner = nearest_existing(path)
     if not owner.is_dir():
         return f"{owner} is a file; name a folder with {variable}"
+    if is_read_only(owner):  # no owner and no mode helps there
+        own = cache_dir()
+        place = own if path.is_relative_to(own) else path
+        return (
+            f"mount a volume there (docker run --volume nibble-cache:{place}; --tmpfs {place}:exec keeps nothing for"
+            f" the next start), or name another folder with {variable}"
+        )
     return (
         f"run `chown -R {user}:{group} {owner}`, or start the container with "
         f"`--user {owner.stat().st_uid}:0`, or name another folder with {variable}"

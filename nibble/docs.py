@@ -181,6 +181,13 @@ def _probe_line(name: str, row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def verb_list() -> str:
+    """The verbs of `nibble` as a variable of entrypoint.sh."""
+    from nibble.cli import verbs
+
+    return f"verbs='{' '.join(verbs())}'"
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {
     "options": options_table,
     "other-names": other_names_table,
@@ -193,16 +200,22 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "patch-list": patch_list,
     "patches": probe_tables,
     "risks": risks_table,
+    "verbs": verb_list,
 }
-_BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+# In Markdown, and as comments of a script.
+_BLOCK = re.compile(r"((?:<!--|#) generated: ([a-z-]+)(?: -->)?\n)(.*?)((?:<!-- end -->|# end\n))", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Every file that may hold a generated block."""
+    found = [root() / "README.md", root() / "docker" / "README.md", root() / "entrypoint.sh"]
+    return [path for path in found if path.is_file()] + sorted((root() / "docs").rglob("*.md"))
 
 
 def update(check: bool) -> list[Path]:
     """Rewrite (or with `check` only compare) every generated block; the files that were stale."""
     stale: list[Path] = []
-    for path in [root() / "README.md", *sorted((root() / "docs").rglob("*.md"))]:
-        if not path.is_file():
-            continue
+    for path in pages():
         text = path.read_text()
         fresh = _BLOCK.sub(lambda match: f"{match[1]}{GENERATED[match[2]]()}\n{match[4]}", text)
         if fresh != text:

@@ -18,7 +18,15 @@ from nibble import __version__
 from nibble.api_key import KEY_FILE
 from nibble.build_id import build_id
 from nibble.checks import check_driver, check_hardware
-from nibble.disk import folder_bytes, free_bytes, gib, nearest_existing, writable_fix, write_problem
+from nibble.disk import (
+    folder_bytes,
+    free_bytes,
+    gib,
+    nearest_existing,
+    secret_mode,
+    writable_fix,
+    write_problem,
+)
 from nibble.doctor_machine import machine_checks, model_checks
 from nibble.doctor_report import Check, Report
 from nibble.errors import NibbleError
@@ -29,8 +37,7 @@ from nibble.host import (
     container_kind,
     open_files_limit,
     open_files_problem,
-    shm_bytes,
-    shm_problem,
+    shm_free_bytes,
     vllm_cache,
 )
 from nibble.hub import Access, access, in_words
@@ -41,6 +48,7 @@ from nibble.patching.status import Line, installed_tree, read_report
 from nibble.patching.tree import Tree
 from nibble.paths import cache_dir
 from nibble.prepare import Asked, choose_target, read_wishes
+from nibble.shared_memory import ADVICE, MIB, SEVERAL_WORKERS_BYTES, SMALL_QUEUES_BYTES
 from nibble.targets import Target
 
 VLLM_VERSION = "0.32.0"
@@ -332,21 +340,35 @@ def _head(url: str) -> str | None:
 
 
 def _key_check(environ: Mapping[str, str]) -> list[Check]:
-    """The generated API key's file: only its owner may read it."""
+    """The generated API key's file: only its owner may read it, and in the image group 0."""
     path = cache_dir(environ) / KEY_FILE
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError:
         return []
-    if mode & 0o077:
-        return [Check("api key file", "fail", f"{path} has mode {mode:04o}", f"run `chmod 600 {path}`")]
+    expected = secret_mode(path.parent)
+    if mode & ~expected:
+        return [
+            Check("api key file", "fail", f"{path} has mode {mode:04o}", f"run `chmod {expected:o} {path}`")
+        ]
     return [Check("api key file", "ok", f"{path} has mode {mode:04o}")]
 
 
 def _limit_checks(here: Hardware) -> list[Check]:
-    limit, size = open_files_limit(), shm_bytes()
-    files, shm = open_files_problem(limit), shm_problem(size, max(1, len(here.gpus)))
+    limit = open_files_limit()
+    files = open_files_problem(limit)
     return [
         Check("open files", "warning" if files else "ok", files or f"up to {limit}"),
-        Check("shared memory", "warning" if shm else "ok", shm or f"/dev/shm has {gib(size or 0)}"),
+        shm_check(shm_free_bytes(), len(here.gpus)),
     ]
+
+
+def shm_check(free_bytes: int | None, gpus: int) -> Check:
+    """Shared memory, for one worker and for several; which of them a model takes only its plan tells."""
+    name, what = "shared memory", f"/dev/shm has {(free_bytes or 0) // MIB} MiB free"
+    if (free_bytes or 0) >= SEVERAL_WORKERS_BYTES:
+        return Check(name, "ok", what)
+    if (free_bytes or 0) < SMALL_QUEUES_BYTES:
+        return Check(name, "warning", f"{what}: too little for a worker process", ADVICE)
+    what += ": enough for one worker, too little for several"
+    return Check(name, "warning" if gpus > 1 else "ok", what, ADVICE if gpus > 1 else "")

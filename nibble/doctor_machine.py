@@ -24,6 +24,7 @@ from nibble.gpu_state import GpuState, describe, problem
 from nibble.hardware import Hardware
 from nibble.paths import cache_dir
 from nibble.prepare import plan_for, read_wishes
+from nibble.shared_memory import VARIABLE as QUEUE_CHUNK
 from nibble.targets import Target
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -205,7 +206,9 @@ def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
         pull = f"run `nibble pull {model}` where the Hub can be reached"
         return [Check("plan", "warning", f"{command}: {plan.checkpoint_note}", pull)]
     found = Check("plan", "ok", f"{command}; weights {gib(plan.budget.weights_bytes or 0)}")
-    return [found, *(Check("plan", "warning", text, fix) for text in warnings)]
+    chunk = plan.env.get(QUEUE_CHUNK)
+    queues = [Check("plan", "ok", f"{QUEUE_CHUNK}={chunk.value}: {chunk.reason}")] if chunk else []
+    return [found, *queues, *(Check("plan", "warning", text, fix) for text in warnings)]
 
 
 def machine_checks(

@@ -16,8 +16,6 @@ from nibble.paths import home
 SHM = Path("/dev/shm")
 # vLLM raises its own soft limit to 65535 where the hard limit lets it (vllm 0.32 utils/system_utils.py:241).
 FEW_OPEN_FILES = 4096
-# Worker processes exchange tensors and NCCL buffers there; Docker gives 64 MiB unless told otherwise.
-SMALL_SHM_BYTES = 1 << 30
 
 BindProblem = Literal["in use", "no address of this machine", "not permitted"]
 
@@ -47,20 +45,12 @@ def bind_problem(host: str, port: int) -> BindProblem | None:
     return None
 
 
-def shm_bytes() -> int | None:
-    """Size of /dev/shm, or None where there is none."""
+def shm_free_bytes() -> int | None:
+    """What is free in /dev/shm, or None where there is none."""
     try:
-        return shutil.disk_usage(SHM).total
+        return shutil.disk_usage(SHM).free
     except OSError:
         return None
-
-
-def shm_problem(size_bytes: int | None, processes: int) -> str | None:
-    """A warning when `processes` workers share too small a /dev/shm."""
-    if processes < 2 or (size_bytes or 0) >= SMALL_SHM_BYTES:
-        return None
-    found = "is missing" if size_bytes is None else f"has only {size_bytes >> 20} MiB"
-    return f"/dev/shm {found} for {processes} workers: start the container with --shm-size 8g or --ipc host"
 
 
 def open_files_limit() -> int:

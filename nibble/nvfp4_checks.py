@@ -60,7 +60,7 @@ def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
 
 def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
     """A warning where vLLM will not load nibble's plugin; raises CONFIG where the plan needs it."""
-    missing = _missing_plugin(child)
+    missing = missing_plugin(child)
     if missing is None:
         return []
     what, action = missing
@@ -74,7 +74,7 @@ def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
 
 def missing_gpu_kernels(child: Mapping[str, str]) -> str:
     """Why vLLM, with the environment `child`, has no compiled GPU kernel of nibble's; or nothing. Imports no torch."""
-    if missing := _missing_plugin(child):
+    if missing := missing_plugin(child):
         return missing[0]
     package = find_spec("nibble_kernels")
     folders = package.submodule_search_locations if package else None
@@ -82,7 +82,7 @@ def missing_gpu_kernels(child: Mapping[str, str]) -> str:
     return "" if compiled else "nibble-kernels was installed without its CUDA kernels"
 
 
-def _missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
+def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
     """Why vLLM will not load nibble's plugin, and what to do."""
     allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
     if allowed is not None and PLUGIN not in allowed.split(","):

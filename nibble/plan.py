@@ -41,6 +41,7 @@ from nibble.recipes import ResolvedRecipe
 from nibble.risks import Risks, rule_environment, weigh_risks
 from nibble.rules import TURBOQUANT_COST, check_api, check_model, check_parallel, check_recipe, check_request
 from nibble.settings import Settings, options
+from nibble.shared_memory import queue_environment
 from nibble.targets import Target
 from nibble.vllm_args import write_flag
 
@@ -217,7 +218,8 @@ def make_plan(parts: Ingredients) -> Plan:
         _model_argument(parts),
         args,
     )
-    env = _environment(parts, moe_alias, risks, cache, cache_environment(caches, parts.target), args)
+    chosen = cache_environment(caches, parts.target) | queue_environment(parts, args, topology)
+    env = _environment(parts, moe_alias, risks, cache, chosen, args)
     if moe_alias and env[TUNED_CONFIG_FOLDER].value != str(moe_alias.folder):
         moe_alias = None  # the user has a folder of their own
     return Plan(
@@ -297,7 +299,7 @@ def _environment(
     moe_alias: Alias | None,
     risks: Risks,
     cache: Path,
-    compiled: Choices,
+    chosen: Choices,
     args: Mapping[str, Choice],
 ) -> Choices:
     """Variables for vLLM: a user's own value wins over recipe, known risk and target."""
@@ -316,7 +318,7 @@ def _environment(
     if parts.without_cpp_compiler:
         why = "no C++ compiler is here, and vLLM compiles what log-probs need in eager mode, too"
         env["TORCHDYNAMO_DISABLE"] = Choice("1", "nibble's default", why)
-    env |= compiled | fast_start_environment(parts.target, args)
+    env |= chosen | fast_start_environment(parts.target, args)
     env |= limits_environment(parts.loaded, parts.checkpoint)
     for name, default in parts.target.env.items():
         env[name] = Choice(

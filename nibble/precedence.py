@@ -67,6 +67,7 @@ class Ingredients:
     vllm: str = ""
     can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
     without_cpp_compiler: bool = False  # on the CPU, where torch.compile needs one
+    shm_free_bytes: int | None = None  # in /dev/shm; None: not this machine, or there is none
     without_gpu_kernels: str = ""  # why nibble's cannot run here; empty also where that is not known
 
     @property

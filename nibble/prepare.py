@@ -18,7 +18,7 @@ from nibble.environment import Accepted, accept, check_file_environment
 from nibble.errors import ExitCode, NibbleError
 from nibble.gemma4 import has_flashinfer_compiler
 from nibble.hardware import Hardware, assume, detect
-from nibble.host import has_cpp_compiler
+from nibble.host import has_cpp_compiler, shm_free_bytes
 from nibble.moe_configs import installed_configs
 from nibble.nvfp4_checks import missing_gpu_kernels
 from nibble.paths import cache_dir, demo_models, root
@@ -119,6 +119,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
         without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(for_vllm),
+        shm_free_bytes=None if hardware.assumed else shm_free_bytes(),
         without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
     )
     return make_plan(parts)

@@ -140,6 +140,12 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
     raise NibbleError(ExitCode.CONFIG, what, "vLLM's HTTP API", action)
 
 
+def _divisors(heads: int) -> str:
+    """The tensor parallel sizes for so many heads, in words: those of one machine, which has 16 GPUs at most."""
+    *rest, last = [str(size) for size in range(1, min(heads, 16) + 1) if heads % size == 0]
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
 def check_parallel(
     checkpoint: Checkpoint | None,
     hardware: Hardware,
@@ -151,9 +157,7 @@ def check_parallel(
     heads = checkpoint.num_attention_heads if checkpoint else None
     if heads and heads % tensor_parallel:
         what = f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of {checkpoint.id}"  # type: ignore[union-attr]
-        raise NibbleError(
-            ExitCode.CONFIG, what, "a divisor of the heads, such as 1, 2 or 4", "change TENSOR_PARALLEL_SIZE"
-        )
+        raise NibbleError(ExitCode.CONFIG, what, _divisors(heads), "change TENSOR_PARALLEL_SIZE")
     wanted = topology.ranks_here
     if target.device == "cuda" and wanted > len(hardware.gpus):
         what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"

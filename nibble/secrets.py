@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from nibble.disk import secret_fix
 from nibble.errors import ExitCode, NibbleError
 
 MAX_SECRET_BYTES = 64 * 1024  # a mistaken path to a big file must not be read into memory
@@ -28,9 +29,7 @@ def read_secret(name: str, environ: Mapping[str, str]) -> str | None:
         text = data.decode()
     except OSError as error:
         what = f"the secret file {path} of {name}_FILE cannot be read ({error.strerror})"
-        raise NibbleError(
-            ExitCode.CONFIG, what, "a readable file", "correct the path or its permissions"
-        ) from None
+        raise NibbleError(ExitCode.CONFIG, what, "", secret_fix(Path(path))) from None
     except UnicodeDecodeError:
         text, data = "", b""
     if len(data) > MAX_SECRET_BYTES or not text.strip():

@@ -21,6 +21,7 @@ from nibble.build_id import build_id
 from nibble.checks import check_memory
 from nibble.errors import ExitCode, NibbleError
 from nibble.memory_plan import arithmetic, show_gib
+from nibble.node_words import NODE_FIELDS, WHAT_THEY_DO
 from nibble.patching.status import row_order
 from nibble.paths import demo_models, root
 from nibble.plan import Plan
@@ -296,33 +297,37 @@ SWITCHES = {
 
 
 def show_verb_help(verb: str) -> None:
-    """Help of a verb that takes nibble's options and vLLM's flags."""
+    """Help of a verb that takes nibble's options and vLLM's flags, or of a Ray node, which takes some of the former."""
     console = Console(highlight=False)
-    demos = " or ".join(demo_models())
-    console.print(
-        f"usage: nibble {verb} [MODEL] [FLAGS]\n\nMODEL is a Hugging Face id, a folder, or a demo: {demos}.",
-        markup=False,
+    if verb in WHAT_THEY_DO:
+        lines = [f"usage: nibble {verb} [FLAGS]", "", WHAT_THEY_DO[verb]]
+        fields: Sequence[str] = NODE_FIELDS
+    else:
+        lines = [
+            f"usage: nibble {verb} [MODEL] [FLAGS]",
+            "",
+            f"MODEL is a Hugging Face id, a folder, or a demo: {' or '.join(demo_models())}.",
+            "FLAGS are those below and any flag of `vllm serve`. The command line wins over VLLM_EXTRA_ARGS, that over",
+            "other variables, these over the user's TOML file, the recipe, the target, and the defaults.",
+            *([SWITCHES[verb]] if verb in SWITCHES else []),
+        ]
+        fields = tuple(options())
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    for group in dict.fromkeys(options()[field].group for field in fields):
+        console.print(_options_table(group, fields))
+
+
+def _options_table(group: str, fields: Sequence[str]) -> Table:
+    """Of `fields`, the options of one group."""
+    table = Table(
+        title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False
     )
-    console.print(
-        "FLAGS are those below and any flag of `vllm serve`. The command line wins over VLLM_EXTRA_ARGS, that over",
-        markup=False,
-    )
-    console.print(
-        "other variables, these over the user's TOML file, the recipe, the target, and the defaults.",
-        markup=False,
-    )
-    if verb in SWITCHES:
-        console.print(SWITCHES[verb], markup=False)
-    for group in dict.fromkeys(option.group for option in options().values()):
-        table = Table(
-            title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False
-        )
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column()
-        for name, option in options().items():
-            if option.group == group:
-                default = Settings.model_fields[name].default
-                shown = f" [{default}]" if default not in (None, "", False) else ""
-                table.add_row(option.flag or "", " ".join(option.env[:1]), escape(option.help + shown))
-        console.print(table)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, option in options().items():
+        if option.group == group and name in fields:
+            default = Settings.model_fields[name].default
+            shown = f" [{default}]" if default not in (None, "", False) else ""
+            table.add_row(option.flag or "", " ".join(option.env[:1]), escape(option.help + shown))
+    return table

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from nibble.disk import secret_fix, secret_mode
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import cache_dir
 from nibble.redact import is_secret_name
@@ -36,7 +37,7 @@ def token_path(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(token, where it is, in words): the given one, else the one in the head's file, made once (mode 0600).
+    """(token, where it is, in words): the given one, else the one in the head's file, made once (mode: `secret_mode`).
 
     Raises CONFIG where the file cannot be made or read.
     """
@@ -47,12 +48,13 @@ def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, st
 
 
 def head_token(path: Path) -> str:
-    """The token in `path`, made once (mode 0600). Raises CONFIG where the file cannot be made or read."""
+    """The token in `path`, made once (mode: `secret_mode`). Raises CONFIG where the file cannot be made or read."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w") as file:
+                os.fchmod(descriptor, secret_mode(path.parent))
                 file.write(secrets.token_hex(32) + "\n")
     except OSError as error:
         what = f"the Ray token file {path} cannot be made ({error.strerror})"
@@ -78,7 +80,7 @@ def _stored_token(path: Path) -> str:
         token = path.read_bytes().strip().decode(errors="replace")
     except OSError as error:
         what = f"the Ray token file {path} cannot be read ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "a readable file", "correct its permissions") from None
+        raise NibbleError(ExitCode.CONFIG, what, "", secret_fix(path)) from None
     if not re.fullmatch(r"[\x21-\x7e]+", token):  # anything else cannot be sent, and the error would show it
         what = f"the Ray token file {path} is empty or holds no token"
         raise NibbleError(ExitCode.CONFIG, what, "one word", "delete it and start again, or copy the head's")

@@ -24,7 +24,7 @@ from nibble.checks import (
 from nibble.disk import folder_bytes, gib
 from nibble.errors import ExitCode, NibbleError
 from nibble.hardware import Gpu, Hardware
-from nibble.host import bind_problem, cpu_problem, open_files_problem, shm_problem
+from nibble.host import bind_problem, cpu_problem, open_files_problem
 from nibble.targets import KnownBad, load_target
 
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
@@ -115,13 +115,6 @@ def test_foreign_address_is_refused_before_anything_listens() -> None:
     assert (
         refused(check_port, "PORT", "192.0.2.7", 8000, "no address of this machine").code is ExitCode.CONFIG
     )
-
-
-def test_small_shared_memory_matters_only_to_several_workers() -> None:
-    assert shm_problem(64 << 20, 1) is None
-    assert shm_problem(8 << 30, 4) is None
-    assert "64 MiB for 2 workers" in (shm_problem(64 << 20, 2) or "")
-    assert "is missing" in (shm_problem(None, 2) or "")
 
 
 def test_few_open_files_are_a_warning() -> None:

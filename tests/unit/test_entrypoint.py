@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nibble.cli import verbs
+
 SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint.sh"
 
 
@@ -46,12 +48,23 @@ def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProces
         (["--port", "9000"], ["serve", "--port", "9000"]),
         (["ray-head"], ["ray-head"]),
         (["ray-worker", "--num-gpus", "2"], ["ray-worker", "--num-gpus", "2"]),
+        (["doctor", "MODEL", "--json"], ["doctor", "MODEL", "--json"]),
+        (["cluster", "check"], ["cluster", "check"]),
+        (["--help"], ["--help"]),
+        (["--version"], ["--version"]),
     ],
 )
 def test_modes_of_nibble_reach_nibble_with_their_words(
     folder: Path, words: list[str], expected: list[str]
 ) -> None:
     assert run(folder, *words).stdout.splitlines() == ["nibble", *expected]
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_every_verb_of_nibble_is_a_first_word(folder: Path, verb: str) -> None:
+    """Also where a program has the same name, as ImageMagick's `convert` has."""
+    _script(folder / "bin" / verb, "echo another program")
+    assert run(folder, verb, "a b").stdout.splitlines() == ["nibble", verb, "a b"]
 
 
 def test_anything_else_is_executed_as_given(folder: Path) -> None:
@@ -62,7 +75,9 @@ def test_anything_else_is_executed_as_given(folder: Path) -> None:
 def test_a_misspelled_mode_is_one_line_that_names_the_modes(folder: Path) -> None:
     done = run(folder, "sevre", "org/model")
     assert done.returncode == 127 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("nibble: error: 'sevre' is neither a mode nor a program; expected serve,")
+    assert done.stderr.startswith(
+        "nibble: error: 'sevre' is neither a verb of nibble nor a program; expected serve, stop,"
+    )
 
 
 def test_bash_has_the_environment_of_the_project(folder: Path) -> None:

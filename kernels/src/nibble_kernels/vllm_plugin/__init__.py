@@ -2,7 +2,8 @@
 
 It puts subclasses in the place of vLLM's NVFP4 methods, which merge global scales exactly, refuse scales that were not
 loaded, take activations as asked, load a quantized lm_head in every model, and serve NVFP4 on the CPU; it adds CloverLM,
-which vLLM does not have; and it tells nibble's supervisor how far each process is (pulse.py). vLLM 0.32 looks the
+which vLLM does not have; it tells nibble's supervisor how far each process is (pulse.py) and sizes the queue of a worker's
+answers (queues.py). vLLM 0.32 looks the
 classes up in these modules when it makes a layer; they keep vLLM's names because some of its code asks for a name
 (gpt_oss.py:349, linear.py:528).
 """
@@ -36,6 +37,7 @@ def register() -> None:
         neighbours,
         pulse,
         quartet2,
+        queues,
         whole_load,
     )
 
@@ -58,4 +60,5 @@ def register() -> None:
     mtp.register_draft_projection()
     neighbours.follow_loading()
     pulse.register()
+    queues.size_answer_queue()
     whole_load.check_loads()
