@@ -13,6 +13,7 @@ from nibble.guard.limits import RequestLimits
 from nibble.guard.refusal import Refused
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+Turn = Callable[[], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 # The event loop answers others after each slice.
@@ -89,11 +90,15 @@ def parse(body: bytes) -> Any:
         raise Refused(400, f"The body is not valid JSON in UTF-8: {reason}") from None
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body in one message and then whatever `receive` gives."""
+def replayed(body: bytes, receive: Receive, turn: Turn | None = None) -> Receive:
+    """A `receive` that gives the body in one message, when its `turn` has come, and then whatever `receive` gives."""
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> dict[str, Any]:
-        return waiting.pop() if waiting else await receive()
+        if not waiting:
+            return await receive()
+        if turn is not None:
+            await turn()
+        return waiting.pop()
 
     return receive_again

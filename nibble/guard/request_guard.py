@@ -12,6 +12,7 @@ from nibble.guard.grammar_worker import Limits
 from nibble.guard.grammars import Grammars
 from nibble.guard.json_scan import JsonScan
 from nibble.guard.limits import RequestLimits
+from nibble.guard.pace import HEAVY_BYTES, HEAVY_ITEMS, Pace
 from nibble.guard.refusal import Refused
 
 _MULTIPART_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
@@ -23,6 +24,7 @@ class RequestGuard:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.limits = RequestLimits.from_environ(environ)
         self._bodies = BodyReader(self.limits)
+        self._pace = Pace()
         self._facts: ModelFacts | None = None
         self._grammars = Grammars(Limits(self.limits.grammar_seconds, self.limits.grammar_memory_mib))
 
@@ -40,7 +42,8 @@ class RequestGuard:
         scan = JsonScan(self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(self.limits))
         body = await self._bodies.read(scope["headers"], receive, scan)
         await self._check_fields(path, parse(body), len(body), facts, scope)
-        return replayed(body, receive)
+        is_heavy = len(body) > HEAVY_BYTES or scan.keys + scan.items > HEAVY_ITEMS
+        return replayed(body, receive, self._pace.turn if is_heavy else None)
 
     async def _check_fields(
         self, path: str, body: Any, size: int, facts: ModelFacts, scope: dict[str, Any]

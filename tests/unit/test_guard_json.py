@@ -13,6 +13,7 @@ import pytest
 from nibble.guard.body import BodyReader, Disconnected, parse, replayed
 from nibble.guard.json_scan import JsonScan
 from nibble.guard.limits import RequestLimits
+from nibble.guard.pace import Pace
 from nibble.guard.refusal import Refused
 
 LIMITS = RequestLimits.from_environ({"NIBBLE_MAX_BODY_BYTES": "2000", "NIBBLE_MAX_BUFFERED_BYTES": "3000"})
@@ -183,3 +184,25 @@ def test_other_tasks_run_while_a_large_piece_is_counted() -> None:
         return turns
 
     assert asyncio.run(both()) > 60
+
+
+def test_heavy_bodies_leave_the_event_loop_to_others_in_between() -> None:
+    """Eight bodies that each hold the loop for 50 ms: a light task waits for one or two of them, not for eight."""
+
+    async def run() -> float:
+        pace = Pace()
+
+        async def heavy() -> None:
+            await pace.turn()
+            time.sleep(0.05)
+
+        tasks = [asyncio.create_task(heavy()) for _ in range(8)]
+        longest = 0.0
+        while not all(task.done() for task in tasks):
+            began = time.perf_counter()
+            for _ in range(4):  # the steps of a request to /health
+                await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - began)
+        return longest
+
+    assert asyncio.run(run()) < 0.2
