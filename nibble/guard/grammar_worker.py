@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import marshal
 import os
@@ -84,8 +85,8 @@ def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
 def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits) -> NoReturn:
     """Drop everything of the API process that the fork copied, then serve. Never returns."""
     try:
-        _detach(parent, control)
-        worker = Worker(control, Compiler.of_app(app), limits)
+        unused = _detach(parent, control)
+        worker = Worker(control, Compiler.of_app(app), limits, unused)
         worker.run()
     except BaseException as error:
         with contextlib.suppress(BaseException):
@@ -93,8 +94,11 @@ def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits
     os._exit(0)
 
 
-def _detach(parent: int, control: socket.socket) -> None:
-    """No signal handler, descriptor, garbage collection or title of the API process stays."""
+def _detach(parent: int, control: socket.socket) -> int:
+    """No signal handler, descriptor, garbage collection or title of the API process stays.
+
+    Returns a descriptor's number that the API process did not use.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -106,11 +110,13 @@ def _detach(parent: int, control: socket.socket) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the API process's; we die with it
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    unused = 1 + max(int(name) for name in os.listdir("/proc/self/fd"))
     _close_all_but(control.fileno())
     _retitle()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_OOM_SCORE)
+    return unused
 
 
 def _close_all_but(kept: int) -> None:
@@ -133,8 +139,8 @@ def _retitle() -> None:
 class Worker:
     """Reads jobs, answers (number, what, text, seconds on the event loop); `slots` compiles at a time."""
 
-    def __init__(self, control: socket.socket, compiler: Compiler, limits: Limits) -> None:
-        self._control, self._compiler, self._limits = control, compiler, limits
+    def __init__(self, control: socket.socket, compiler: Compiler, limits: Limits, unused: int) -> None:
+        self._control, self._compiler, self._limits, self._unused = control, compiler, limits, unused
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._waiting: deque[Job] = deque()
@@ -181,10 +187,14 @@ class Worker:
         if time.monotonic() > give_up:
             return self._answer(number, "busy")
         reader, writer = os.pipe()
+        # libuv, which vLLM's event loop is, closes two descriptors in each forked child: the numbers that its pipe of
+        # signals had in the API process (libuv src/unix/signal.c, uv__signal_global_reinit).
+        kept = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, self._unused)
+        os.close(writer)
         pid = os.fork()
         if pid == 0:
-            self._become_child(writer, path, fields)
-        os.close(writer)
+            self._become_child(kept, path, fields)
+        os.close(kept)
         self._children[reader] = Child(pid, job, time.monotonic() + self._limits.seconds)
         self._selector.register(reader, selectors.EVENT_READ)
         return None

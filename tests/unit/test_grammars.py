@@ -6,6 +6,8 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,6 +22,7 @@ from nibble.guard.grammar_fields import BATCH, CHAT, COMPLETIONS, MESSAGES, RESP
 from nibble.guard.grammar_worker import Limits
 from nibble.guard.grammars import Grammars, Problem
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(0.5, 128)
 
 
@@ -82,6 +85,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(grammar_worker, "Compiler", Made)
     return path
+
+
+@pytest.fixture(autouse=True)
+def event_loop_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop, whose library has a handler for forks."""
+    monkeypatch.setattr(asyncio, "run", pytest.importorskip("uvloop").run)
 
 
 def run(work: Callable[[Grammars], Awaitable[Any]], limits: Limits = LIMITS) -> Any:
@@ -267,6 +276,35 @@ def test_the_worker_holds_no_descriptor_of_the_api_process(log: Path) -> None:
     os.close(writer)
     assert pipe not in held
     assert sum(link.startswith("socket:") for link in held) == 1
+
+
+def test_descriptors_that_libuv_closes_in_a_fork_are_not_the_workers(tmp_path: Path) -> None:
+    """In a fresh process libuv's pipe of signals gets low numbers, which the worker uses again."""
+    program = """
+import asyncio, sys, uvloop
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_grammars as tests
+
+class Made:
+    @staticmethod
+    def of_app(app):
+        return tests.Misbehaving(Path(sys.argv[2]))
+
+tests.grammar_worker.Compiler = Made
+
+async def main():
+    found = tests.Grammars(tests.LIMITS)
+    try:
+        print(await found.problem(tests.CHAT, tests.regex("a"), None))
+    finally:
+        found._stop()
+
+uvloop.run(main())
+"""
+    words = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path / "asked")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    assert done.stdout == "None\n", done.stderr
 
 
 def test_the_worker_dies_with_the_api_process(log: Path) -> None:
