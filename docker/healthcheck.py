@@ -37,8 +37,8 @@ def answers(port: int, path: str) -> tuple[bool, str]:
         response = connection.getresponse()
         shown = response.read(200).decode(errors="replace").strip() if path == "/ready" else ""
         return response.status == 200, f"{path} {response.status} {shown}".strip()
-    except OSError as error:
-        return False, f"control port {port}: {error}"
+    except (OSError, http.client.HTTPException) as error:  # refused, hung, or something else's port
+        return False, f"control port {port}: {error or type(error).__name__}"
     finally:
         connection.close()
 

@@ -22,6 +22,7 @@ MARK = "NIBBLE_RUN"  # in the environment of vLLM and of all that it starts
 DONE = b"done"
 END_S = 10.0
 _POLL_S = 0.02
+_KEPT = ("LD_LIBRARY_PATH", "PATH")  # no secret is in what a user may see of it
 
 
 class Guardian:
@@ -32,7 +33,7 @@ class Guardian:
         root = str(Path(__file__).resolve().parent.parent)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-S", "-m", "nibble.guardian", *words],
-            env={"PYTHONPATH": root},
+            env={name: os.environ[name] for name in _KEPT if name in os.environ} | {"PYTHONPATH": root},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to nibble's process group is not for it
@@ -44,6 +45,8 @@ class Guardian:
 
     def dismiss(self) -> None:
         """Nothing is left to guard."""
+        if self._process.poll() is not None:
+            return
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self._process.communicate(DONE, timeout=2)
         if self._process.poll() is None:

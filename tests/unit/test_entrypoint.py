@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from nibble.cli import verbs
 
+UNBLOCKS = (
+    "import os, signal, time; print(os.getpid(), flush=True); time.sleep(0.5);"
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); time.sleep(60)"
+)
 SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint.sh"
 
 
@@ -95,7 +101,8 @@ def test_the_exit_code_of_nibble_is_the_entry_points(folder: Path) -> None:
 
 
 def test_a_signal_reaches_nibble_because_the_script_is_gone(folder: Path) -> None:
-    _script(folder / "bin" / "nibble", "echo $$; exec sleep 60")
+    # nibble unblocks the signals that the script blocks, once it can handle them (nibble/early_stop.py).
+    _script(folder / "bin" / "nibble", f"exec {sys.executable} -c '{UNBLOCKS}'")
     process = subprocess.Popen(
         [folder / "entrypoint.sh"],
         env={"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": str(folder)},
@@ -106,6 +113,20 @@ def test_a_signal_reaches_nibble_because_the_script_is_gone(folder: Path) -> Non
     assert int(process.stdout.readline()) == process.pid
     process.terminate()
     assert process.wait(5) == -15
+
+
+def test_a_signal_to_the_script_itself_is_0_with_one_line(folder: Path) -> None:
+    _script(folder / "bin" / "readlink", 'sleep 1; exec /usr/bin/readlink "$@"')
+    process = subprocess.Popen(
+        [folder / "entrypoint.sh"],
+        env={"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(0.5)
+    process.terminate()
+    assert process.communicate(timeout=5)[1].count("nothing was being served") == 1
+    assert process.returncode == 0
 
 
 def test_without_an_installation_one_line_says_what_to_do(folder: Path) -> None:

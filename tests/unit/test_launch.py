@@ -430,3 +430,59 @@ def test_a_signal_that_comes_just_before_a_wait_is_seen_within_a_second(
     monkeypatch.setattr(supervisor, "_drain", lambda event: ExitCode.OK)
     assert supervisor._until_told() is ExitCode.OK
     assert len(waits) == 3 and max(waits) <= 1.0
+
+
+def test_a_stopped_engine_ends_with_10_and_why_and_nothing_is_let_in(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    change = launch.Admission.change
+
+    def changed(self: Admission, old: State, new: State, phase: str) -> bool:
+        done = change(self, old, new, phase)
+        reasons.extend([phase] if done and new == "paused" else [])
+        return done
+
+    monkeypatch.setattr(launch.Admission, "change", changed)
+    behave = """
+        engine = subprocess.Popen(["VLLM::EngineCore", "300"], executable="/bin/sleep")
+        until_ready(); os.kill(engine.pid, signal.SIGSTOP)
+    """
+    began = time.monotonic()
+    code, told = run(behave=behave, hang_s=1)
+    assert code == 10
+    assert time.monotonic() - began < 25
+    assert re.search(
+        r"vLLM hangs in phase ready: VLLM::EngineCore \(pid \d+\) is stopped \(state T\) for \d+ s", told
+    )
+    assert re.search(r"\[nibble\] VLLM::EngineCore \(pid \d+\): State: ", told)
+    assert reasons and "is stopped (state T)" in reasons[0]
+    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+
+
+def test_a_client_that_does_not_read_is_named_at_the_drains_limit(run: Run) -> None:
+    behave = """
+        import socket
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # vLLM waits for its connections
+        Api.do_PUT = lambda self: self.wfile.write(b"x" * (64 << 20))
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(b"PUT / HTTP/1.0\\r\\n\\r\\n")
+    """
+    began = time.monotonic()
+    code, told = run(behave=behave, drain_s=3, signals=((1.0, signal.SIGTERM),))
+    assert code == 143
+    assert time.monotonic() - began < 15
+    assert re.search(
+        r"clients have not read their answers: 127\.0\.0\.1:\d+ \(for \d s, \d+ bytes wait\)", told
+    )
+
+
+def test_the_control_port_answers_until_nothing_of_vllm_is_left(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    for owner, name in ((launch.Engine, "kill"), (launch.ControlServer, "close")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, o=original, n=name: (order.append(n), o(self))[1])
+    run(signals=TERM)
+    assert order == ["kill", "close"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +88,51 @@ def test_compose_restarts_on_exit_alone() -> None:
         assert "healthcheck" not in service and "labels" not in service, name
 
 
-def test_the_quadlet_unit_restarts_on_exit_alone_and_not_after_a_crash_loop() -> None:
-    unit = (root() / "docker" / "quadlet" / "nibble.container").read_text()
+def test_the_quadlet_unit_kills_for_liveness_alone_and_does_not_restart_after_a_crash_loop() -> None:
+    unit = (root() / "docker" / "quadlet" / "nibble.container").read_text().splitlines()
     assert "Restart=on-failure" in unit and "RestartPreventExitStatus=75" in unit
-    assert not [word for word in ("HealthOnFailure", "HealthCmd", "WatchdogSec") if word in unit]
+    assert "HealthCmd=/opt/venv/bin/python -ISB /opt/nibble/docker/healthcheck.py live" in unit
+    assert "HealthOnFailure=kill" in unit and "HealthStartPeriod=60m" in unit
+    assert not [line for line in unit if line.startswith("WatchdogSec")]  # it does not reach into a container
+
+
+def test_the_systemd_unit_watches_nibble_and_stops_it_alone() -> None:
+    unit = (root() / "docker" / "systemd" / "nibble.service").read_text().splitlines()
+    for line in (
+        "Type=notify",
+        "NotifyAccess=main",
+        "WatchdogSec=60",
+        "KillMode=mixed",
+        "Restart=on-failure",
+    ):
+        assert line in unit
+    assert "RestartPreventExitStatus=75" in unit
+
+
+@pytest.mark.parametrize(
+    "says", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 503 Service Unavailable\r\n\r\n", None]
+)
+def test_a_control_port_that_hangs_or_talks_nonsense_is_unhealthy(
+    says: bytes | None, healthcheck: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healthcheck, "TIMEOUT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("NIBBLE_CONTROL_PORT", str(server.getsockname()[1]))
+
+        def answer() -> None:
+            taken = server.accept()[0]
+            if says is None:  # takes the connection and says nothing, as a hung process does
+                time.sleep(2)
+            else:
+                taken.recv(1000)
+                taken.sendall(says)
+            taken.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        healthy, why = healthcheck.check(only_live=False)
+        thread.join(5)
+    assert not healthy and why
 
 
 def containers(data: Any) -> Iterator[dict[str, Any]]:

@@ -124,7 +124,8 @@ def _follow_core(folder: Path) -> None:
 
     def batch_is_known(core: Any, scheduler_output: Any) -> Any:
         pulse = own()
-        pulse.tokens = scheduler_output.total_num_scheduled_tokens
+        # Batches in flight run one after the other: what is waited for is at most the larger one, and its own time.
+        pulse.tokens = max(pulse.tokens, scheduler_output.total_num_scheduled_tokens)
         pulse.write()
         return detail(core, scheduler_output)
 

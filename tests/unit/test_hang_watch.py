@@ -1,0 +1,156 @@
+"""The hang watch and the processes it looks at: pulses, stacks, and what happens where something hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nibble_kernels.vllm_plugin import pulse as plugin
+
+from nibble import pulse
+from nibble.hang_watch import Hang, HangWatch
+from nibble.pulse import Pulse, read_pulses
+from nibble.readiness import Api
+from nibble.stack_dump import dump_stacks
+
+WAITING = """
+import sys, threading, time
+from pathlib import Path
+from nibble_kernels.vllm_plugin.pulse import _arm
+_arm(Path(sys.argv[1]))
+def hangs_in_the_driver():
+    print("armed", flush=True)
+    time.sleep(60)
+hangs_in_the_driver()
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that the plugin is in."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "armed\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_plugin_and_supervisor_agree() -> None:
+    for name in ("FOLDER", "MAGIC", "PROBE", "IDLE", "STEP", "CALL"):
+        assert getattr(plugin, name) == getattr(pulse, name), name
+    assert plugin.LAYOUT.format == pulse.LAYOUT.format
+
+
+def test_what_the_plugin_writes_is_read(tmp_path: Path) -> None:
+    written = plugin.Pulse(tmp_path / "engine-5")
+    assert read_pulses(tmp_path) == (Pulse("engine", os.getpid(), pulse.IDLE, False, 0, 0, 0),)
+    written.doing, written.paused, written.turns, written.requests, written.tokens = (
+        pulse.STEP,
+        True,
+        9,
+        3,
+        512,
+    )
+    written.write()
+    assert read_pulses(tmp_path) == (Pulse("engine", os.getpid(), pulse.STEP, True, 9, 3, 512),)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\0" * pulse.LAYOUT.size, b"\xff" * 1000])
+def test_a_damaged_pulse_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "api-1").write_bytes(content)
+    assert read_pulses(tmp_path) == ()
+
+
+def test_the_probe_is_kept_out_of_the_access_log_and_nothing_else_is() -> None:
+    import logging
+
+    def line(path: str) -> logging.LogRecord:
+        args = ("127.0.0.1:1", "GET", path, "1.1", 200)
+        return logging.LogRecord("uvicorn.access", logging.INFO, "", 1, '%s - "%s %s HTTP/%s" %d', args, None)
+
+    assert not plugin._is_not_ours(line(pulse.PROBE))
+    assert plugin._is_not_ours(line("/health")) and plugin._is_not_ours(line("/v1/models"))
+
+
+def test_the_stacks_of_a_process_with_the_plugin(child: subprocess.Popen[str], tmp_path: Path) -> None:
+    text = dump_stacks(tmp_path, [child.pid])[child.pid]
+    assert "in hangs_in_the_driver" in text and "State: S" in text
+    assert child.poll() is None
+
+
+def test_a_stopped_process_writes_its_stacks_once_it_is_woken(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    child.send_signal(signal.SIGSTOP)
+    without = dump_stacks(tmp_path, [child.pid])[child.pid]
+    assert "State: T (stopped)" in without and "hangs_in_the_driver" not in without
+    assert "in hangs_in_the_driver" in dump_stacks(tmp_path, [child.pid], wake=True)[child.pid]
+
+
+def test_a_process_without_the_plugin_is_not_killed_by_the_question(tmp_path: Path) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        text = dump_stacks(tmp_path, [other.pid])[other.pid]
+        assert "State:" in text
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_stopped_process_is_told_once_with_its_stacks_and_not_where_the_watch_is_off(
+    is_on: bool, tmp_path: Path
+) -> None:
+    hangs: list[Hang] = []
+    over = threading.Event()
+    api = Api("127.0.0.1", 1, "")
+    limit_s = 1.0 if is_on else 0.0
+    watch = HangWatch(limit_s, tmp_path / "pulse", api, True, lambda: False, hangs.append)
+    engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        engine.send_signal(signal.SIGSTOP)
+        thread = threading.Thread(target=watch.run, args=(engine.pid, over), daemon=True)
+        thread.start()
+        thread.join(8)
+        assert not thread.is_alive()
+    finally:
+        over.set()
+        engine.kill()
+        engine.wait()
+    assert len(hangs) == (1 if is_on else 0)
+    if is_on:
+        assert hangs[0].stall.what == f"API server (pid {engine.pid}) is stopped (state T)"
+        assert "State: " in hangs[0].stacks[f"API server (pid {engine.pid})"]
+
+
+def test_an_api_server_that_takes_connections_and_says_nothing_is_found(tmp_path: Path) -> None:
+    import socket
+
+    hangs: list[Hang] = []
+    over = threading.Event()
+    engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        api = Api("127.0.0.1", silent.getsockname()[1], "")
+        watch = HangWatch(1.0, tmp_path / "pulse", api, False, lambda: True, hangs.append)
+        try:
+            threading.Thread(target=watch.ask_api, args=(over,), daemon=True).start()
+            thread = threading.Thread(target=watch.run, args=(engine.pid, over), daemon=True)
+            thread.start()
+            began = time.monotonic()
+            thread.join(8)
+            assert not thread.is_alive() and time.monotonic() - began < 5
+        finally:
+            over.set()
+            engine.kill()
+            engine.wait()
+    assert hangs[0].stall.kind == "api"
