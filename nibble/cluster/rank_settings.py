@@ -142,7 +142,7 @@ def rank_facts(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
     return {"flags": compared_flags(plan.args), "environment": compared_environment(environ)}
 
 
-def model_folders(plan: Plan) -> dict[str, str]:
+def checkpoint_folders(plan: Plan) -> dict[str, str]:
     """ "model" and "draft" -> the folder that workers of `plan` load from; a model that is no folder is left out."""
     draft = plan.args.get("--speculative-config")
     named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None

@@ -23,7 +23,7 @@ from nibble.cluster.network import is_here
 from nibble.cluster.node import Place, find_place, node_handlers
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
-from nibble.cluster.rank_settings import model_folders, rank_facts
+from nibble.cluster.rank_settings import rank_facts
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.roster import BEAT_S, LOST_S, Roster, head_first, lost_node
 from nibble.cluster.token import heads_token, members_token, withhold_from_ray
@@ -262,7 +262,7 @@ class Cluster:
     def _preflight(self, nodes: Sequence[Mapping[str, Any]]) -> Report:
         """The checks; with Ray also the folders that the driver names, from which every node loads, and Ray's own ways."""
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
-        folders = list(dict.fromkeys(model_folders(self.plan).values())) if has_ray else []
+        folders = model_folders(self.plan) if has_ray else []
         if settings.cluster_model == "head":
             problems = distribute(self._caller, nodes, self.place.address, folders, self._stop, self._tell)
             if problems or self._stop.is_set():
@@ -346,6 +346,13 @@ class Cluster:
         if self._roster:
             self._roster.run += starting
             self._roster.state = "starting" if starting else "waiting"
+
+
+def model_folders(plan: Plan) -> list[str]:
+    """The folders that every node of a Ray cluster loads from: the model's and its draft's."""
+    draft = plan.args.get("--speculative-config")
+    named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None
+    return list(dict.fromkeys([plan.model, *([named] if named and Path(named).is_dir() else [])]))
 
 
 def least_memory_bytes(plan: Plan) -> int:

@@ -20,7 +20,7 @@ from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.differences import settings_problems
 from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.node import Place, node_handlers
-from nibble.cluster.rank_settings import OWN_FLAGS, compared_environment, compared_flags, model_folders
+from nibble.cluster.rank_settings import OWN_FLAGS, checkpoint_folders, compared_environment, compared_flags
 from nibble.plan import Plan
 from nibble.precedence import Choice
 from nibble.prepare import plan_for, read_wishes
@@ -272,11 +272,11 @@ def test_a_folder_that_cannot_be_read_is_named(copy: Path) -> None:
 
 def test_a_plan_names_the_folders_of_model_and_draft() -> None:
     planned = plan()
-    assert model_folders(planned) == {"model": str(NVFP4)}
+    assert checkpoint_folders(planned) == {"model": str(NVFP4)}
     args = {
         **planned.args,
         "--speculative-config": Choice({"model": str(DEMO), "num_speculative_tokens": 2}, ""),
     }
     object.__setattr__(planned, "args", args)
-    assert model_folders(planned) == {"model": str(NVFP4), "draft": str(DEMO)}
+    assert checkpoint_folders(planned) == {"model": str(NVFP4), "draft": str(DEMO)}
     assert "--speculative-config model" not in compared_flags(args)
