@@ -166,7 +166,7 @@ class Nodes(Caller):
 
 
 def nodes(**code: str) -> list[dict[str, Any]]:
-    return [node("a", code=build_parts()), node("b", code=build_parts() | code)]
+    return [node("a", code=build_parts()), node("b", code={**build_parts(), **code})]
 
 
 @pytest.mark.parametrize("part", FILES)
@@ -183,6 +183,15 @@ def test_the_files_of_a_part_that_differs_are_named(part: str) -> None:
 def test_equal_code_is_no_further_question() -> None:
     caller = Nodes()
     assert compare_code(caller, nodes()) == [] and caller.asked == []
+
+
+def test_with_ray_the_servers_own_code_has_to_be_that_of_the_nodes() -> None:
+    changed = {**part_files("nibble"), "drain.py": "other"}
+    old = node("a", code={**build_parts(), "nibble": "old"})
+    caller = Nodes(parts={"a": changed})
+    (problem,) = compare_code(caller, [old], {"code": build_parts()})
+    assert problem.what == "nibble's code differs from that of the server: file drain.py has other content"
+    assert compare_code(caller, nodes(), {"code": build_parts()}) == []
 
 
 def test_a_compiler_of_another_version_is_named_with_both() -> None:
