@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nibble.build_id import part_files
 from nibble.cluster.agent import AgentError
 from nibble.cluster.caller import Caller, ask_all
 from nibble.cluster.differences import PARTS, checkpoint_problem, differing_parts, part_problem
@@ -16,14 +18,30 @@ CHECKPOINT_TIMEOUT_S = 300.0
 Node = Mapping[str, Any]
 
 
-def compare_code(caller: Caller, nodes: Sequence[Node]) -> list[Problem]:
-    """Each part of the build of each node against the first node's."""
+def compare_code(
+    caller: Caller, nodes: Sequence[Node], server: Mapping[str, Any] | None = None
+) -> list[Problem]:
+    """Each part of the build of each node against the first node's, and the first node's against that of a server through Ray,
+    which runs beside a node and may be of another image.
+    """
     first, *others = nodes
-    found: list[Problem] = []
+    found = _unlike_server(caller, first, server) if server else []
     for node in others:
         for part in differing_parts(node, first):
             here, there = _entries(caller, (node, first), {"part": part}) if part in PARTS else ({}, {})
             found.append(part_problem(node, first, part, here, there))
+    return found
+
+
+def _unlike_server(caller: Caller, node: Node, server: Mapping[str, Any]) -> list[Problem]:
+    here = {"name": "the server", "facts": server}
+    found: list[Problem] = []
+    for part in differing_parts(node, here):
+        entries: Mapping[str, str] = {}
+        if part in PARTS:
+            with contextlib.suppress(AgentError):
+                entries = caller.ask(node["address"], "/entries", {"part": part})["entries"]
+        found.append(part_problem(node, here, part, entries, part_files(part) if entries else {}))
     return found
 
 

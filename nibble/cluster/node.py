@@ -22,7 +22,7 @@ from nibble.cluster.allreduce import TIMEOUT_S
 from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
-from nibble.cluster.rank_settings import model_folders, rank_facts
+from nibble.cluster.rank_settings import checkpoint_folders, rank_facts
 from nibble.paths import cache_dir
 from nibble.proof import read_reports
 from nibble.settings import Settings
@@ -81,7 +81,7 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
 
     def checkpoints(body: Mapping[str, Any]) -> dict[str, Any]:
         asked = {str(folder): str(folder) for folder in body.get("folders") or ()}
-        own = model_folders(plan) if plan else {}
+        own = checkpoint_folders(plan) if plan else {}
         return {"checkpoints": {label: summary(folder) for label, folder in (asked or own).items()}}
 
     def entries(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,14 +68,14 @@ def preflight(
     `models` are folders that every node must have; none where each downloads. `hub` is the "model" and "revision" that each must
     have or be able to download (with Ray, whose workers look in one place, all but the first must have it). With `first_gives`
     both are asked of the first alone. `ports` are vLLM's own on the head, without Ray.
-    `least_gb_per_s` None takes the default. `server` is what a server through Ray adds to every worker (`rank_facts`).
+    `least_gb_per_s` None takes the default. `server` are the `rank_facts` of a server through Ray.
     """
     over = over or threading.Event()
     asked = {"models": models, "hub": hub}
     problems, fresh = _ask_facts(caller, nodes, asked, first_gives, has_ray, over)
     if fresh and not problems:
         problems = compare(fresh, least_memory_bytes) + settings_problems(fresh, server)
-        problems += compare_code(caller, fresh)
+        problems += compare_code(caller, fresh, server)
     if fresh and not problems and not (first_gives or over.is_set()):
         problems = compare_checkpoints(caller, fresh, models, over)
     if not problems:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nibble.build_id import build_parts
 from nibble.redact import Redactor, is_secret_name
 from nibble.vllm_schema import load_schema
 
@@ -139,10 +140,14 @@ def rank_facts(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
 
     `environ` is what vLLM's processes get here.
     """
-    return {"flags": compared_flags(plan.args), "environment": compared_environment(environ)}
+    return {
+        "flags": compared_flags(plan.args),
+        "environment": compared_environment(environ),
+        "code": dict(build_parts()),
+    }
 
 
-def model_folders(plan: Plan) -> dict[str, str]:
+def checkpoint_folders(plan: Plan) -> dict[str, str]:
     """ "model" and "draft" -> the folder that workers of `plan` load from; a model that is no folder is left out."""
     draft = plan.args.get("--speculative-config")
     named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None

@@ -25,11 +25,11 @@ from nibble.cluster.copies import distribute
 from nibble.cluster.facts import Problem
 from nibble.cluster.files import Offers
 from nibble.cluster.head import running
-from nibble.cluster.needs import least_memory_bytes
+from nibble.cluster.needs import least_memory_bytes, model_folders
 from nibble.cluster.node import Place
 from nibble.cluster.ports import GCS_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, preflight
-from nibble.cluster.rank_settings import model_folders, rank_facts
+from nibble.cluster.rank_settings import rank_facts
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.roster import BEAT_S, LOST_S, STOPPING, Roster, ended_process, head_first, lost_node
 from nibble.cluster.token import withhold_from_ray
@@ -278,7 +278,7 @@ class Cluster:
     def _preflight(self, nodes: Sequence[Mapping[str, Any]]) -> Report:
         """The checks; with Ray also the folders that the driver names, from which every node loads, and Ray's own ways."""
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
-        folders = list(dict.fromkeys(model_folders(self.plan).values())) if has_ray else []
+        folders = model_folders(self.plan) if has_ray else []
         if settings.cluster_model == "head":
             problems = distribute(self._caller, nodes, self.place.address, folders, self.stop, self._tell)
             if problems or self.stop.is_set():

@@ -189,7 +189,7 @@ def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_wit
     head = hosts[0].start(tmp_path / "0", "serve", DEMO, *WORDS[2:], **both, NIBBLE_NODE_RANK="0")
     rank1 = hosts[1].start(tmp_path / "1", *WORDS, **both, NIBBLE_NODE_RANK="1")
     try:
-        assert head.wait(300) == 8, head.said()[-3000:]
+        assert head.wait(500) == 8, head.said()[-3000:]
         last = head.said().splitlines()[-1]
         assert f"node {RANK_1}: rank 1 does not run what the others run: quantization: modelopt_fp4" in last
         assert "expected as rank 0: none" in last

@@ -20,7 +20,7 @@ from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.differences import settings_problems
 from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.node import Place, node_handlers
-from nibble.cluster.rank_settings import OWN_FLAGS, compared_environment, compared_flags, model_folders
+from nibble.cluster.rank_settings import OWN_FLAGS, checkpoint_folders, compared_environment, compared_flags
 from nibble.plan import Plan
 from nibble.precedence import Choice
 from nibble.prepare import plan_for, read_wishes
@@ -166,7 +166,7 @@ class Nodes(Caller):
 
 
 def nodes(**code: str) -> list[dict[str, Any]]:
-    return [node("a", code=build_parts()), node("b", code=build_parts() | code)]
+    return [node("a", code=build_parts()), node("b", code={**build_parts(), **code})]
 
 
 @pytest.mark.parametrize("part", FILES)
@@ -183,6 +183,15 @@ def test_the_files_of_a_part_that_differs_are_named(part: str) -> None:
 def test_equal_code_is_no_further_question() -> None:
     caller = Nodes()
     assert compare_code(caller, nodes()) == [] and caller.asked == []
+
+
+def test_with_ray_the_servers_own_code_has_to_be_that_of_the_nodes() -> None:
+    changed = {**part_files("nibble"), "drain.py": "other"}
+    old = node("a", code={**build_parts(), "nibble": "old"})
+    caller = Nodes(parts={"a": changed})
+    (problem,) = compare_code(caller, [old], {"code": build_parts()})
+    assert problem.what == "nibble's code differs from that of the server: file drain.py has other content"
+    assert compare_code(caller, nodes(), {"code": build_parts()}) == []
 
 
 def test_a_compiler_of_another_version_is_named_with_both() -> None:
@@ -272,11 +281,11 @@ def test_a_folder_that_cannot_be_read_is_named(copy: Path) -> None:
 
 def test_a_plan_names_the_folders_of_model_and_draft() -> None:
     planned = plan()
-    assert model_folders(planned) == {"model": str(NVFP4)}
+    assert checkpoint_folders(planned) == {"model": str(NVFP4)}
     args = {
         **planned.args,
         "--speculative-config": Choice({"model": str(DEMO), "num_speculative_tokens": 2}, ""),
     }
     object.__setattr__(planned, "args", args)
-    assert model_folders(planned) == {"model": str(NVFP4), "draft": str(DEMO)}
+    assert checkpoint_folders(planned) == {"model": str(NVFP4), "draft": str(DEMO)}
     assert "--speculative-config model" not in compared_flags(args)
