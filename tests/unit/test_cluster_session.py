@@ -114,6 +114,21 @@ def test_with_ray_gpus_are_counted(
     assert (what is None) if words is None else words in str(what)
 
 
+def test_a_server_without_a_ray_node_beside_it_is_sent_into_the_heads_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = opened(RAY | {"NIBBLE_CLUSTER_WAIT_SECONDS": "0"}, tmp_path)
+    there = {"address": "10.0.0.2", "gpus": 4, "age_s": 0.0, "rank": None}
+    said: list[str] = []
+    monkeypatch.setattr(found, "nodes", lambda: [there])
+    monkeypatch.setattr(found, "say", said.append)
+    with pytest.raises(NibbleError, match=r"docker exec HEAD /opt/nibble/entrypoint\.sh serve") as caught:
+        found.prepare(None)
+    assert caught.value.code == ExitCode.CLUSTER
+    assert "start the missing nodes" not in caught.value.line()
+    assert len(said) == 1 and "docker exec" in said[0]  # before the time is over
+
+
 def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
