@@ -9,6 +9,7 @@ from nibble.checkpoint.missing import SHOWN, some_of
 from nibble.errors import ExitCode, NibbleError
 from nibble.governor import Limits
 from nibble.memory_plan import Step, show_gib
+from nibble.processes import signal_name
 
 # vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/layers.py:37
 _EMPTY = "Following weights were not initialized from checkpoint: "
@@ -48,13 +49,15 @@ def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleE
     return NibbleError(ExitCode.ENGINE_DIED, told, "", action)
 
 
-def part_ended(process: str, cause: str, kernel_has_killed: bool) -> str:
+def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
     """What a node knows of the end of `process`, one of vLLM's; the server on another node tells it.
 
-    `cause` is the last error that was logged.
+    `cause` is the last error that was logged, `code` its exit code (negative: of a signal) where that is known.
     """
     if kernel_has_killed:
         return f"{process} was killed by the kernel for want of memory"
+    if code is not None and code < 0:
+        return f"{process} was killed by {signal_name(-code)}"
     if cause:
         return f"{process} ended by itself: {cause}"
     return f"{process} ended by itself and logged no error: something killed it, or it crashed"

@@ -117,6 +117,9 @@ _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|EngineDeadError|KeyboardInterrupt|CancelledError"
 )
 
+# v1/executor/multiproc_executor.py:315
+_WORKER_DIED = re.compile(r"^Worker proc \S+ died unexpectedly \(exit code: (-?\d+)\)")
+
 
 @dataclass
 class PhaseReader:
@@ -223,9 +226,12 @@ class ErrorReader:
     """Remembers why the engine ended: the last exception that is not a mere consequence of another."""
 
     cause: str = ""
+    exit_code: int | None = None  # of the worker process that ended first
 
     def feed(self, line: str) -> None:
         text = message(line)
+        if self.exit_code is None and (match := _WORKER_DIED.search(text)):
+            self.exit_code = int(match[1])
         if _ERROR.match(text) and not _CONSEQUENCE.search(text):
             self.cause = text.strip()[:300]
 

@@ -89,7 +89,9 @@ def serve_across(
             own, watch = cluster.environ(environ), cluster.begin()
             try:
                 code = run(own, watch, cluster.ready)
-                return code
+                if stop.is_set() or not cluster.head_stops:
+                    return code
+                code, lost = None, NodeLost(f"the Ray head at {cluster.head} was stopped")
             except NodeLost as error:
                 lost = error
             except NibbleError as error:

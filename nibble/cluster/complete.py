@@ -87,7 +87,7 @@ def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | Non
                     f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s", SEE_NODE
                 )
         if len(alive) < LEAST_NODES:
-            return Missing(f"only {_names(alive)} answers", GIVE_NUMBER)
+            return Missing(f"only {_names(alive)} answers" if alive else "no node has joined", GIVE_NUMBER)
         return None
     if expected.nodes is not None and not has_ray:
         return missing_ranks(alive, expected.nodes)

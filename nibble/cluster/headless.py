@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nibble.cluster.session import Say
     from nibble.plan import Plan
 
+CODE_S = 1.0
 NEW_RUN_S = 30.0  # after its part of vLLM ended: for so long rank 0 may take to notice and begin a new run
 
 
@@ -228,9 +229,12 @@ class _Headless:
         return engine_died("headless", how, self._errors.cause, self._lost, ladder)
 
     def _tell_head(self) -> None:
-        """The head waits for nothing that this rank knows already."""
+        """The head waits for nothing that this rank knows already. vLLM logs the exit code just after the end."""
+        deadline = self._lost_at + CODE_S
+        while self._errors.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         has_killed = self._governor is not None and self._governor.kernel_has_killed()
-        why = part_ended(self._lost or "vLLM", self._errors.cause, has_killed)
+        why = part_ended(self._lost or "vLLM", self._errors.cause, has_killed, self._errors.exit_code)
         if not self._member.ended:
             self._member.tell_end(End(self._run, 0, why, self._lost_at))
 

@@ -17,7 +17,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.settings import Settings
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-RESOLVE_S = 3.0
+RESOLVE_S = 2.0
 _OUTSIDE = "192.0.2.1"  # RFC 5737: stands for any address beyond this machine
 _SYS = Path("/sys")
 

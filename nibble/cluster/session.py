@@ -70,9 +70,9 @@ class Cluster:
         self._last: list[dict[str, Any]] = []
         self._left: Mapping[str, str] = {}
         self._answered = time.monotonic()
-        self.head_stops = False
+        self.head_stops = self._runs = False
         self._ranks: dict[tuple[str, int], int] = {}  # with Ray: (node's address, pid) -> rank of the model
-        self._began_at, self._died_here_at = 0.0, float("inf")
+        self._died_here_at = float("inf")
         self._reminder = Reminder()  # of what a `prepare` waits for
         self._state: dict[str, Any] = {
             "state": "starting",
@@ -106,9 +106,9 @@ class Cluster:
         if self._roster:
             self._left = self._roster.left
             return self._roster.nodes()
-        serving = {"server": self.claim.who, "stops_within_s": self.plan.settings.drain_seconds + STOP_S}
+        serves = {"server": self.claim.who, "stops_within_s": self.plan.settings.drain_seconds + STOP_S}
         try:
-            found = self._caller.ask(self._caller.head, "/nodes", serving, 3.0)
+            found = self._caller.ask(self.head, "/nodes", serves if self._runs else {}, 3.0)
             self._last, self._left, self._answered = found["nodes"], found.get("left", {}), time.monotonic()
             self.head_stops = found.get("state") == STOPPING
         except AgentError as error:
@@ -125,6 +125,8 @@ class Cluster:
         alive = living(self.nodes()) if self._head_silence_s < LOST_S else []
         if topology.nodes is not None:
             return missing_ranks(alive, topology.nodes)
+        if self.head_stops:
+            return Missing(f"the Ray head at {self.head} is stopping", "start it again")
         if not alive:
             return Missing(
                 f"no Ray head answers at {self._caller.head}", "start `ray-head` there, or correct HEAD_IP"
@@ -222,9 +224,6 @@ class Cluster:
         limit_s = self.plan.settings.cluster_wait_seconds
         while not self.stop.is_set():
             missing = self.missing() or self._taken()
-            if self.head_stops:
-                self.say(f"the Ray head at {self.head} is stopping: so does this server")
-                return False
             if missing is None:
                 return True
             why = self._state["detail"] = missing.what
@@ -325,7 +324,7 @@ class Cluster:
     def begin(self) -> Watch:
         """A new run: headless ranks start theirs."""
         self._set(starting=True)
-        self._began_at, self._died_here_at, self._ranks = time.monotonic(), float("inf"), {}
+        self._runs, self._died_here_at, self._ranks = True, float("inf"), {}
         return Watch(self)
 
     def reports(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -357,6 +356,7 @@ class Cluster:
     def end(self, stopped: bool) -> None:
         """The run is over; headless ranks end theirs, for good where the server was `stopped`."""
         self.claim.release()
+        self._runs = False
         if self._roster is None:
             with contextlib.suppress(AgentError):
                 self._caller.ask(self.head, "/ended", {"server": self.claim.who}, 1.0)

@@ -71,14 +71,15 @@ class Watch:
         """Until `over`: `fail` gets the error when a node is lost, or a worker process without its node; `drain` is called
         when the head of a Ray cluster is about to stop.
 
-        Once the server is told to stop the head only hears that it still runs: a drain has its own limit.
+        Once the server drains the head only hears that it still runs: a drain has its own limit.
         """
+        drains = False
         while not over.wait(BEAT_S):
             why = self._cluster.lost()
-            if self._cluster.stop.is_set():
+            if drains or self._cluster.stop.is_set():
                 continue
             if self._cluster.head_stops:
-                self._cluster.stop.set()
+                drains = True
                 drain(f"the Ray head at {self._cluster.head} is stopping")
             elif why:
                 fail(NodeLost(why))

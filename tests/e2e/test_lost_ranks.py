@@ -22,7 +22,11 @@ DRAIN_S = 10
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    both = {"NIBBLE_DRAIN_SECONDS": str(DRAIN_S), "NIBBLE_CANARY": "off"}
+    both = {
+        "NIBBLE_DRAIN_SECONDS": str(DRAIN_S),
+        "NIBBLE_CANARY": "off",
+        "NIBBLE_CLUSTER_WAIT_SECONDS": "400",
+    }
     found = Ranks(tmp_path_factory.mktemp("ranks"), flags=["--enforce-eager"], both=both)
     try:
         found.head.wait_until_ready()
@@ -97,6 +101,7 @@ def test_a_killed_worker_of_rank_1_ends_requests_within_5_s_and_is_named_and_the
         asking.join(HEARD_S)
         assert between and between != [200]
         seconds = wait_for(head, f"node {RANK_1}: VLLM::Worker", HEARD_S)
+        assert "was killed by SIGKILL: the server is down until the cluster is complete again" in head.log()
         assert seconds < HEARD_S
         head.wait_until_ready()
     finally:

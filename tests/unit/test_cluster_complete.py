@@ -25,7 +25,7 @@ def test_what_stays_is_said_once_and_each_minute_and_what_changes_at_once() -> N
     ("nodes", "has_ray", "expected", "words"),
     [
         ([node("a")], True, Expected(None, None), "only a answers"),
-        ([], True, Expected(None, None), "only none answers"),
+        ([], True, Expected(None, None), "no node has joined"),
         ([node("a"), node("b")], True, Expected(None, None), None),
         (
             [node("a"), node("b"), node("c", age_s=12.0)],

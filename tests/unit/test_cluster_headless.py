@@ -175,7 +175,9 @@ import subprocess, time
 worker = subprocess.Popen(["VLLM::Worker_TP1", "300"], executable="/bin/sleep")
 time.sleep(3)
 worker.kill()
-worker.wait()
+code = worker.wait()
+print(f"(MainProcess pid=7) ERROR 11-23 07:47:37 [multiproc_executor.py:315] Worker proc VllmWorker-1 died unexpectedly"
+      f" (exit code: {code}), shutting down executor.", flush=True)
 time.sleep(60)
 """
     monkeypatch.setattr(engine_module, "child_command", lambda argv: [sys.executable, "-c", behave])
@@ -184,7 +186,10 @@ time.sleep(60)
     wait(lambda: any(node["ended"] for node in rank.roster.nodes()), 30)
     (end,) = rank.roster.nodes()[0]["ended"]
     assert end["ago_s"] < 2
-    assert (end["run"], bool(re.match(r"VLLM::Worker_TP1 \(pid \d+\) ended by itself", end["why"]))) == (
+    assert (
+        end["run"],
+        bool(re.match(r"VLLM::Worker_TP1 \(pid \d+\) was killed by SIGKILL$", end["why"])),
+    ) == (
         4,
         True,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hub import Hub
 
+from nibble import serve as serve_module
 from nibble.cluster import commands, facts, network
 from nibble.cluster import node as node_module
 from nibble.cluster.claim import Claim
@@ -22,8 +23,9 @@ from nibble.cluster.node import Place, find_place, node_handlers, unreachable
 from nibble.cluster.ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, judge, preflight
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import read_wishes
+from nibble.prepare import Asked, read_wishes
 from nibble.pull import pull
+from nibble.ray_node import ray_head, ray_worker
 
 FACTS = {**dict.fromkeys(SAME, "same"), "memory_available_bytes": 8 << 30, "disk_free_bytes": 9 << 30}
 
@@ -265,23 +267,33 @@ def test_what_is_wrong_here_is_no_fault_of_a_node() -> None:
     assert caught.value.code == ExitCode.CONFIG
 
 
-def asked_to_check(monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]]) -> list[str]:
-    """The nodes that `nibble cluster check` checks where the head knows `nodes`."""
+def asked_to_check(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]], *words: str, **more: Any
+) -> list[str]:
+    """The nodes that `nibble cluster check` checks where the head knows `nodes` and says `more`. It waits for 1 s."""
     checked: list[str] = []
+    environ = {
+        "HEAD_IP": "127.0.0.1",
+        "NIBBLE_CLUSTER_TOKEN": "token",
+        "NIBBLE_CLUSTER_WAIT_SECONDS": "1",
+    }
+    said: list[str] = []
 
     def preflight(caller: Caller, nodes: Sequence[Mapping[str, Any]], **more: Any) -> Report:
         checked.extend(one["name"] for one in nodes)
         return Report(nodes, [], None)
 
     monkeypatch.setattr(commands, "preflight", preflight)
-    monkeypatch.setattr(commands, "_ask", lambda caller: {"nodes": nodes})
+    monkeypatch.setattr(commands, "BEAT_S", 0.05)
+    monkeypatch.setattr(commands, "_ask", lambda caller: {"nodes": nodes, **more})
     monkeypatch.setattr(Claim, "take", lambda claim: None)
-    commands.cluster_check(read_wishes([], {"HEAD_IP": "127.0.0.1", "NIBBLE_CLUSTER_TOKEN": "token"}))
+    monkeypatch.setattr(commands, "unreached", lambda *given: None)
+    commands.cluster_check(read_wishes(words, environ), said.append)
     return checked
 
 
 def ray(name: str, gpus: int, age_s: float = 0.0, role: str = "ray-worker") -> dict[str, Any]:
-    node = {"name": name, "address": name, "role": role, "rank": None}
+    node = {"name": name, "address": name, "role": role, "rank": None, "facts": {"target": "cpu"}}
     return node | {"gpus": gpus, "busy": 0, "age_s": age_s}
 
 
@@ -296,8 +308,105 @@ def test_the_check_leaves_out_a_head_without_gpus_and_names_a_silent_node(
 
 
 def test_a_check_before_any_node_has_joined_is_exit_9(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NibbleError, match="knows no node yet") as caught:
+    with pytest.raises(NibbleError, match="no node has joined after 1 s") as caught:
         asked_to_check(monkeypatch, [])
+    assert caught.value.code == ExitCode.CLUSTER
+
+
+def test_a_check_of_fewer_nodes_than_expected_is_exit_9_and_names_those_that_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = ray("a", 1, role="ray-head")
+    with pytest.raises(NibbleError, match=r"only a answers after 1 s; .* --nnodes") as caught:
+        asked_to_check(monkeypatch, [head])
+    assert caught.value.code == ExitCode.CLUSTER
+    with pytest.raises(NibbleError, match="3 nodes are expected, and a, b answer after 1 s"):
+        asked_to_check(monkeypatch, [head, ray("b", 1)], "--nnodes", "3")
+    assert asked_to_check(monkeypatch, [head], "--nnodes", "1") == ["a"]
+    with pytest.raises(NibbleError, match="2 GPUs are needed and the nodes offer 1"):
+        asked_to_check(monkeypatch, [head], "nibble-demo", "--tensor-parallel-size", "2")
+    rank_0 = ray("a", 0, role="serve") | {"rank": 0}
+    with pytest.raises(NibbleError, match="no sign of the node with rank 1 after 1 s"):
+        asked_to_check(monkeypatch, [rank_0], expects=2)
+
+
+def test_a_check_waits_for_a_node_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [ray("a", 1, role="ray-head")]
+    monkeypatch.setattr(commands, "time", SlowStart(nodes, ray("b", 1)))
+    assert asked_to_check(monkeypatch, nodes, "--nnodes", "2") == ["a", "b"]
+
+
+@dataclass
+class SlowStart:
+    """A clock whose first sleep brings another node."""
+
+    nodes: list[dict[str, Any]]
+    late: dict[str, Any]
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        if self.late not in self.nodes:
+            self.nodes.append(self.late)
+
+
+@pytest.mark.parametrize("words", [[], ["nibble-demo", "--tensor-parallel-size", "2"]])
+def test_a_check_compares_memory_as_a_start_does(
+    monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+) -> None:
+    """A node with 900 MiB cannot hold vLLM's processes, whatever the model."""
+    nodes = [
+        node(name, target="cpu", memory_available_bytes=mib << 20)
+        | {"address": name, "role": "ray-head", "rank": None, "gpus": 1, "busy": 0, "age_s": 0.0}
+        for name, mib in (("a", 9000), ("b", 900))
+    ]
+    by_name = {one["address"]: one["facts"] for one in nodes}
+
+    def ask(self: Caller, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0) -> Any:
+        return {"nodes": nodes} if path == "/nodes" else by_name[address] | {"models": {}}
+
+    monkeypatch.setattr(Caller, "ask", ask)
+    monkeypatch.setattr(Claim, "take", lambda claim: None)
+    environ = {"HEAD_IP": "127.0.0.1", "NIBBLE_CLUSTER_TOKEN": "token"}
+    report = commands.cluster_check(read_wishes(words, environ), lambda text: None)
+    assert [problem.node for problem in report.problems] == ["b"]
+    assert "0.879 GiB of memory are available and" in report.problems[0].what
+
+
+def test_name_servers_that_are_silent_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "RESOLVE_S", 0.3)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: time.sleep(5))
+    began = time.monotonic()
+    with pytest.raises(NibbleError, match=r"HEAD_IP nosuchhost .*no name server answers") as caught:
+        network.resolve("nosuchhost", "HEAD_IP")
+    assert caught.value.code == ExitCode.CLUSTER
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda asked: commands.cluster_check(asked, lambda text: None),
+        lambda asked: ray_worker(asked.settings, asked.accepted.environ),
+        lambda asked: ray_head(asked.settings, asked.accepted.environ),
+        lambda asked: serve_module._serve(asked, lambda: None),
+    ],
+    ids=["cluster check", "ray-worker", "ray-head", "serve"],
+)
+def test_a_head_whose_name_is_not_known_is_refused_before_anything_is_waited_for(
+    ask: Callable[[Asked], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    more = {"HEAD_IP": "nosuchhost", "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    environ = {**more, "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
+    with pytest.raises(
+        NibbleError, match="HEAD_IP nosuchhost is no IPv4 address and no known name"
+    ) as caught:
+        ask(read_wishes(["nibble-demo"], environ))
     assert caught.value.code == ExitCode.CLUSTER
 
 

@@ -114,6 +114,21 @@ def test_with_ray_gpus_are_counted(
     assert (what is None) if words is None else words in str(what)
 
 
+def test_a_server_without_a_ray_node_beside_it_is_sent_into_the_heads_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = opened(RAY | {"NIBBLE_CLUSTER_WAIT_SECONDS": "0"}, tmp_path)
+    there = {"address": "10.0.0.2", "gpus": 4, "age_s": 0.0, "rank": None}
+    said: list[str] = []
+    monkeypatch.setattr(found, "nodes", lambda: [there])
+    monkeypatch.setattr(found, "say", said.append)
+    with pytest.raises(NibbleError, match=r"docker exec HEAD /opt/nibble/entrypoint\.sh serve") as caught:
+        found.prepare(None)
+    assert caught.value.code == ExitCode.CLUSTER
+    assert "start the missing nodes" not in caught.value.line()
+    assert len(said) == 1 and "docker exec" in said[0]  # before the time is over
+
+
 def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -380,6 +395,48 @@ def test_when_rays_head_stops_the_server_drains_and_a_loss_means_nothing_any_mor
     over.set()
     thread.join()
     assert (len(drained), failed) == (1, [])
+
+
+def test_a_server_that_drained_with_rays_head_waits_for_the_head(
+    attempts: list[NodeLost | None], tmp_path: Path
+) -> None:
+    clusters: list[Cluster] = []
+
+    def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
+        clusters.append(watch._cluster)
+        watch._cluster.head_stops = len(clusters) == 1
+        return 0
+
+    environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    assert serve_across(plan(environ), environ, quiet, run) == 0
+    assert [lost and lost.what for lost in attempts] == [None, "the Ray head at 127.0.0.1 was stopped"]
+
+
+def test_only_a_server_that_runs_holds_up_the_heads_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[Mapping[str, Any]] = []
+
+    def ask(
+        self: Caller, address: str, path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        bodies.append({"path": path, **body})
+        return {"nodes": [], "state": "stopping"}
+
+    monkeypatch.setattr(Caller, "ask", ask)
+    found = opened(RAY, tmp_path)
+    found.nodes()
+    found.begin()
+    found.nodes()
+    found.end(stopped=False)
+    assert missing(found) == "the Ray head at 127.0.0.1 is stopping"
+    assert [(one["path"], "server" in one) for one in bodies] == [
+        ("/nodes", False),
+        ("/nodes", True),
+        ("/ended", True),
+        ("/nodes", False),
+    ]
+    assert bodies[1]["stops_within_s"] == 60
 
 
 def test_what_is_not_yet_right_is_said_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

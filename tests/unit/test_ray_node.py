@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -19,6 +20,7 @@ from nibble import ray_node
 from nibble.cluster.network import find_interface, node_address
 from nibble.cluster.node import Place, find_place
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
+from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.governor import UNWATCHED
@@ -270,3 +272,50 @@ def test_a_ray_without_its_agents_packages_is_told_before_it_starts(tmp_path: Pa
     assert done.returncode == 1
     error = ray_node.explain_failure(done.stderr.splitlines(), "head", HEAD)
     assert "no opencensus here" in error.line() and "install ray[default]" in error.line()
+
+
+class Servers:
+    """A head's node with a child that sleeps, in a thread, and its roster."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.roster, self.codes = Roster("head"), []
+        monkeypatch.setattr(ray_node, "stop_signals", lambda tell: contextlib.nullcontext())
+        program = ["sh", "-c", "echo Ray runtime started.; exec sleep 60"]
+        environ = {"PATH": "/usr/bin:/bin"}
+        self.node = ray_node._Node(program, environ, "worker", HEAD, [], roster=self.roster)
+        self.thread = threading.Thread(target=lambda: self.codes.append(self.node.run()), daemon=True)
+
+    def ended_after_s(self) -> float:
+        began = time.monotonic()
+        self.thread.join(30)
+        assert self.codes == [ExitCode.OK]
+        return time.monotonic() - began
+
+
+def test_a_head_that_is_told_to_stop_lets_the_server_drain_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = Servers(monkeypatch)
+    servers.roster.note_server("a", 60.0)
+    monkeypatch.setattr("nibble.cluster.roster.SERVER_S", 60.0)
+    servers.thread.start()
+    servers.node._events.put("SIGTERM")
+    deadline = time.monotonic() + 10
+    while servers.roster.state != STOPPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1)
+    assert servers.thread.is_alive()
+    servers.roster.forget_server("a")
+    assert servers.ended_after_s() < 10
+
+
+def test_a_second_signal_and_a_server_that_does_not_end_do_not_hold_up_a_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nibble.cluster.roster.SERVER_S", 60.0)
+    for limit_s, signals in ((60.0, ["SIGTERM", "SIGTERM"]), (1.0, ["SIGTERM"])):
+        servers = Servers(monkeypatch)
+        servers.roster.note_server("a", limit_s)
+        servers.thread.start()
+        for one in signals:
+            servers.node._events.put(one)
+        assert servers.ended_after_s() < 20
