@@ -79,10 +79,12 @@ def owner_commands() -> list[str]:
 
 def token_commands() -> list[str]:
     """The cluster's token from the head's volume into another node's, each as the image's user."""
-    store = f"'umask 077 && cat > {TOKEN}'"
+    store = f"'umask 027 && cat > {TOKEN}'"
     return [
-        f"docker exec {NAME} cat {TOKEN} > ray_auth_token  # on the machine of the head",
-        verb_command(f"bash -c {store} < ray_auth_token  # on the other one", "-i"),
+        "# on the machine of the head",
+        f"docker exec {NAME} cat {TOKEN} > ray_auth_token",
+        "# on the other one, with a copy of that file",
+        verb_command(f"bash -c {store} < ray_auth_token", "-i"),
     ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from nibble.backend_rules import Condition, Rule, load_rules
 from nibble.cluster.ports import firewall_rows
+from nibble.container_commands import BLOCKS, block
 from nibble.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES
 from nibble.errors import ExitCode
 from nibble.patching.probe import Row
@@ -201,6 +203,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "patches": probe_tables,
     "risks": risks_table,
     "verbs": verb_list,
+    **{name: partial(block, name) for name in BLOCKS},
 }
 # In Markdown, and as comments of a script.
 _BLOCK = re.compile(r"((?:<!--|#) generated: ([a-z-]+)(?: -->)?\n)(.*?)((?:<!-- end -->|# end\n))", re.DOTALL)

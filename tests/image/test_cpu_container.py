@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from containers import HARDENED, Answer, Container, docker, run_once, running, volume
+from served_containers import KEY, chat, trouble
 
 from nibble.patching.run import probe_names
 from nibble.patching.series import load_series
@@ -20,99 +21,9 @@ from nibble.paths import root
 pytestmark = pytest.mark.docker
 
 DEMO = "/opt/nibble/models/nibble-demo"
-KEY = "container-test-key-0123456789"
 CACHE_IN_MEMORY = ("--tmpfs", "/var/cache/nibble:exec,size=512m")
 # Takes 50 MiB twice a second, slower than the watchdog looks.
 HOG = "import time; held = []\nwhile True: held.append(bytearray(b'x') * (50 << 20)); time.sleep(0.5)"
-# What vLLM 0.32 always says on such a machine. Without privileges it may not bind memory to NUMA nodes; the engine's
-# limit of open files may be low; the demo asks for eager mode and for greedy sampling; Triton has no CPU backend.
-ALLOWED = re.compile(
-    r"numa_migrate_pages|numa_set_membind|[gs]et_mempolicy|Errno 24"
-    r"|Enforce eager set|Inductor compilation was disabled"
-    r"|Default vLLM sampling parameters have been overridden by the model's"
-    r"|Triton is not installed|Model Runner V2 requires Triton|Reset SSM cache type"
-    # oneDNN multiplies bfloat16 with AVX-512 only (vllm 0.32 model_executor/layers/utils.py:597).
-    r"|Failed to create oneDNN linear"
-    r"|lib(tcmalloc|iomp) is not found in LD_PRELOAD"
-    # Its reader of outputs sometimes sees the engine close after a drain that is complete (seen in 1 of 2 runs).
-    r"|\[async_llm\.py:906\]"
-)
-TROUBLE = re.compile(
-    r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|^\w*(Error|Exception):|\[nibble\] (error|warning)", re.M
-)
-
-
-def trouble(log: str) -> str:
-    """Lines of a container's log that should not be there."""
-    return "\n".join(x for x in log.splitlines() if TROUBLE.search(x) and not ALLOWED.search(x))
-
-
-def chat(container: Container, key: str | None, text: str, max_tokens: int = 32) -> Answer:
-    message = [{"role": "user", "content": text}]
-    payload = {"model": "default", "messages": message, "max_tokens": max_tokens, "temperature": 0}
-    return container.request("/v1/chat/completions", payload, key)
-
-
-@pytest.fixture(scope="module")
-def server(cpu_image: str) -> Iterator[Container]:
-    """One hardened server with the demo model, as user 2000:0, with the key it generates for itself."""
-    with volume() as cache:
-        options = [*HARDENED, "--publish", "127.0.0.1::8000", "--volume", f"{cache}:/var/cache/nibble"]
-        with running(cpu_image, "serve", DEMO, options=options) as container:
-            assert container.health() == "starting"
-            container.wait_healthy()
-            yield container
-
-
-@pytest.fixture(scope="module")
-def key(server: Container) -> str:
-    found = server.exec("cat", "/var/cache/nibble/api_key")
-    assert found.returncode == 0, found.stderr
-    return found.stdout.strip()
-
-
-class TestServing:
-    def test_health_goes_from_starting_to_healthy(self, server: Container) -> None:
-        assert server.health() == "healthy"  # `starting` was seen by the fixture
-
-    def test_it_runs_as_2000_0_without_any_privilege(self, server: Container) -> None:
-        assert server.exec("id", "-u").stdout.strip() == "2000"
-        assert server.exec("id", "-g").stdout.strip() == "0"
-        assert server.exec("touch", "/opt/nibble/x").returncode != 0
-
-    def test_a_request_without_key_is_401(self, server: Container, key: str) -> None:
-        assert chat(server, None, "What is NVFP4?").status == 401
-        assert server.request("/metrics").status == 401
-        assert server.request("/health").status == 200
-        assert chat(server, key + "x", "What is NVFP4?").status == 401
-
-    def test_the_generated_key_is_a_file_of_mode_0600_and_not_in_the_log(
-        self, server: Container, key: str
-    ) -> None:
-        files = server.exec(
-            "find", "/var/cache/nibble", "-name", "*key*", "-type", "f", "-printf", "%m %u\n"
-        ).stdout.split()
-        assert files == ["600", "nibble"]
-        assert len(key) >= 24
-        assert key not in server.logs()
-        assert (
-            key
-            not in server.exec(
-                "bash", "-c", "tr '\\0' ' ' < /proc/1/cmdline; cat /proc/[0-9]*/cmdline"
-            ).stdout
-        )
-
-    def test_the_demo_model_answers_a_question(self, server: Container, key: str) -> None:
-        answer = chat(server, key, "What is NVFP4?", max_tokens=64)
-        assert answer.status == 200, answer.body
-        choice = answer.json()["choices"][0]
-        assert choice["finish_reason"] == "stop"
-        assert "NVFP4" in choice["message"]["content"]
-
-    def test_docker_stop_of_an_idle_server_is_exit_0_and_the_log_is_clean(self, server: Container) -> None:
-        docker("stop", "--time", "60", server.id)
-        assert server.exit_code() == 0
-        assert trouble(server.logs()) == ""
 
 
 @pytest.fixture(scope="module")

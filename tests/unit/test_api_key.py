@@ -151,3 +151,41 @@ def test_key_file_of_another_user_is_unreadable_in_one_line(tmp_path: Path) -> N
         fails(tmp_path, "cannot be read")
     finally:
         os.seteuid(0)
+
+
+def shared(folder: Path) -> Path:
+    """A folder as the image's volume is: its group may write, and what is made in it belongs to that group."""
+    folder.mkdir()
+    folder.chmod(0o2775)
+    return folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_users_of_one_group_share_the_key_of_a_folder_they_share(tmp_path: Path) -> None:
+    cache = shared(tmp_path / "cache")
+    open_to_others(tmp_path)
+    cache.chmod(0o2775)
+    os.seteuid(12345)
+    try:
+        first = resolve_api_key("0.0.0.0", None, False, cache)
+    finally:
+        os.seteuid(0)
+    assert stat.S_IMODE((cache / KEY_FILE).stat().st_mode) == 0o640
+    os.seteuid(2000)
+    try:
+        assert resolve_api_key("0.0.0.0", None, False, cache).key == first.key
+    finally:
+        os.seteuid(0)
+
+
+def test_in_a_shared_folder_a_private_key_is_opened_to_the_group_and_others_stay_out(tmp_path: Path) -> None:
+    cache = shared(tmp_path / "cache")
+    key = resolve_api_key("0.0.0.0", None, False, cache).key
+    for mode in (0o600, 0o664, 0o644):
+        (cache / KEY_FILE).chmod(mode)
+        decision = resolve_api_key("0.0.0.0", None, False, cache)
+        assert decision.key == key
+        assert stat.S_IMODE((cache / KEY_FILE).stat().st_mode) == 0o640
+        assert ("now 0640" in decision.reason) is (mode != 0o600)
+    (cache / KEY_FILE).chmod(0o666)
+    fails(cache, "writable by everyone")

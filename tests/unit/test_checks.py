@@ -7,6 +7,7 @@ import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_model import write_model
@@ -115,6 +116,25 @@ def test_foreign_address_is_refused_before_anything_listens() -> None:
     assert (
         refused(check_port, "PORT", "192.0.2.7", 8000, "no address of this machine").code is ExitCode.CONFIG
     )
+
+
+def test_a_read_only_file_system_asks_for_a_volume_and_not_for_another_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIBBLE_CACHE_DIR", str(tmp_path / "cache"))
+    flags = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: flags)
+    fix = disk.writable_fix(tmp_path / "cache" / "huggingface" / "hub", "HF_HOME")
+    assert f"docker run --volume nibble-cache:{tmp_path}/cache; --tmpfs {tmp_path}/cache:exec keeps" in fix
+    assert "chown" not in fix and "--user" not in fix and fix.endswith("with HF_HOME")
+    assert f":{tmp_path}/other;" in disk.writable_fix(tmp_path / "other", "HF_HOME")
+
+
+def test_a_secret_that_this_user_cannot_read_comes_with_the_command(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    assert disk.secret_fix(secret) == "correct the path"
+    secret.write_text("x")
+    assert f"chgrp {os.getegid()} {secret} && chmod g+r {secret}" in disk.secret_fix(secret)
 
 
 def test_few_open_files_are_a_warning() -> None:

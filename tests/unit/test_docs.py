@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nibble.docs import GENERATED, update
-from nibble.paths import root
+from nibble.docs import GENERATED, pages, update
 
-PAGES = [root() / "README.md", *sorted((root() / "docs").rglob("*.md"))]
+PAGES = pages()
 
 
 def test_generated_tables_are_current() -> None:
@@ -19,7 +18,7 @@ def test_generated_tables_are_current() -> None:
 
 def test_every_generated_table_stands_somewhere() -> None:
     text = "".join(page.read_text() for page in PAGES)
-    assert set(re.findall(r"<!-- generated: ([a-z-]+) -->", text)) == set(GENERATED)
+    assert set(re.findall(r"^(?:<!--|#) generated: ([a-z-]+)", text, re.M)) == set(GENERATED)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import DEEPSEEK_MLA, write_model
+from tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
 from nibble import prepare
 from nibble.errors import ExitCode, NibbleError
@@ -253,7 +253,23 @@ def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(on: Any, t
     replicas = failure("acme/x", TENSOR_PARALLEL_SIZE="2", VLLM_EXTRA_ARGS="--data-parallel-size 2")
     assert "4 GPUs are asked for and 2 are here" in replicas.line()
     folder = write_model(tmp_path / "m")
-    assert "does not divide the 4 attention heads" in failure(str(folder), TENSOR_PARALLEL_SIZE="3").line()
+    thirds = failure(str(folder), TENSOR_PARALLEL_SIZE="3").line()
+    assert "does not divide the 4 attention heads" in thirds and "expected 1, 2 or 4;" in thirds
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes"), [(9, "1, 3 or 9"), (1, "1"), (7, "1 or 7"), (71, "1"), (64, "1, 2, 4, 8 or 16")]
+)
+def test_the_sizes_that_are_suggested_divide_the_heads(tmp_path: Path, heads: int, sizes: str) -> None:
+    shape = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_size": heads * 16,
+    }
+    folder = write_model(tmp_path / "m", QWEN3 | shape)
+    refused = failure(str(folder), "--target", "cpu", TENSOR_PARALLEL_SIZE="5")
+    assert refused.code is ExitCode.CONFIG and refused.expected == sizes
 
 
 def test_the_fewest_gpus_that_hold_the_weights_are_taken(on: Any, tmp_path: Path) -> None:
