@@ -53,7 +53,9 @@ def main() -> int:
         say(problem=str(why))
     except NibbleError as error:
         say(problem=error.line())
-    except UNUSUAL as error:  # transformers' modules fail in their own ways, and no start depends on a reference
+    except (
+        UNUSUAL
+    ) as error:  # transformers' modules fail in their own ways, and no start depends on a reference
         if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
             raise
         first = (str(error).splitlines() or [""])[0]
@@ -126,7 +128,9 @@ def make_texts(checkpoint: Checkpoint, request: Request) -> list[Text]:
         )
         texts.append(Text(messages, tuple(ids)))
     plain = PLAIN_TEXT if tokenizer.chat_template else None
-    texts += [Text(one, tuple(tokenizer(one).input_ids)) for one in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])]
+    texts += [
+        Text(one, tuple(tokenizer(one).input_ids)) for one in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])
+    ]
     window = checkpoint.text_config.get("sliding_window")
     wanted = probe_tokens(window if isinstance(window, int) else None, checkpoint.max_model_len)
     row = 4 * (checkpoint.num_layers or 1) * (checkpoint.hidden_size or 1)

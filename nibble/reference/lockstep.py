@@ -1,7 +1,7 @@
 """Several forward passes of one module that meet at every layer, so that each layer's weights are read once for all of them.
 
-Each pass is the module's own forward in a thread; one of them runs at a time. Passes of different lengths need no padding, and the
-module decides everything about masks, positions and kinds of layers itself.
+Each pass is the module's own forward in a thread; one of them runs at a time. Passes of different lengths need no padding, and
+the module decides everything about masks, positions and kinds of layers itself.
 """
 
 from __future__ import annotations

@@ -26,16 +26,18 @@ class RoundedInputs(TorchFunctionMode):
     """Within it, what is multiplied with a weight that says how is rounded as kernels for quantized activations round it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.linear and len(args) > 1:
-            if (how := getattr(args[1], INPUT, None)) is not None:
-                args = (rounded_input(args[0], how), *args[1:])
+        is_product = func is torch.nn.functional.linear and len(args) > 1
+        if is_product and (how := getattr(args[1], INPUT, None)) is not None:
+            args = (rounded_input(args[0], how), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 class LazyExperts:
     """Stands where a stacked parameter was: an index reads that expert, once for a layer."""
 
-    def __init__(self, source: Source, weights: Weights, config: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: Source, weights: Weights, config: Any, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         self._source, self._weights, self._config, self.shape = source, weights, config, shape
         self.dtype = dtype
         self._read: dict[int, Tensor] = {}
@@ -61,7 +63,9 @@ class StreamedModel:
     `keeps`: units stay in memory once they were read. Raises Unsupported for what transformers has no module of.
     """
 
-    def __init__(self, checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device, keeps: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device, keeps: bool
+    ) -> None:
         self.checkpoint, self.dtype, self.device, self.keeps = checkpoint, dtype, device, keeps
         self._weights = weights
         self.module = make_module(checkpoint, dtype)
@@ -70,7 +74,9 @@ class StreamedModel:
         if absent := missing(self.module, self._sources):
             absent = [name for name in absent if not _is_tower(name)]
             if absent:
-                raise Unsupported(f"the checkpoint has no tensor for {absent[0]} ({len(absent)} such parameters)")
+                raise Unsupported(
+                    f"the checkpoint has no tensor for {absent[0]} ({len(absent)} such parameters)"
+                )
         self.layers = decoder_layers(self.module)
         names = {module: name for name, module in self.module.named_modules()}
         self.layer_names = tuple(names[layer] for layer in self.layers)
@@ -184,7 +190,9 @@ class StreamedModel:
                     continue
                 made = source.load(self._weights, self.config)
                 if made.shape != value.shape:
-                    raise Unsupported(f"{prefix}.{leaf} has shape {list(made.shape)}, {list(value.shape)} is due")
+                    raise Unsupported(
+                        f"{prefix}.{leaf} has shape {list(made.shape)}, {list(value.shape)} is due"
+                    )
                 if leaf in owner._buffers:
                     owner._buffers[leaf] = made
                 else:

@@ -6,7 +6,6 @@ Runs in the child process that computes a reference, which is the one place of n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from nibble_kernels.nvfp4_weights import Nvfp4Weight as Packed
@@ -51,7 +50,9 @@ class Weights:
         self._nvfp4: dict[str, Nvfp4Weight] = {}
         for weight in checkpoint.nvfp4:
             self._nvfp4[weight.module + ("" if weight.experts else ".weight")] = weight
-        self.names = tuple(sorted({self._plain_name(name) for name in self._tensors if not self._is_scale(name)}))
+        self.names = tuple(
+            sorted({self._plain_name(name) for name in self._tensors if not self._is_scale(name)})
+        )
 
     def __enter__(self) -> Weights:
         return self
@@ -70,7 +71,11 @@ class Weights:
     def load(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The tensor, or its rows [start, stop), in the reference's type."""
         if (weight := self._nvfp4.get(name)) is not None:
-            return self._load_stacked(weight, start, stop) if weight.experts else self._load_nvfp4(weight, start, stop)
+            return (
+                self._load_stacked(weight, start, stop)
+                if weight.experts
+                else self._load_nvfp4(weight, start, stop)
+            )
         value = self._read(self._tensors[name], start, stop)
         if not value.is_floating_point():
             return value.to(self._device)
@@ -138,7 +143,9 @@ class Weights:
         whole = self._tensors[name].shape
         if len(info.shape) == 2 and len(whole) == 2 and info.shape != (whole[0], 1) and scale.numel() > 1:
             high, wide = (-(-size // count) for size, count in zip(whole, info.shape, strict=True))
-            scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[start : start + rows, : whole[1]]
+            scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[
+                start : start + rows, : whole[1]
+            ]
         elif scale.numel() > 1:
             scale = scale.reshape(-1, *[1] * (value.ndim - 1))[start : start + rows]
         result = (value.float() * scale).to(self._device, self._dtype)
@@ -172,6 +179,6 @@ def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
 def float_bytes(tensors: Mapping[str, TensorInfo], itemsize: int) -> int:
     """Bytes of all weights once dequantized."""
     packed = {"U8": 2, "F4": 1}
-    return sum(one.elements * packed.get(one.dtype, 1) * itemsize for one in tensors.values() if one.elements > 1)
-
-
+    return sum(
+        one.elements * packed.get(one.dtype, 1) * itemsize for one in tensors.values() if one.elements > 1
+    )

@@ -54,7 +54,13 @@ def make_report(worker: Any) -> dict[str, Any]:
     from nibble_kernels.vllm_plugin.proof.ran import what_ran
 
     began = time.monotonic()
-    report: dict[str, Any] = {"rank": worker.rank, "ran": None, "checks": [], "definition": None, "problem": ""}
+    report: dict[str, Any] = {
+        "rank": worker.rank,
+        "ran": None,
+        "checks": [],
+        "definition": None,
+        "problem": "",
+    }
     try:
         report |= {"ran": what_ran(worker)}
         report |= {"checks": run_checks(worker)}
@@ -74,7 +80,12 @@ def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, A
         return None
     from nibble_kernels.vllm_plugin.proof.definition import compare_with_definition
 
-    forms = {form.partition(",")[0] for entry in checks if entry["part"] in ("linear", "moe") for form in entry["activations"]}
+    forms = {
+        form.partition(",")[0]
+        for entry in checks
+        if entry["part"] in ("linear", "moe")
+        for form in entry["activations"]
+    }
     files = json.loads(place.read_text())
     file = files.get("fp4" if "fp4" in forms else "bf16")
     if file is None:

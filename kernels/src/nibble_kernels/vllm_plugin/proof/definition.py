@@ -7,6 +7,7 @@ rounding does not add up from layer to layer, and a wrong layer is named. Number
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,7 +35,9 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
         raise Unknown("layers of several ranks are not compared")
     reference = load_file(file)
     tokens = min(
-        len(reference["ids"]), config.model_config.max_model_len - 1, config.scheduler_config.max_num_batched_tokens
+        len(reference["ids"]),
+        config.model_config.max_model_len - 1,
+        config.scheduler_config.max_num_batched_tokens,
     )
     model = next(iter(models_of(worker.model_runner)))
     fed = reference["inputs"][:, :tokens].to(worker.device)
@@ -46,7 +49,9 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
     kept = reference["tokens"] < tokens
     entries = [
         compare_layer(
-            (after - before).cpu()[reference["tokens"][kept]], added[kept].float(), after.cpu()[reference["tokens"][kept]]
+            (after - before).cpu()[reference["tokens"][kept]],
+            added[kept].float(),
+            after.cpu()[reference["tokens"][kept]],
         )
         for (_, after), before, added in zip(found, fed.float(), reference["added"], strict=True)
     ]
@@ -75,7 +80,10 @@ Stream = tuple[Tensor, Tensor]  # what went into a layer and came out of it, [to
 def run_layers(
     worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, fed: Tensor | None = None
 ) -> tuple[list[Stream], Tensor]:
-    """Each layer's input and output in one pass, and what the model returns. `fed`: the inputs that layers get, and the last output."""
+    """Each layer's input and output in one pass, and what the model returns.
+
+    `fed`: the inputs that layers get, and the last output.
+    """
     seen: list[list[Tensor]] = [[] for _ in layers]
     with ExitStack() as hooks:
         for place, layer in enumerate(layers):
@@ -118,7 +126,11 @@ def _hooks(
         value = fed[place + 1].to(pair[0].dtype)
         if not isinstance(output, tuple):
             return value
-        return (value if pair[1] is None else torch.zeros_like(value), *((value,) if pair[1] is not None else ()), *output[2:])
+        return (
+            value if pair[1] is None else torch.zeros_like(value),
+            *((value,) if pair[1] is not None else ()),
+            *output[2:],
+        )
 
     return before, after
 
@@ -130,7 +142,7 @@ def _sum(hidden: Tensor, residual: Tensor | None) -> Tensor:
 
 def check_followed(worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, own: list[Stream]) -> None:
     """Raises Unknown where layers do not pass on the sum of hidden states and residual, so that feeding it means nothing."""
-    for (_, after), (before, _) in zip(own, own[1:], strict=False):
+    for (_, after), (before, _) in itertools.pairwise(own):
         if relative(after, before) > SAME:
             raise Unknown("something happens between two layers")
     inputs = torch.stack([before for before, _ in own] + [own[-1][1]])
@@ -156,7 +168,10 @@ def forward(worker: Any, model: Any, ids: Tensor) -> Tensor:
     context = {"attn_metadata": metadata, "slot_mapping": slots, "skip_compiled": True}
     with pass_of_this_worker(worker.vllm_config, count, **context):
         found = model(
-            input_ids=ids.to(worker.device, torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None
+            input_ids=ids.to(worker.device, torch.int32),
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=None,
         )
     if not isinstance(found, Tensor):
         raise Unknown("the model returns more than hidden states")
