@@ -113,8 +113,7 @@ def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
         # What is free has changed meanwhile, and the files may have: somebody may have mended what failed.
         plan = _checked(on_disk(plan_for(asked), asked), accepted)
     times = StartTimes(cache / "start-times" / record)
-    with _early_phase(asked, "computing a reference"):
-        references = references_for(plan, accepted, say)
+    references = references_for(plan, accepted, say, lambda: _early_phase(asked, "computing a reference"))
     return _Run(plan, accepted, key, breaker, times, on_ready, references).run()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +65,24 @@ def make(
     return {"out": str(place), "path": str(checkpoint.path), "activations": served, "dtype": dtype, **done}
 
 
-def references_for(plan: Plan, environ: Mapping[str, str], say: Say) -> dict[str, Path]:
-    """Activations -> reference, for this start; makes the one that the plan wants. What fails is told and ends nothing."""
+def references_for(
+    plan: Plan,
+    environ: Mapping[str, str],
+    say: Say,
+    phase: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Path]:
+    """Activations -> reference, for this start; makes the one that the plan wants, within `phase`.
+
+    What fails is told and ends nothing.
+    """
     choice, checkpoint = plan.choices["reference"], plan.checkpoint
-    if choice.value == "off" or checkpoint is None or checkpoint.path is None or not checkpoint.tensors:
+    if (
+        choice.value == "off"
+        or plan.topology.is_headless
+        or checkpoint is None
+        or checkpoint.path is None
+        or not checkpoint.tensors
+    ):
         return {}
     cache = plan.settings.cache_dir or cache_dir(environ)
     try:
@@ -75,7 +90,9 @@ def references_for(plan: Plan, environ: Mapping[str, str], say: Say) -> dict[str
         wanted = activations_served(checkpoint, plan.target)
         if wanted in found:
             return found
-        _make_for_a_start(plan, checkpoint, reference_path(cache, checkpoint, wanted), wanted, environ, say)
+        _make_for_a_start(
+            plan, checkpoint, reference_path(cache, checkpoint, wanted), wanted, environ, say, phase
+        )
         return _known(cache, checkpoint)
     except OSError as error:
         say(f"warning: no computed reference: {error}")
@@ -88,7 +105,13 @@ def _known(cache: Path, checkpoint: Checkpoint) -> dict[str, Path]:
 
 
 def _make_for_a_start(
-    plan: Plan, checkpoint: Checkpoint, place: Path, wanted: str, environ: Mapping[str, str], say: Say
+    plan: Plan,
+    checkpoint: Checkpoint,
+    place: Path,
+    wanted: str,
+    environ: Mapping[str, str],
+    say: Say,
+    phase: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     choice, always = plan.choices["reference"], plan.settings.reference == "always"
     if (why := _problem(place)) and not always:
@@ -105,7 +128,8 @@ def _make_for_a_start(
     request = make_request(checkpoint, place, wanted, tokens, keeps, "cpu", "float32")
     say(f"computing a reference of {checkpoint.id} for the canary, once: {choice.reason}")
     try:
-        done = run(request, environ, say, None if always else AUTO_SECONDS * PATIENCE)
+        with phase():
+            done = run(request, environ, say, None if always else AUTO_SECONDS * PATIENCE)
         say(f"the reference was computed in {done['seconds']:.0f} s")
     except (NoReference, TimeoutError) as why:
         place.parent.mkdir(parents=True, exist_ok=True)

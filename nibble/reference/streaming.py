@@ -258,11 +258,14 @@ def _is_tower(name: str) -> bool:
 
 def _fill_buffers(module: Any, device: torch.device) -> None:
     """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers makes them after a load."""
+    from transformers import PreTrainedModel
+
+    models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
+    nearest = {owner: model for model in models for owner in model.modules()}  # inner models come later
     for owner in module.modules():
         buffers = dict(owner.named_buffers(recurse=False))
         if not buffers:
             continue
         for leaf, value in buffers.items():
             owner._buffers[leaf] = torch.empty_like(value, device=device)
-        model = module
-        model._init_weights(owner)
+        nearest[owner]._init_weights(owner)
