@@ -141,6 +141,39 @@ def convert(
     )
 
 
+@app.command()
+def reference(
+    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id or a demo.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda: what computes.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or float64: what it computes with.")] = "float32",
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="fp4 or bf16: inputs of NVFP4 layers. Default: as this machine would serve the model."
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, max=256, help="Tokens of each answer; each reads the weights again where they do not fit."
+        ),
+    ] = 16,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write. Default: in nibble's cache, where `serve` finds it."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a model's right answers from its checkpoint, for the canary of later starts."""
+    from nibble.reference.command import make
+
+    found = make(model, dict(os.environ), device, dtype, activations, answer_tokens, out)
+    if as_json:
+        print_json(found)
+    else:
+        print(found["out"])
+
+
 @app.command(context_settings=FREE_WORDS)
 def pull(words: Words = None) -> None:
     """Download a model completely and verify it; --dry-run: only say what would come, from where and whether it fits."""

@@ -10,6 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nibble import early_stop
@@ -63,6 +65,7 @@ def serve(
     on_ready: Callable[[], None] = lambda: None,
     start_times: StartTimes | None = None,
     watch: Watch | None = None,
+    references: Mapping[str, Path] = MappingProxyType({}),
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
@@ -70,7 +73,7 @@ def serve(
     NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
     and an unexpected kernel or a wrong answer (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once
     it is ready, `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan. `watch` looks after
-    other machines, where there are any.
+    other machines, where there are any; `references` are computed ones for the canary, by activations.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -80,7 +83,9 @@ def serve(
             watch.told_to_stop()
 
     with stop_signals(once_a_second(tell)):
-        supervisor = Supervisor(plan, environ, key, events, limit, on_success, on_ready, start_times, watch)
+        supervisor = Supervisor(
+            plan, environ, key, events, limit, on_success, on_ready, start_times, watch, references
+        )
         try:
             return int(supervisor.run())
         finally:
@@ -102,6 +107,7 @@ class Supervisor:
         on_ready: Callable[[], None],
         start_times: StartTimes | None,
         watch: Watch | None,
+        references: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         settings = plan.settings
         self._plan, self._key, self._events = plan, key, events
@@ -127,7 +133,7 @@ class Supervisor:
         tls = "--ssl-certfile" in plan.args
         self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
         elsewhere = watch.reports if watch else dict
-        self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere)
+        self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere, references)
         self._hangs = HangWatch(
             settings.hang_seconds,
             self._folder / "pulse",

@@ -38,6 +38,7 @@ from nibble.paths import cache_dir
 from nibble.precedence import Choice, Choices, Ingredients, join_layers
 from nibble.quantized_layers import quantization_override
 from nibble.recipes import ResolvedRecipe
+from nibble.reference.choice import choose_reference
 from nibble.risks import Risks, rule_environment, weigh_risks
 from nibble.rules import TURBOQUANT_COST, check_api, check_model, check_parallel, check_recipe, check_request
 from nibble.settings import Settings, options
@@ -231,7 +232,9 @@ def make_plan(parts: Ingredients) -> Plan:
         checkpoint_note=parts.checkpoint_note,
         recipe=parts.recipe,
         settings=settings,
-        choices=_choices(parts) | ({"linear_kernel": kernel} if kernel else {}),
+        choices=_choices(parts)
+        | ({"linear_kernel": kernel} if kernel else {})
+        | {"reference": choose_reference(parts, args)},
         args=args,
         env=env,
         rules=tuple(rule.id for rule in risks.rules),

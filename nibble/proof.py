@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nibble.agreement import disagreements
@@ -19,6 +20,7 @@ from nibble.assertion import (
 )
 from nibble.canary import BUDGET_S, Finding, run_canary
 from nibble.canary.asking import Asker
+from nibble.canary.computed import references_from
 from nibble.canary.layers import activations_of, on_node
 from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like
 from nibble.errors import ExitCode, NibbleError
@@ -26,12 +28,15 @@ from nibble.nvfp4_options import asked as plugin_options
 from nibble.paths import root
 from nibble.readiness import Api
 from nibble.recipes import recipe_path
+from nibble.reference.command import layer_files
+from nibble.reference.store import read_reference
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
 
 PLUGIN = "nibble_proof"
 FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
+HANDED_OVER = "references.json"  # the plugin looks for it in that folder
 WARM_UP_S = 600.0  # log-probs are compiled at their first use
 # Flags under which a model's numbers are not those that were recorded.
 OTHER_NUMBERS = (
@@ -39,6 +44,14 @@ OTHER_NUMBERS = (
     "--quantization",
     "--dtype",
     "--hf-overrides",
+)
+# Flags under which a prompt has other tokens than the checkpoint's own tokenizer and template give it.
+OTHER_TOKENS = (
+    "--chat-template",
+    "--tokenizer",
+    "--tokenizer-mode",
+    "--default-chat-template-kwargs",
+    "--chat-template-content-format",
 )
 ACTION = "--linear-backend, --moe-backend and --attention-backend choose other kernels; NIBBLE_CANARY=warn serves all the same"
 
@@ -52,13 +65,17 @@ class Proof:
         folder: Path,
         api: Api,
         elsewhere: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict,
+        computed: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
-        """`elsewhere` gives the reports of the workers on other nodes, by the node's name."""
+        """`elsewhere` gives the reports of the workers on other nodes, by the node's name; `computed` are references by
+        activations."""
         self._plan, self._folder, self._api, self._elsewhere = plan, folder, api, elsewhere
         self._ran: list[Any] = []
         self._assertion: tuple[str, tuple[str, ...]] = ("pending", ())
         self._canary: tuple[str, tuple[Finding, ...]] = ("pending", ())
+        self._computed = computed
         folder.mkdir()
+        (folder / HANDED_OVER).write_text(json.dumps(layer_files(computed)))
 
     def environ(self) -> dict[str, str]:
         """For vLLM's processes."""
@@ -159,7 +176,8 @@ class Proof:
         if not generates:
             return run_canary(None, reports)
         references = references_of(plan, activations_of(reports))
-        if references is None:
+        computed = computed_references(plan, self._computed, activations_of(reports))
+        if references is None and computed is None:
             say(how_to_record(plan, self._api.url))
         Asker(self._api, names[0], WARM_UP_S).warm_up()
         asker = Asker(self._api, names[0], BUDGET_S)
@@ -169,6 +187,7 @@ class Proof:
             asker,
             reports,
             references,
+            computed,
             tools=calls_tools(plan),
             drafts=drafts,
             # vLLM 0.32's engine ends on the CPU when top_k meets drafts (v1/sample/ops/topk_topp_sampler.py:533, without Triton).
@@ -221,6 +240,25 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
     return references_like(paths, activations, differs, plan.hardware.arithmetic(plan.target.device))
+
+
+def computed_references(
+    plan: Plan, files: Mapping[str, Path], activations: tuple[str, ...]
+) -> References | None:
+    """The computed reference for the activations that ran.
+
+    Conversations become tokens where the server's template or tokenizer is not the checkpoint's.
+    """
+    file = files.get("fp4" if "fp4" in activations else "bf16")
+    data = read_reference(file) if file else None
+    if file is None or data is None:
+        return None
+    of_its_own = any(flag in plan.args for flag in OTHER_TOKENS)
+    files_of_its_own = plan.checkpoint is not None and "tekken.json" in plan.checkpoint.files
+    harmony = plan.checkpoint is not None and plan.checkpoint.model_type == "gpt_oss"
+    as_tokens = of_its_own or files_of_its_own or harmony or bool(data.get("template_is_dated"))
+    differs = any(flag in plan.args for flag in OTHER_NUMBERS)
+    return references_from(data, str(file), as_tokens, differs)
 
 
 def how_to_record(plan: Plan, url: str) -> str:

@@ -38,6 +38,7 @@ from nibble.pull import OnProgress, Progress, PullResult, as_lines, pull
 from nibble.pull_plan import plan_pull, refuse_what_does_not_fit
 from nibble.pull_progress import shown
 from nibble.recipes import load_recipe
+from nibble.reference.command import references_for
 from nibble.settings import default_of
 from nibble.start_times import StartTimes
 
@@ -108,7 +109,7 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     plan = plan_for(asked)
     if plan.topology.head:
         resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
-    plan = _checked(_on_disk(plan, asked), accepted)
+    plan = _checked(on_disk(plan, asked), accepted)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -128,9 +129,10 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
         if not _hold(plan, verdict):
             return ExitCode.OK
         # What is free has changed meanwhile, and the files may have: somebody may have mended what failed.
-        plan = _checked(_on_disk(plan_for(asked), asked), accepted)
+        plan = _checked(on_disk(plan_for(asked), asked), accepted)
     times = StartTimes(cache / "start-times" / record)
-    return _Run(plan, accepted, key, breaker, times, on_ready).run()
+    references = references_for(plan, accepted, say, lambda: _early_phase(asked, "computing a reference"))
+    return _Run(plan, accepted, key, breaker, times, on_ready, references).run()
 
 
 def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
@@ -167,6 +169,7 @@ class _Run:
     breaker: Breaker
     times: StartTimes
     on_ready: Callable[[], None]
+    references: Mapping[str, Path]
 
     def run(self) -> int:
         """vLLM, watched; how it ends goes on record."""
@@ -217,7 +220,9 @@ class _Run:
         self, environ: Mapping[str, str], ready: Callable[[], None], watch: Watch | None = None
     ) -> int:
         limits, success = self.plan.memory_limits, self.breaker.clear
-        return launch(self.plan, environ, self.key, limits, success, ready, self.times, watch)
+        return launch(
+            self.plan, environ, self.key, limits, success, ready, self.times, watch, self.references
+        )
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
@@ -251,7 +256,7 @@ def _told(result: PullResult) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
 
 
-def _on_disk(plan: Plan, asked: Asked) -> Plan:
+def on_disk(plan: Plan, asked: Asked) -> Plan:
     """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses costs no download."""
     environ = hub_environ(asked)
     load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
@@ -263,7 +268,7 @@ def _on_disk(plan: Plan, asked: Asked) -> Plan:
     run_checks(
         plan, asked.accepted.environ
     )  # a port in use or a GPU that is not here costs no download either
-    with _download_phase(asked) as on_progress:
+    with _early_phase(asked) as on_progress:
         fetch = _fetch(environ, on_progress)
         if is_local:
             return localize(plan, None, fetch)
@@ -280,7 +285,7 @@ def _from_head(plan: Plan, asked: Asked) -> Plan:
     from nibble.cluster.files import fetch_from_head
 
     environ = hub_environ(asked)
-    with _download_phase(asked):
+    with _early_phase(asked):
         folder = fetch_from_head(plan.settings, environ, str(plan.topology.head), say)
 
     def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
@@ -300,9 +305,10 @@ def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
 
 
 @contextmanager
-def _download_phase(asked: Asked) -> Iterator[OnProgress]:
-    """/status and signals while the model comes down; the supervisor takes both over after that."""
-    since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress("download", 0, 0)
+def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgress]:
+    """/status and signals while the model comes down or a reference is computed; the supervisor takes both over after that."""
+    phase = "download" if doing == "downloading" else "reference"
+    since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
     lines = as_lines(say)
 
     def report(now: Progress) -> None:
@@ -317,7 +323,7 @@ def _download_phase(asked: Asked) -> Iterator[OnProgress]:
 
     def stop(signum: int) -> None:
         """Nothing is served yet, so a stop is a stop; threads of the download would hold up an ordinary exit."""
-        say("stopped while downloading; the next start goes on from here")
+        say(f"stopped while {doing}; the next start goes on from here")
         with suppress(OSError):
             note_end(_place(asked), ExitCode.OK)
         os._exit(ExitCode.OK)

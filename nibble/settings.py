@@ -185,6 +185,10 @@ class Settings(BaseSettings):
     canary: Literal["strict", "warn", "off"] = _option("strict", "Engine",
         "What a start does whose layers or answers are wrong: end (`strict`, exit 8) or `warn`; `off` asks nothing.",
         "NIBBLE_CANARY", flag="--canary", expected="strict, warn or off")
+    reference: Literal["auto", "always", "off"] = _option("auto", "Engine",
+        "Answers computed from the checkpoint for the canary: made at the first start where that takes under 60 s (`auto`), or"
+        " however long it takes (`always`); `off` neither makes nor uses them.", "NIBBLE_REFERENCE", flag="--reference",
+        expected="auto, always or off")
     debug: bool = _option(False, "Engine", "Eager mode, no CUDA graphs, verbose logs.", "NIBBLE_DEBUG", flag="--debug",
         expected="1 or 0")
     cute_wo_split: int = _option(1, "Engine", "K-split of the CuTe output projection; only 1 exists until that kernel does.",

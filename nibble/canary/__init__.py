@@ -1,8 +1,9 @@
 """Does the server compute and answer as it should? Asked once it answers, before anybody else is let in.
 
-Five mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py), `references` (log-probs
-of fixed prompts as recorded for this model), `consistency` (what it generates, scored again in one piece), `drafts` (speculative
-decoding) and, where nothing is recorded, `coherence`. docs/canary.md says which faults each of them finds.
+Six mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py), `computed` (layers and log-probs
+as transformers computes them from the checkpoint), `references` (log-probs of fixed prompts as recorded), `consistency` (what it
+generates, scored again in one piece), `drafts` (speculative decoding) and, where there is no reference, `coherence`.
+docs/canary.md says which faults each of them finds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from nibble.canary.asking import Asker
 from nibble.canary.coherence import check_coherence
+from nibble.canary.computed import check_computed
 from nibble.canary.consistency import check_consistency
 from nibble.canary.drafts import check_drafts
 from nibble.canary.finding import Broken, Finding, NotCompared
@@ -28,13 +30,16 @@ def run_canary(
     asker: Asker | None,
     reports: Iterable[Mapping[str, Any]],
     references: References | None = None,
+    computed: References | None = None,
     *,
     tools: bool = False,
     drafts: bool = False,
     samples: bool = True,
     floor: float | None = None,
 ) -> list[Finding]:
-    """Every mechanism that applies. `reports` are the workers'; `floor` is the share of drafts that has to be accepted.
+    """Every mechanism that applies. `reports` are the workers', `computed` is a computed reference.
+
+    `floor` is the share of drafts that has to be accepted.
 
     Without an `asker`, as for a model that generates nothing, the layers alone.
     """
@@ -47,7 +52,9 @@ def run_canary(
     checks["consistency"] = lambda: check_consistency(asker, samples)
     if references is not None:
         checks["references"] = lambda: check_references(asker, references)
-    else:
+    if computed is not None:
+        checks["computed"] = lambda: check_computed(asker, reports, computed)
+    elif references is None:
         checks["coherence"] = lambda: check_coherence(asker, tools)
     return [layers, *(_timed(name, check) for name, check in checks.items())]
 

@@ -27,9 +27,9 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt (text or conversation), its tokens, the greedy answer, and the log-probs of all tokens but the first."""
+    """A prompt (text, conversation or tokens), its tokens, the greedy answer, and the log-probs of all tokens but the first."""
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, str]] | list[int]
     prompt_ids: tuple[int, ...]
     answer: str
     answer_ids: tuple[int, ...]
@@ -134,7 +134,7 @@ def check_references(asker: Asker, references: References) -> Finding:
 
 def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
     """(what is wrong or "", mean difference in nats)."""
-    asked = repr(case.prompt if isinstance(case.prompt, str) else case.prompt[-1]["content"])[:60]
+    asked = _shown(case.prompt)
     now = asker.answer(case.prompt, len(case.answer_ids))
     if now.prompt_ids != case.prompt_ids:
         return f"{asked} became other tokens than recorded: another chat template or tokenizer", 0.0
@@ -145,6 +145,11 @@ def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
             mean,
         )
     return _wrong_answer(asked, case, now, limit), mean
+
+
+def _shown(prompt: str | list[dict[str, str]] | list[int]) -> str:
+    last = prompt if isinstance(prompt, str) else prompt[-1]
+    return repr(last["content"] if isinstance(last, dict) else prompt)[:60]
 
 
 def _parts_at_no_tie(ids: Sequence[int], greedy: Answer, near_tie: float) -> bool:

@@ -54,13 +54,48 @@ def make_report(worker: Any) -> dict[str, Any]:
     from nibble_kernels.vllm_plugin.proof.ran import what_ran
 
     began = time.monotonic()
-    report = {"rank": worker.rank, "ran": None, "checks": [], "problem": ""}
+    report: dict[str, Any] = {
+        "rank": worker.rank,
+        "ran": None,
+        "checks": [],
+        "definition": None,
+        "problem": "",
+    }
     try:
         report |= {"ran": what_ran(worker)}
         report |= {"checks": run_checks(worker)}
+        report |= {"definition": against_definition(worker, report["checks"])}
     except Exception as error:  # a model that this code does not know must not end a start
         report |= {"problem": f"{type(error).__name__}: {error}"}
     return report | {"seconds": round(time.monotonic() - began, 3)}
+
+
+def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The comparison with a computed reference, or `not_compared` with the reason; None where none was handed over.
+
+    FOLDER/references.json has files by the activations that they were computed with: fp4 or bf16.
+    """
+    place = Path(os.environ.get(FOLDER, "")) / "references.json"
+    if not place.is_file():
+        return None
+    from nibble_kernels.vllm_plugin.proof.definition import compare_with_definition
+
+    forms = {
+        form.partition(",")[0]
+        for entry in checks
+        if entry["part"] in ("linear", "moe")
+        for form in entry["activations"]
+    }
+    files = json.loads(place.read_text())
+    file = files.get("fp4" if "fp4" in forms else "bf16")
+    if file is None:
+        return None
+    try:
+        return compare_with_definition(worker, Path(file))
+    except Exception as error:  # a model that this code cannot follow must not end a start
+        known = type(error).__name__ == "Unknown"
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        return {"not_compared": " ".join(why.split())[:200]}
 
 
 def write_report(worker: Any, folder: Path) -> None:

@@ -147,11 +147,13 @@ def pass_of_this_worker(config: VllmConfig, tokens: int, **context: Any) -> Abst
     )
 
 
-def one_request(worker: Any, group: AttentionGroup, computed: int, count: int) -> CommonAttentionMetadata:
-    """`count` new tokens of a request that has `computed` in the cache's last blocks."""
+def one_request(
+    worker: Any, group: AttentionGroup, computed: int, count: int, room: int = PROMPT_TOKENS + 1
+) -> CommonAttentionMetadata:
+    """`count` new tokens of a request that has `computed` in the cache's last blocks, which are taken for `room` tokens."""
     device, size, length = worker.device, group.kv_cache_spec.block_size, computed + count
     config = worker.model_runner.kv_cache_config
-    needed = math.ceil((PROMPT_TOKENS + 1) / size)
+    needed = math.ceil(room / size)
     if config.num_blocks <= needed + 1:  # block 0 is vLLM's own
         raise Unknown("the KV cache has no blocks to spare")
     width = math.ceil(worker.vllm_config.model_config.max_model_len / size)

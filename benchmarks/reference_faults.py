@@ -1,0 +1,153 @@
+"""Which faults a computed reference finds: each is put into one vLLM on this machine, in this process, and taken out again.
+
+    python benchmarks/reference_faults.py MODEL … [--out FILE]
+
+For each model `nibble reference` runs first. For each fault there is what the worker's layers said of the reference and how far
+the log-probs of the canary's texts are from it. Faults of requests and sampling are in tests/e2e/test_canary.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+NOT_OF_THE_MODEL = ("sampler: second best instead of best", "sampler: top_k ignored")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        print("\nRESULT " + json.dumps(one_model(asked.models[0], *asked.one)))
+        return 0
+    from machine import machine
+
+    data: dict[str, Any] = {
+        "command": "python benchmarks/reference_faults.py",
+        "machine": machine(),
+        "models": {},
+    }
+    for model in asked.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = run_model(model, Path(scratch))
+        data["models"][Path(model).name] = found
+        print(json.dumps({model: found}, indent=1), flush=True)
+        if asked.out:
+            asked.out.write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+def run_model(model: str, folder: Path) -> dict[str, Any]:
+    reference, proof = folder / "reference.json", folder / "proof"
+    proof.mkdir()
+    words = [sys.executable, "-m", "nibble", "reference", model, "--out", str(reference), "--json"]
+    told = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    environ = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "NIBBLE_PROOF": str(proof),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    words = [sys.executable, __file__, told["path"], "--one", str(reference), str(proof)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    return {"reference": told, **json.loads(lines[0].removeprefix("RESULT "))}
+
+
+def one_model(model: str, reference: str, proof: str) -> dict[str, Any]:
+    """In a process of its own: fault -> findings."""
+    from vllm import LLM
+
+    files = hand_over(Path(reference), Path(proof))
+    llm = LLM(
+        model,
+        enforce_eager=True,
+        max_model_len=512,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+    )
+    from nibble_kernels.vllm_plugin.proof.probes import Probes
+
+    Probes.forget = lambda self: None
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+    import model_faults
+    import vllm_faults
+
+    faults = {"none": vllm_faults.no_fault, **vllm_faults.FAULTS, **model_faults.FAULTS}
+    return {
+        "faults": {
+            name: one_fault(llm, worker, fault, files)
+            for name, fault in faults.items()
+            if name not in NOT_OF_THE_MODEL
+        }
+    }
+
+
+def hand_over(reference: Path, proof: Path) -> dict[str, Any]:
+    from nibble.reference.store import layer_file, read_reference
+
+    data = read_reference(reference)
+    assert data is not None
+    (proof / "references.json").write_text(
+        json.dumps({data["activations"]: str(layer_file(reference, data))})
+    )
+    return data
+
+
+def one_fault(llm: Any, worker: Any, fault: Any, data: dict[str, Any]) -> dict[str, Any]:
+    from nibble_kernels.vllm_plugin.proof import make_report
+
+    from nibble.canary.computed import judge_definition
+    from nibble.canary.layers import check_layers
+
+    began = time.monotonic()
+    try:
+        undo = fault(worker)
+    except (AttributeError, KeyError, StopIteration, TypeError) as error:
+        return {"not_injected": f"{type(error).__name__}: {error}"}
+    try:
+        report = make_report(worker)
+        judged = judge_definition([report])
+        return {
+            "layers": check_layers([report]).verdict,
+            "definition": f"{judged.verdict}: {judged.detail}",
+            "nats": [round(value, 3) for value in distances(llm, data)],
+            "report": report["definition"] if os.environ.get("DETAILS") else None,
+            "seconds": round(time.monotonic() - began, 2),
+        }
+    finally:
+        undo()
+
+
+def distances(llm: Any, data: dict[str, Any]) -> list[float]:
+    """Mean difference in nats of each text."""
+    from vllm import SamplingParams
+
+    texts = [[*case["prompt_ids"], *case["answer_ids"]] for case in data["cases"]]
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
+    found = []
+    for ids, case, output in zip(texts, data["cases"], outputs, strict=True):
+        own = [place[token].logprob for place, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        pairs = list(zip(own, case["logprobs"], strict=True))
+        found.append(sum(abs(one - other) for one, other in pairs) / len(pairs))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The workers' comparisons with a computed reference, judged: embedding, what each layer adds, and the logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nibble.canary.asking import Asker
+from nibble.canary.finding import Finding
+from nibble.canary.references import Case, References, check_references
+
+MECHANISM = "computed"
+# Nats, mean over a text's tokens: a server rounds to BF16, and FP4 activations near the middle of two values fall either way.
+MEAN_LIMITS = {"bf16": 0.25, "fp4": 0.9}
+OTHER_NUMBERS_LIMIT = 0.9
+EMBEDDING_LIMIT = 0.02  # BF16 rounds by 0.002
+# Median over tokens of |added - right| / |right|, beyond what BF16's rounding of the stream explains.
+LAYER_LIMIT, LAYER_LIMIT_FP4 = 0.08, 0.15
+FACTOR_LIMIT = 0.025  # of what a layer adds, and of logits
+LOGITS_LIMIT = 0.08
+LOGIT_LIMIT, LOGIT_SPREADS = (
+    0.5,
+    8.0,
+)  # nats that one token's logit may be off, at least and in spreads of all tokens'
+
+
+def judge_definition(reports: Iterable[Mapping[str, Any]], looser: float = 1.0) -> Finding:
+    """`looser`: a factor for limits of layers, where flags change numbers."""
+    given = [report["definition"] for report in reports if report.get("definition")]
+    if not given:
+        return Finding(MECHANISM, "not compared", "no worker had a reference")
+    left = [one["not_compared"] for one in given if "not_compared" in one]
+    if left:
+        return Finding(MECHANISM, "not compared", left[0])
+    for one in given:
+        if problem := _problem(one, looser):
+            return Finding(MECHANISM, "failed", problem)
+    layers = [entry for one in given for entry in one["layers"]]
+    worst = max(max(entry["early"], entry["late"]) for entry in layers)
+    return Finding(
+        MECHANISM,
+        "passed",
+        f"{len(layers)} layers on {given[0]['tokens']} tokens, at most {worst:.2g} from the computed reference",
+    )
+
+
+def _problem(one: Mapping[str, Any], looser: float) -> str:
+    if not one["embedding"] <= EMBEDDING_LIMIT:
+        return f"the embedding is off by {one['embedding']:.2g}, at most {EMBEDDING_LIMIT} is rounding"
+    for place, entry in enumerate(one["layers"]):
+        if problem := _layer_problem(entry, looser):
+            return f"layer {place} is the first wrong one: {problem}"
+    logits = one["logits"]
+    if logits is None:
+        return ""
+    if not abs(logits["factor"] - 1) <= FACTOR_LIMIT:
+        return f"the logits are {logits['factor']:.3f} times as large as they should be"
+    if not logits["error"] <= LOGITS_LIMIT:
+        return f"the logits are off by {logits['error']:.2g}, at most {LOGITS_LIMIT} is rounding"
+    if not abs(logits["off"]) <= max(LOGIT_LIMIT, LOGIT_SPREADS * logits["spread"]):
+        return f"the logit of token {logits['token']} is off by {logits['off']:+.2f} wherever it is computed"
+    return ""
+
+
+def _layer_problem(entry: Mapping[str, Any], looser: float) -> str:
+    error = max(entry["early"], entry["late"])
+    limit = LAYER_LIMIT * looser
+    if not error <= limit:  # NaN is not
+        output = f"norm of its output {entry['norm']:.4g}"
+        return f"what it adds to the stream is off by {error:.2g}, at most {limit:.2g} is rounding ({output})"
+    if not abs(entry["factor"] - 1) <= FACTOR_LIMIT * looser or math.isnan(entry["factor"]):
+        return f"what it adds to the stream is {entry['factor']:.3f} times as large as it should be"
+    return ""
+
+
+def references_from(data: Mapping[str, Any], where: str, as_tokens: bool, differs: bool) -> References:
+    """The texts of a computed reference. `as_tokens`: they are sent as tokens; `differs`: flags change the server's numbers."""
+    kind = data["activations"]
+    cases = tuple(
+        Case(
+            list(case["prompt_ids"]) if as_tokens else case["prompt"],
+            tuple(case["prompt_ids"]),
+            case["answer"],
+            tuple(case["answer_ids"]),
+            tuple(case["logprobs"]),
+        )
+        for case in data["cases"]
+    )
+    limit = max(MEAN_LIMITS[kind], OTHER_NUMBERS_LIMIT if differs else 0.0)
+    return References(cases, where, (kind,), mean_limit=limit)
+
+
+def check_computed(asker: Asker, reports: Iterable[Mapping[str, Any]], references: References) -> Finding:
+    """What the workers' layers say, and the log-probs of all texts; the first of them that is wrong."""
+    looser = 3.0 if references.mean_limit > MEAN_LIMITS[references.activations[0]] else 1.0
+    layers = judge_definition(reports, looser)
+    if layers.verdict == "failed":
+        return layers
+    texts = check_references(asker, references)
+    if texts.verdict == "failed":
+        unknown = f"; which layer is unknown: {layers.detail}" if layers.verdict == "not compared" else ""
+        return Finding(MECHANISM, "failed", texts.detail + unknown)
+    return Finding(MECHANISM, texts.verdict, f"{layers.detail}; {texts.detail}")

@@ -1,0 +1,45 @@
+"""Whether a start computes a reference, and for which activations. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from nibble.checkpoint import Checkpoint
+from nibble.reference.cost import affordable
+from nibble.targets import Target
+
+if TYPE_CHECKING:
+    from nibble.precedence import Choice, Ingredients
+
+# Under these the server's model is another one than the checkpoint's.
+OTHER_MODEL = ("--hf-overrides", "--quantization", "--enable-lora", "--lora-modules", "--model-impl")
+OURS = "nibble's default"
+
+
+def activations_served(checkpoint: Checkpoint, target: Target) -> str:
+    """fp4 where W4A4 layers are served as such on this target: the CPU's kernels do, and GPUs with FP4 products."""
+    is_w4a4 = "fp4" in checkpoint.scheme.activations.split("+")
+    return "fp4" if is_w4a4 and (target.device == "cpu" or target.features.has_fp4_mma) else "bf16"
+
+
+def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:
+    """`make`, `use` (one that is there, made by `nibble reference`) or `off`, with the reason."""
+    from nibble.precedence import Choice
+
+    settings, origins = parts.loaded.settings, parts.loaded.origins
+    if settings.reference == "off":
+        return Choice("off", str(origins["reference"]), "switched off")
+    if settings.canary == "off":
+        return Choice("off", str(origins["canary"]), "the canary is switched off")
+    found = args.get("--load-format")
+    if found is not None and found.value == "dummy":
+        return Choice("off", OURS, "the weights are made up")
+    if other := next((flag for flag in OTHER_MODEL if flag in args), None):
+        return Choice("off", OURS, f"{other} makes another model than the checkpoint's")
+    if parts.checkpoint is None:
+        return Choice("use", OURS, "unknown until pull")
+    if settings.reference == "always":
+        return Choice("make", str(origins["reference"]), "however long it takes")
+    cost, why = affordable(parts.checkpoint, parts.hardware)
+    return Choice("make" if cost else "use", OURS, why)

@@ -1,0 +1,260 @@
+"""Compute a reference: `python -m nibble.reference.compute REQUEST.json`; a process that imports torch and nothing of vLLM.
+
+Progress goes to stdout as one JSON object a line; the last one has `done`, or `problem` with the reason why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibble.canary.asking import NO_THINKING
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.errors import NibbleError
+from nibble.reference.prompts import PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
+from nibble.reference.store import Request, write_reference
+from nibble.reference.streaming import StreamedModel
+from nibble.reference.weights import Unsupported, Weights
+
+NICE = 10
+LAYER_FILE_BYTES = 256 << 20  # at most; the longer text is cut for it
+LOGIT_PLACES = 4  # of the longer text, whose logits are kept for the whole vocabulary
+TOP_SAMPLE = 16  # tokens of a fixed sample of the vocabulary, beside the likeliest one
+UNUSUAL = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError,
+           ValueError)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, as text, conversation or None for the longer text, and its tokens."""
+
+    prompt: str | list[dict[str, str]] | None
+    ids: tuple[int, ...]
+
+
+def main() -> int:
+    os.nice(NICE)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    request = Request.from_json(json.loads(Path(sys.argv[1]).read_text()))
+    try:
+        say(done=compute(request, lambda layer, of: say(layer=layer, of=of)))
+    except Unsupported as why:
+        say(problem=str(why))
+    except NibbleError as error:
+        say(problem=error.line())
+    except (
+        UNUSUAL
+    ) as error:  # transformers' modules fail in their own ways, and no start depends on a reference
+        if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
+            raise
+        first = (str(error).splitlines() or [""])[0]
+        say(problem=f"transformers cannot compute it ({type(error).__name__}: {first[:200]})")
+    return 0
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str, Any]:
+    """Everything; what was done, as plain data."""
+    began = time.monotonic()
+    checkpoint = read_checkpoint(request.model, path=Path(request.path))
+    dtype = {"float32": torch.float32, "float64": torch.float64}[request.dtype]
+    device = torch.device(request.device)
+    texts = make_texts(checkpoint, request)
+    with Weights(checkpoint, dtype, device, request.activations == "fp4") as weights:
+        model = StreamedModel(checkpoint, weights, dtype, device, request.keeps)
+        model.on_unit = _layers_done(model, on_layer)
+        probe = Probe(model, texts[-1].ids)
+        ends = _ends(checkpoint, model)
+        passes = [lambda one=one: answer(model, one.ids, request.answer_tokens, ends) for one in texts[:-1]]
+        *answers, _ = model.passes([*passes, probe.run])
+    tokenizer = _tokenizer(checkpoint)
+    cases = [
+        {"prompt": text.prompt, "prompt_ids": list(text.ids), **found.to_json(tokenizer)}
+        for text, found in zip(texts[:-1], answers, strict=True)
+    ]
+    about = {"norms": probe.norms(), "layers": len(model.layers), "template_is_dated": _is_dated(tokenizer)}
+    write_reference(request, {**about, "cases": cases}, probe.tensors())
+    tokens = sum(len(case["prompt_ids"]) + len(case["answer_ids"]) for case in cases)
+    return {"seconds": round(time.monotonic() - began, 1), "tokens": tokens, "layers": len(model.layers),
+            "peak_bytes": _peak_bytes()}  # fmt: skip
+
+
+def _layers_done(model: StreamedModel, on_layer: Callable[[int, int], None]) -> Callable[[str], None]:
+    names = {name: place for place, name in enumerate(model.layer_names)}
+
+    def told(unit: str) -> None:
+        if unit in names:
+            on_layer(names[unit] + 1, len(names))
+
+    return told
+
+
+# --- texts ---
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+
+
+def _is_dated(tokenizer: Any) -> bool:
+    """Whether the chat template puts a date into prompts, which are then other ones tomorrow."""
+    return any(word in str(tokenizer.chat_template) for word in ("strftime_now", "datetime"))
+
+
+def make_texts(checkpoint: Checkpoint, request: Request) -> list[Text]:
+    """The canary's prompts as tokens; the last is the longer text."""
+    tokenizer = _tokenizer(checkpoint)
+    texts = []
+    for question in QUESTIONS if tokenizer.chat_template else ():
+        messages = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **NO_THINKING
+        )
+        texts.append(Text(messages, tuple(ids)))
+    plain = PLAIN_TEXT if tokenizer.chat_template else None
+    texts += [
+        Text(one, tuple(tokenizer(one).input_ids)) for one in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])
+    ]
+    window = checkpoint.text_config.get("sliding_window")
+    wanted = probe_tokens(window if isinstance(window, int) else None, checkpoint.max_model_len)
+    row = 4 * (checkpoint.num_layers or 1) * (checkpoint.hidden_size or 1)
+    wanted = max(16, min(wanted, LAYER_FILE_BYTES // row))
+    ids: list[int] = []
+    repeats = 1
+    while len(ids) < wanted and repeats < 64:
+        ids, repeats = tokenizer(PROBE_TEXT * repeats).input_ids, repeats * 2
+    return [*texts, Text(None, tuple(ids[:wanted]))]
+
+
+def _ends(checkpoint: Checkpoint, model: StreamedModel) -> set[int]:
+    """Tokens after which the model's answer is over, as vLLM reads them from generation_config.json and config.json."""
+    found: set[int] = set()
+    path = Path(str(checkpoint.path)) / "generation_config.json"
+    given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    for value in (given, model.config.get_text_config().eos_token_id):
+        found |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+    return found
+
+
+# --- passes ---
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Greedy answer of a prompt; log-probs of all tokens but the first, and of the likeliest one at each place."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    best_ids: tuple[int, ...]
+    best_logprobs: tuple[float, ...]
+    sample: Mapping[int, float]
+
+    def to_json(self, tokenizer: Any) -> dict[str, Any]:
+        return {
+            "answer": tokenizer.decode(self.ids, skip_special_tokens=True), "answer_ids": list(self.ids),
+            "logprobs": [round(value, 4) for value in self.logprobs], "best_ids": list(self.best_ids),
+            "best_logprobs": [round(value, 4) for value in self.best_logprobs],
+            "vocabulary_sample": {str(token): round(value, 3) for token, value in self.sample.items()},
+        }  # fmt: skip
+
+
+def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set[int]) -> Answered:
+    """`tokens` greedy tokens after `prompt`, fewer where the model ends."""
+    ids = torch.tensor([prompt], device=model.device)
+    cached = tokens > 1
+    out = model.module(input_ids=ids, use_cache=cached)
+    rows = [out.logits[0].float().log_softmax(-1)]
+    found = [int(rows[0][-1].argmax())]
+    while len(found) < tokens and found[-1] not in ends:
+        step = torch.tensor([[found[-1]]], device=model.device)
+        out = model.module(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
+        rows.append(out.logits[0].float().log_softmax(-1))
+        found.append(int(rows[-1][-1].argmax()))
+    table = torch.cat(rows)
+    every = torch.tensor([*prompt, *found], device=model.device)
+    own = table[: len(every) - 1].gather(1, every[1:, None])[:, 0]
+    best = table[: len(every) - 1].max(-1)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randint(0, table.shape[-1], (TOP_SAMPLE,), generator=generator)
+    last = table[len(prompt) - 1]
+    return Answered(
+        tuple(found), tuple(own.tolist()), tuple(best.indices.tolist()), tuple(best.values.tolist()),
+        {int(token): float(last[token]) for token in sample},
+    )  # fmt: skip
+
+
+class Probe:
+    """One pass over the longer text that keeps what goes into each layer and what each adds to it."""
+
+    def __init__(self, model: StreamedModel, ids: tuple[int, ...]) -> None:
+        self.model, self.ids = model, ids
+        self._inputs: list[Tensor] = []
+        self._added: list[Tensor] = []
+        self._norms: list[float] = []
+        self._logits: Tensor | None = None
+        self._here = threading.local()
+        self._fits = True
+        early = torch.linspace(0, len(ids) - 1, 16).long()
+        late = torch.linspace(len(ids) * 3 // 4, len(ids) - 1, 16).long()
+        self.tokens = torch.cat((early, late)).unique()
+        self.places = torch.linspace(len(ids) // 2, len(ids) - 1, LOGIT_PLACES).long()
+        for layer in model.layers:
+            layer.register_forward_hook(self._after, with_kwargs=True)
+
+    def run(self) -> None:
+        self._here.is_probe = True
+        ids = torch.tensor([self.ids], device=self.model.device)
+        self._logits = self.model.module(input_ids=ids, use_cache=False).logits[0, self.places].float().cpu()
+
+    def _after(self, _layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if not getattr(self._here, "is_probe", False):
+            return
+        before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        after = output[0] if isinstance(output, tuple) else output
+        if before.ndim != 3 or before.shape != after.shape:
+            self._fits = False  # streams of another form, as Gemma 3n's
+            return
+        if not self._inputs:
+            self._inputs.append(before[0].bfloat16().cpu())
+        self._inputs.append(after[0].bfloat16().cpu())
+        self._added.append((after - before)[0, self.tokens].float().cpu())
+        self._norms.append(float(after[0].norm(dim=-1).mean()))
+
+    def norms(self) -> list[float]:
+        """Mean norm of each layer's output."""
+        return [round(value, 4) for value in self._norms]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For the comparison in the worker (nibble_kernels.vllm_plugin.proof.definition)."""
+        if not self._fits or self._logits is None:
+            return {}
+        return {
+            "ids": torch.tensor(self.ids), "inputs": torch.stack(self._inputs), "tokens": self.tokens,
+            "added": torch.stack(self._added).bfloat16(), "places": self.places, "logits": self._logits,
+        }  # fmt: skip
+
+
+def _peak_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What the workers say of a computed reference, judged: the limits, and which wrong thing is named first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from nibble.canary.computed import MEAN_LIMITS, judge_definition, references_from
+
+HEALTHY = {"early": 0.03, "late": 0.03, "factor": 1.001, "norm": 20.0}
+LOGITS = {"error": 0.01, "factor": 1.0, "token": 5, "off": 0.05, "spread": 0.01}
+
+
+def report(layers: list[dict[str, float]] | None = None, **more: Any) -> dict[str, Any]:
+    definition = {"tokens": 192, "embedding": 0.001, "layers": layers or [HEALTHY] * 4, "logits": LOGITS}
+    return {"definition": definition | more}
+
+
+def test_a_healthy_model_passes_and_says_how_far_its_worst_layer_is() -> None:
+    found = judge_definition([report()])
+    assert (found.verdict, found.mechanism) == ("passed", "computed")
+    assert "4 layers on 192 tokens, at most 0.03 " in found.detail
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"late": 0.5}, "layer 2 is the first wrong one"),
+        ({"early": 0.5}, "off by 0.5"),
+        ({"early": math.inf, "late": math.inf, "factor": math.nan}, "off by inf"),
+        ({"factor": 0.95}, "0.950 times as large"),
+        ({"factor": 1.05}, "1.050 times as large"),
+        ({"factor": math.nan}, "nan times as large"),
+    ],
+)
+def test_the_first_layer_that_leaves_the_bound_is_named(wrong: dict[str, float], said: str) -> None:
+    found = judge_definition([report([HEALTHY, HEALTHY, HEALTHY | wrong, HEALTHY | {"late": 0.9}])])
+    assert found.verdict == "failed"
+    assert said in found.detail
+    assert "layer 2" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"embedding": 1.2}, "the embedding is off by 1.2"),
+        ({"embedding": math.nan}, "the embedding is off by nan"),
+        ({"logits": LOGITS | {"factor": 0.9}}, "the logits are 0.900 times"),
+        ({"logits": LOGITS | {"error": 1.4}}, "the logits are off by 1.4"),
+        ({"logits": LOGITS | {"off": 3.0, "token": 300}}, "the logit of token 300 is off by +3.00"),
+    ],
+)
+def test_embedding_and_logits(wrong: dict[str, Any], said: str) -> None:
+    found = judge_definition([report(**wrong)])
+    assert found.verdict == "failed"
+    assert said in found.detail
+
+
+def test_a_logit_that_is_off_among_others_that_are_is_rounding() -> None:
+    assert judge_definition([report(logits=LOGITS | {"off": 1.0, "spread": 0.3})]).verdict == "passed"
+
+
+def test_workers_that_could_not_compare_say_why() -> None:
+    found = judge_definition([{"definition": {"not_compared": "layers of several ranks are not compared"}}])
+    assert (found.verdict, found.detail) == ("not compared", "layers of several ranks are not compared")
+    assert judge_definition([{"definition": None}]).verdict == "not compared"
+
+
+def test_texts_become_tokens_where_the_server_has_another_template() -> None:
+    case = {"prompt": [{"role": "user", "content": "Hi"}], "prompt_ids": [1, 2], "answer": "a", "answer_ids": [3],
+            "logprobs": [-1.0, -2.0]}  # fmt: skip
+    data = {"activations": "fp4", "cases": [case]}
+    same, tokens = (references_from(data, "here", flag, False).cases[0] for flag in (False, True))
+    assert same.prompt == case["prompt"] and tokens.prompt == [1, 2]
+    assert references_from(data, "here", False, False).mean_limit == MEAN_LIMITS["fp4"]
+    bf16 = data | {"activations": "bf16"}
+    assert references_from(bf16, "here", False, False).mean_limit == MEAN_LIMITS["bf16"]
+    assert references_from(bf16, "here", False, True).mean_limit > MEAN_LIMITS["bf16"]
