@@ -31,9 +31,9 @@ class BodyReader:
         self._limits = limits
         self.buffered_bytes = 0
 
-    async def read(self, headers: list[Header], receive: Receive, scan: JsonScan | None) -> bytes:
+    async def read(self, declared_bytes: int, receive: Receive, scan: JsonScan | None) -> bytes:
         """The whole body. Raises Refused over a limit, before more is read, and Disconnected."""
-        self.check_declared(headers)
+        self._check_size(declared_bytes)
         pieces: list[bytes] = []
         size = 0
         try:
@@ -52,12 +52,6 @@ class BodyReader:
                     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
         finally:
             self.buffered_bytes -= size
-
-    def check_declared(self, headers: list[Header]) -> None:
-        """Refuses by Content-Length what is too large, before a byte of it is read."""
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit() and len(value) < 20:
-                self._check_size(int(value))
 
     def _check_size(self, size: int) -> None:
         limits = self._limits
