@@ -13,6 +13,7 @@ from nibble.guard.limits import RequestLimits
 from nibble.guard.refusal import Refused
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+Turn = Callable[[], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 # The event loop answers others after each slice.
@@ -30,9 +31,9 @@ class BodyReader:
         self._limits = limits
         self.buffered_bytes = 0
 
-    async def read(self, headers: list[Header], receive: Receive, scan: JsonScan | None) -> bytes:
+    async def read(self, declared_bytes: int, receive: Receive, scan: JsonScan | None) -> bytes:
         """The whole body. Raises Refused over a limit, before more is read, and Disconnected."""
-        self.check_declared(headers)
+        self._check_size(declared_bytes)
         pieces: list[bytes] = []
         size = 0
         try:
@@ -51,12 +52,6 @@ class BodyReader:
                     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
         finally:
             self.buffered_bytes -= size
-
-    def check_declared(self, headers: list[Header]) -> None:
-        """Refuses by Content-Length what is too large, before a byte of it is read."""
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit() and len(value) < 20:
-                self._check_size(int(value))
 
     def _check_size(self, size: int) -> None:
         limits = self._limits
@@ -89,11 +84,15 @@ def parse(body: bytes) -> Any:
         raise Refused(400, f"The body is not valid JSON in UTF-8: {reason}") from None
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body in one message and then whatever `receive` gives."""
+def replayed(body: bytes, receive: Receive, turn: Turn | None = None) -> Receive:
+    """A `receive` that gives the body in one message, when its `turn` has come, and then whatever `receive` gives."""
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> dict[str, Any]:
-        return waiting.pop() if waiting else await receive()
+        if not waiting:
+            return await receive()
+        if turn is not None:
+            await turn()
+        return waiting.pop()
 
     return receive_again

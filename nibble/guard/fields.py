@@ -22,20 +22,11 @@ TEXT_CHARS_PER_TOKEN = 8  # twice what English takes
 CHARS_PER_LOGPROB_TOKEN = 3  # an estimate: the text is not tokenized yet
 LEAST_ITEMS = 1 << 16
 
-_NAMES = ("model", "user", "request_id", "cache_salt", "session_id", "previous_response_id")
-_SEQUENCES = (
-    "prompt",
-    "input",
-    "inputs",
-    "texts",
-    "documents",
-    "queries",
-    "data_1",
-    "data_2",
-    "text_1",
-    "text_2",
-    "items",
-)
+_NAMES = frozenset({"model", "user", "request_id", "cache_salt", "session_id", "previous_response_id"})
+_SEQUENCES = frozenset({
+    "prompt", "input", "inputs", "texts", "documents", "queries", "data_1", "data_2", "text_1", "text_2", "items",
+})  # fmt: skip
+_STOPS = frozenset({"stop", "stop_sequences"})
 _CONVERSATIONS = "/v1/chat/completions/batch"
 # What holds media in base64 or a URL, and constraints, which are no text of the prompt.
 _MEDIA_KEYS = frozenset({
@@ -103,8 +94,8 @@ def field_problem(path: str, body: Body, size: int, limits: RequestLimits, facts
 
 
 def _long_names(body: Body) -> str | None:
-    for name in _NAMES:
-        value = body.get(name)
+    for name in _NAMES & body.keys():
+        value = body[name]
         if isinstance(value, str) and len(value) > MAX_NAME_CHARS:
             return f"`{name}` is longer than {MAX_NAME_CHARS} characters."
     return None
@@ -121,7 +112,7 @@ def _too_many(body: Body, path: str, limits: RequestLimits) -> str | None:
     answers = max(1, _whole(body.get("n")), _whole(body.get("best_of")))
     if body.get("use_beam_search") and answers > MAX_BEAM_WIDTH:
         return f"`n` is above {MAX_BEAM_WIDTH}, the widest beam search."
-    prompts = max([len(conversations), *(_prompts(body.get(name)) for name in _SEQUENCES)])
+    prompts = max([len(conversations), *(_prompts(body[name]) for name in _SEQUENCES & body.keys())])
     if answers * prompts > limits.max_sequences:
         return f"The request asks for more than {limits.max_sequences} sequences (NIBBLE_MAX_SEQUENCES)."
     return None
@@ -135,8 +126,8 @@ def _prompts(value: Any) -> int:
 
 
 def _stop_problem(body: Body) -> str | None:
-    for name in ("stop", "stop_sequences"):
-        if _chars(body.get(name)) > MAX_STOP_CHARS:
+    for name in _STOPS & body.keys():
+        if _chars(body[name]) > MAX_STOP_CHARS:
             return f"`{name}` has more than {MAX_STOP_CHARS} characters."
     return None
 

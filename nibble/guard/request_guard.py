@@ -12,6 +12,7 @@ from nibble.guard.grammar_worker import Limits
 from nibble.guard.grammars import Grammars
 from nibble.guard.json_scan import JsonScan
 from nibble.guard.limits import RequestLimits
+from nibble.guard.pace import HEAVY_BYTES, HEAVY_ITEMS, Pace
 from nibble.guard.refusal import Refused
 
 _MULTIPART_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
@@ -23,24 +24,29 @@ class RequestGuard:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.limits = RequestLimits.from_environ(environ)
         self._bodies = BodyReader(self.limits)
+        self._pace = Pace()
         self._facts: ModelFacts | None = None
         self._grammars = Grammars(Limits(self.limits.grammar_seconds, self.limits.grammar_memory_mib))
 
     async def check(self, path: str, scope: dict[str, Any], receive: Receive) -> Receive:
         """The `receive` for vLLM. Raises Refused, and Disconnected where the client is gone."""
-        media_type, has_body = _body_of(scope["headers"])
-        if not has_body:
+        media_type, declared_bytes = _body_of(scope["headers"])
+        if declared_bytes is None:
             return receive
         if path in _MULTIPART_PATHS:
             _expect(media_type == b"multipart/form-data", "multipart/form-data")
-            return replayed(await self._bodies.read(scope["headers"], receive, None), receive)
+            return replayed(await self._bodies.read(declared_bytes, receive, None), receive)
         is_json = media_type == b"application/json" or media_type.endswith(b"+json")
         _expect(is_json, "application/json")
         facts = self._model_facts(scope)
         scan = JsonScan(self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(self.limits))
-        body = await self._bodies.read(scope["headers"], receive, scan)
-        await self._check_fields(path, parse(body), len(body), facts, scope)
-        return replayed(body, receive)
+        body = await self._bodies.read(declared_bytes, receive, scan)
+        value = parse(body)
+        if problem := scan.problem_of(value):
+            raise Refused(400, problem)
+        await self._check_fields(path, value, len(body), facts, scope)
+        is_heavy = len(body) > HEAVY_BYTES or scan.keys + scan.items > HEAVY_ITEMS
+        return replayed(body, receive, self._pace.turn if is_heavy else None)
 
     async def _check_fields(
         self, path: str, body: Any, size: int, facts: ModelFacts, scope: dict[str, Any]
@@ -58,17 +64,17 @@ class RequestGuard:
         return self._facts
 
 
-def _body_of(headers: list[Header]) -> tuple[bytes, bool]:
-    """Media type in lower case, and whether a body comes at all (RFC 9112 section 6.3)."""
-    media_type, has_body = b"", False
+def _body_of(headers: list[Header]) -> tuple[bytes, int | None]:
+    """Media type in lower case, and the bytes declared: 0 for a chunked body, None without one (RFC 9112 section 6.3)."""
+    media_type, declared_bytes = b"", None
     for name, value in headers:
         if name == b"content-type":
             media_type = value.partition(b";")[0].strip().lower()
-        elif name == b"content-length":
-            has_body |= value != b"0"
+        elif name == b"content-length" and value != b"0":
+            declared_bytes = int(value[:20]) if value.isdigit() else 0
         elif name == b"transfer-encoding":
-            has_body = True
-    return media_type, has_body
+            declared_bytes = declared_bytes or 0
+    return media_type, declared_bytes
 
 
 def _expect(is_right: bool, media_type: str) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
@@ -22,7 +25,6 @@ LIMITS = {
 }
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-Close = Callable[[socket.socket], bytes]
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +239,38 @@ def test_a_drain_closes_what_has_sent_no_whole_request(server: GuardedServer) ->
         server.state.set("ready", "ready")
     for connection in (idle, half, running):
         connection.close()
+
+
+def test_the_limits_hold_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**LIMITS, "NIBBLE_API_KEY": KEY, "NIBBLE_GATE_STATE": str(tmp_path / "gate")}.items():
+        monkeypatch.setenv(name, value)
+    certificate, secret = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    subprocess.run([*words, "-keyout", secret, "-out", certificate], check=True, capture_output=True)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with guarded_server(tmp_path, ssl_certfile=str(certificate), ssl_keyfile=str(secret)) as server:
+
+        def ask(data: bytes) -> bytes:
+            with context.wrap_socket(server.connect()) as connection:
+                connection.sendall(data)
+                with contextlib.suppress(ssl.SSLError):
+                    return read_all(connection)
+            return b""
+
+        assert b'"bytes":2' in ask(post(b"{}"))
+        assert status(ask(b"GET /" + b"x" * (1 << 17))) == 431
+        began = time.monotonic()
+        assert status(ask(b"GET /health HTTP/1.1\r\n")) == 408
+        assert time.monotonic() - began < 5

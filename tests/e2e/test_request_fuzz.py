@@ -1,0 +1,175 @@
+"""Seeded requests from vLLM's own OpenAPI and from lists of faults: 2xx or 4xx, the server alive, /health within 1 s.
+
+NIBBLE_FUZZ_SECONDS (600) bounds it, NIBBLE_FUZZ_SEED (18) repeats it. A failure names the requests that caused it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from malformed import Malformed, malformed
+from serving import ROOT, Server
+from slow_model import make_slow_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+Record = Callable[[str, object], None]
+SECONDS = float(os.environ.get("NIBBLE_FUZZ_SECONDS", "600"))
+SEED = int(os.environ.get("NIBBLE_FUZZ_SEED", "18"))
+HEALTH_S = 1.0
+ANSWER_S = 60.0
+ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/generative_scoring", "/v1/systemone",
+)  # fmt: skip
+# What no schema says and clients send all the same.
+ODD: list[Any] = [
+    None, True, -1, 0, 1.5, 10**30, "", "x", "é" * 300, "\ud800", [], {}, [[]], [None], {"a": None}, [1, "x"], "\x00",
+    ["x"] * 300, list(range(300)), {str(n): n for n in range(300)}, "word1 " * 3000, -(2**63), 2**63, "NaN", {"type": "object"},
+]  # fmt: skip
+
+
+def vllm_openapi() -> dict[str, Any]:
+    """What vLLM 0.32 says about its routes; a running server keeps it to itself."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    assert args
+    found = build_app(args, ("generate",)).openapi()
+    return {**found, "paths": {path: found["paths"][path] for path in ROUTES if path in found["paths"]}}
+
+
+def from_openapi(seed: int) -> Iterator[Malformed]:
+    """Bodies that fit the schemas, ten of a route at a time, and each with one field made odd."""
+    operations = [one.ok() for one in schemathesis.openapi.from_dict(vllm_openapi()).get_all_operations()]
+    assert len(operations) >= 8, "vLLM's OpenAPI has lost routes"
+    chance = random.Random(seed)
+    for turn in itertools.count():
+        for operation in operations:
+            for found in bodies(operation, seed + turn):
+                yield request(operation.path, found)
+                if isinstance(found, dict):
+                    name = chance.choice(
+                        [*found, "n", "stop", "logprobs", "structured_outputs", "response_format"]
+                    )
+                    yield request(operation.path, {**found, name: chance.choice(ODD)})
+
+
+def bodies(operation: Any, seed: int) -> list[Any]:
+    found: list[Any] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=10, database=None, deadline=None, phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(operation.as_strategy())
+    def collect(case: Any) -> None:
+        found.append(case.body)
+
+    collect()
+    return found
+
+
+def request(path: str, body: Any) -> Malformed:
+    sound = {"model": "default"} if isinstance(body, dict) and "model" in body else {}
+    try:
+        text = json.dumps({**body, **sound} if isinstance(body, dict) else body)
+    except (TypeError, ValueError):  # schemathesis also makes what is no JSON
+        text = repr(body)
+    return Malformed(path, text.encode(errors="surrogatepass"))
+
+
+def all_requests(seed: int) -> Iterator[Malformed]:
+    """From the schemas and from the list of faults, by turns."""
+    faults = iter(malformed(5000, seed))
+    for made in from_openapi(seed):
+        yield made
+        if fault := next(faults, None):
+            yield fault
+
+
+def answer(server: Server, sent: Malformed) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+    with closing(connection):
+        connection.request("POST", sent.path, sent.body, {"Content-Type": sent.content_type})
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def health_s(server: Server) -> float:
+    began = time.monotonic()
+    assert server.ask("/health")[0] == 200
+    return time.monotonic() - began
+
+
+def test_every_answer_is_2xx_or_4xx_and_the_server_lives(
+    tmp_path_factory: pytest.TempPathFactory, record_property: Record
+) -> None:
+    model = make_slow_model(ROOT / ".cache" / "fuzz_model", layers=1, hidden=128)
+    server = Server(
+        tmp_path_factory.mktemp("fuzz"),
+        ["serve", str(model), "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16"],
+        NIBBLE_MAX_SEQUENCES="64",
+    )
+    try:
+        server.wait_until_ready()
+        statuses, wrong, slowest = fuzz(server, all_requests(SEED), SECONDS)
+        record_property("answers_by_status", dict(statuses))
+        record_property("longest_health_s", round(slowest, 3))
+        for status, sent, said in wrong[:20]:
+            print(status, sent.path, sent.body[:600], said[:300])
+        assert not wrong, Counter(status for status, _, _ in wrong)
+        assert slowest < HEALTH_S
+        assert server.is_ready() and server.ask("/v1/models")[0] == 200
+    finally:
+        server.end()
+
+
+Wrong = tuple[int, Malformed, bytes]
+
+
+def fuzz(
+    server: Server, requests: Iterator[Malformed], seconds: float
+) -> tuple[Counter[int], list[Wrong], float]:
+    """Statuses, the answers that are neither 2xx nor 4xx (0: none came), and the slowest /health meanwhile."""
+    statuses: Counter[int] = Counter()
+    wrong: list[Wrong] = []
+    slowest = [0.0]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            slowest[0] = max(slowest[0], health_s(server))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    deadline = time.monotonic() + seconds
+    for sent in requests:
+        if time.monotonic() > deadline or server.process.poll() is not None:
+            break
+        try:
+            status, said = answer(server, sent)
+        except (OSError, http.client.HTTPException) as error:
+            status, said = 0, repr(error).encode()
+        statuses[status] += 1
+        if not 200 <= status < 300 and not 400 <= status < 500:
+            wrong.append((status, sent, said))
+    over.set()
+    watcher.join(30)
+    assert server.process.poll() is None, server.log()[-3000:]
+    return statuses, wrong, slowest[0]

@@ -1,0 +1,235 @@
+"""Requests made to stall or end the server: each is refused or answered, /health within a second, streams go on."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guarded_server import post, read_all
+from serving import ROOT, Server, Stream
+from slow_model import make_slow_model
+
+pytestmark = pytest.mark.vllm
+Record = Callable[[str, object], None]
+KEY = "nbl-the-key-of-the-guard-test"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16")
+HEALTH_S = GAP_S = 1.0
+LIMITS = {"NIBBLE_HEAD_SECONDS": "3", "NIBBLE_BODY_GAP_SECONDS": "3"}
+USER = {"role": "user", "content": "word1"}
+SOUND: dict[str, Any] = {"model": "default", "prompt": "word1", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = make_slow_model(ROOT / ".cache" / "slow_model")
+    folder = tmp_path_factory.mktemp("guard")
+    made = Server(folder, ["serve", str(model), *FLAGS], NIBBLE_API_KEY=KEY, **LIMITS)
+    yield made.wait_until_ready()
+    made.end()
+
+
+class Watch:
+    """Asks /health every 50 ms and looks at a running stream, for as long as the `with` lasts."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self.health_s: list[float] = []
+        self.statuses: set[int] = set()
+        self.gaps_s: list[float] = []
+
+    def __enter__(self) -> Watch:
+        self._stream: Stream = self._server.stream(1900, key=KEY).wait_for(2)
+        self._threads = [threading.Thread(target=work) for work in (self._ask, self._look)]
+        for thread in self._threads:
+            thread.start()
+        time.sleep(0.3)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(0.3)
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+        self._stream.hang_up()
+
+    def check(self, record: Record) -> None:
+        record("longest_health_s", round(max(self.health_s), 3))
+        record("longest_gap_s", round(max(self.gaps_s), 3))
+        assert self.statuses == {200}
+        assert len(self.health_s) > 3 and max(self.health_s) < HEALTH_S, sorted(self.health_s)[-5:]
+        assert max(self.gaps_s) < GAP_S, sorted(self.gaps_s)[-5:]
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.05):
+            began = time.monotonic()
+            connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health")
+                response = connection.getresponse()
+                response.read()
+            self.statuses.add(response.status)
+            self.health_s.append(time.monotonic() - began)
+
+    def _look(self) -> None:
+        moments, seen = [time.monotonic()], self._stream.chunks
+        while not self._over.wait(0.01):
+            if self._stream.chunks > seen:
+                seen = self._stream.chunks
+                moments.append(time.monotonic())
+        self.gaps_s = [after - before for before, after in pairwise([*moments, time.monotonic()])]
+
+
+def is_alive(server: Server) -> None:
+    status, answer = server.ask(COMPLETIONS, {**SOUND, "max_tokens": 3, "ignore_eos": True}, key=KEY)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 3
+    assert server.is_ready()
+
+
+def send(server: Server, data: bytes, timeout_s: float = 60) -> int:
+    """The status of the answer to these bytes; 0: closed without one."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout_s) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+        answer = read_all(connection)
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def body(path: str, key: str = KEY, **fields: Any) -> bytes:
+    return post(json.dumps({"model": "default", **fields}).encode(), path, key=key)
+
+
+HEAVY: dict[str, tuple[bytes, int]] = {
+    "a million keys": (body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(10**6)}), 400),
+    "20,000 messages": (body(CHAT, messages=[USER] * 20_000, max_tokens=1), 400),
+    "nesting": (post(b'{"prompt": ' + b"[" * 10**6), 400),
+    "tokenize of 10 MB": (body("/tokenize", prompt="word1 " * 1_700_000), 400),
+    "n of 16,384": (body(COMPLETIONS, prompt="word1", n=16_384, max_tokens=1), 400),
+    "1024 prompts, n of 16": (body(COMPLETIONS, prompt=["word1"] * 1024, n=16, max_tokens=1), 400),
+    "log-probs of long prompts": (
+        body(COMPLETIONS, prompt=["word1 " * 2000] * 50, max_tokens=1, prompt_logprobs=20), 400,
+    ),
+    "log-probs of long answers": (body(COMPLETIONS, prompt="word1", n=16, max_tokens=2000, logprobs=20), 400),
+    "long stop strings": (body(COMPLETIONS, prompt="word1", stop=["x" * 10**6] * 4), 400),
+    "bad words": (body(COMPLETIONS, prompt="word1", bad_words=[f"word{n}" for n in range(10**5)]), 400),
+    "a lone surrogate in bad_words": (post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()), 400),
+    "kv_transfer_params of a wrong type": (body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}), 400),
+    "a million items": (body(COMPLETIONS, prompt=[1] * 10**6, max_tokens=1), 400),
+    "one header of 100 MB": (b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 10**8, 431),
+    "a million headers": (b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)), 431),
+    "one header of 100 MB with the key": (
+        f"GET /health HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nX-Long: ".encode() + b"x" * 10**8, 431,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_is_refused_while_others_are_served(server: Server, name: str, record_property: Record) -> None:
+    data, expected = HEAVY[name]
+    with Watch(server) as watch:
+        began = time.monotonic()
+        status = send(server, data)
+        record_property("answered_after_s", round(time.monotonic() - began, 3))
+    assert status in (expected, 0 if expected == 431 else expected)  # 0: reset while 100 MB were being sent
+    watch.check(record_property)
+    is_alive(server)
+
+
+# The most that the limits allow: accepted, or refused by vLLM, and still no stall.
+ALLOWED: dict[str, bytes] = {
+    "19,000 keys": body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(19_000)}),
+    "1024 messages": body(CHAT, messages=[USER] * 1024, max_tokens=1),
+    "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
+    "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
+    "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=20),
+    "60,000 token ids": body(COMPLETIONS, prompt=[1] * 60_000, max_tokens=1),
+    "4 MB of text": body(COMPLETIONS, prompt=["word1 " * 1000] * 690, max_tokens=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
+    with Watch(server) as watch:
+        status = send(server, ALLOWED[name], 120)
+    assert status in (200, 400)
+    watch.check(record_property)
+    is_alive(server)
+
+
+def api_server_bytes(server: Server) -> int:
+    """Resident memory of the API server, in bytes."""
+    assert server.engine_pid
+    text = Path(f"/proc/{server.engine_pid}/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) << 10
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["declared", "chunked"])
+def test_a_body_of_1_gb_is_refused_and_not_kept(
+    server: Server, chunked: bool, record_property: Record
+) -> None:
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {1 << 30}"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    piece = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20)) if chunked else b" " * (1 << 20)
+    before = api_server_bytes(server)
+    with Watch(server) as watch, socket.create_connection(("127.0.0.1", server.port), 60) as connection:
+        connection.sendall(head.encode())
+        answer, most = b"", 0
+        with contextlib.suppress(OSError):
+            for _ in range(1024):
+                connection.sendall(piece)
+                most = max(most, api_server_bytes(server))
+        with contextlib.suppress(OSError):
+            answer = connection.recv(4096)
+    record_property("more_memory_mib", (most - before) >> 20)
+    assert not answer or answer.startswith(b"HTTP/1.1 413")
+    assert most - before < 200 << 20
+    watch.check(record_property)
+    is_alive(server)
+
+
+def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
+    server: Server, record_property: Record
+) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    starts = [head.encode()] * 64 + [f"{head}Content-Length: 100\r\n\r\n{{".encode()] * 64 + [b""] * 3000
+    with Watch(server) as watch, contextlib.ExitStack() as opened:
+        began = time.monotonic()
+        connections = []
+        for start in starts:
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+            connection.sendall(start)
+            connections.append(connection)
+        record_property("opened_after_s", round(time.monotonic() - began, 2))
+        began = time.monotonic()
+        answers = []
+        for connection in connections:
+            connection.settimeout(10)
+            answers.append(read_all(connection)[:12])
+        took_s = time.monotonic() - began
+    record_property("closed_after_s", round(took_s, 2))
+    assert took_s < 3 + 3
+    assert set(answers[:128]) <= {b"HTTP/1.1 408", b""} and answers.count(b"HTTP/1.1 408") > 0
+    watch.check(record_property)
+    is_alive(server)
+
+
+def test_50_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
+    data = ALLOWED["1024 messages"]
+    with Watch(server) as watch:
+        threads = [threading.Thread(target=send, args=(server, data, 300)) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    watch.check(record_property)
+    is_alive(server)
