@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from nibble.guard.grammar_fields import BATCH, COMPLETIONS, MESSAGES, RESPONSES
+from nibble.guard.grammar_fields import ANTHROPIC, BATCH, COMPLETIONS, RESPONSES
 
 # The API process repeats parsing and validation on its event loop, the engine fills one mask for each token.
 LOOP_SECONDS = 0.1
@@ -159,7 +159,7 @@ def build_request(path: str, fields: dict[str, Any]) -> Any:
         from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
         return ResponsesRequest.model_validate({"input": _STUB, **fields})
-    if path == MESSAGES:
+    if path in ANTHROPIC:
         return _of_anthropic({**fields, "messages": [message, *fields.get("messages", ())]})
     from vllm.entrypoints.openai.chat_completion import protocol
 

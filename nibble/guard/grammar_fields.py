@@ -10,6 +10,8 @@ BATCH = "/v1/chat/completions/batch"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
 # A request with one of these needs a check (vllm 0.32: structured_outputs_from_response_format, extract_structured_outputs
 # of each protocol.py, _apply_structural_tag of parser/abstract_parser.py, _handle_output_config of anthropic/serving.py).
@@ -20,6 +22,7 @@ _MAKES_A_GRAMMAR: dict[str, tuple[str, ...]] = {
     COMPLETIONS: ("structured_outputs", "response_format"),
     RESPONSES: ("structured_outputs", "text", "tools"),
     MESSAGES: ("tools", "output_config"),
+    COUNT_TOKENS: ("tools", "output_config"),  # read by the tool parser, though never compiled
 }
 # What else decides which grammar it is, or when it ends.
 _SHAPES_IT = (
@@ -42,7 +45,7 @@ def grammar_fields(path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
     if names is None:
         return None
     found = {name: body[name] for name in names if body.get(name) is not None}
-    if path == MESSAGES and (changes := _tool_changes(body)):
+    if path in ANTHROPIC and (changes := _tool_changes(body)):
         found["messages"] = changes
     if found.get("response_format") == _PLAIN_TEXT:
         del found["response_format"]

@@ -35,6 +35,9 @@ _BUSY_GRACE = 1.5  # a child that got less than a quarter of a core has this man
 _STARVED = 0.25
 _MIB = 1 << 20
 _STACK_BYTES = 4 << 20
+_SLOTS = (
+    2  # compiles at a time: with 256 MiB each they stay within the memory that nibble keeps for the machine
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def _retitle() -> None:
 
 
 class Worker:
-    """Reads jobs, answers (number, what, text, seconds on the event loop); `slots` compiles at a time."""
+    """Reads jobs, answers (number, what, text, seconds on the event loop)."""
 
     def __init__(self, control: socket.socket, compiler: Compiler, limits: Limits, unused: int) -> None:
         self._control, self._compiler, self._limits, self._unused = control, compiler, limits, unused
@@ -145,7 +148,6 @@ class Worker:
         self._selector.register(control, selectors.EVENT_READ)
         self._waiting: deque[Job] = deque()
         self._children: dict[int, Child] = {}  # by the pipe that a child answers through
-        self._slots = max(2, min(4, (os.cpu_count() or 2) // 2))
         self._received = b""
 
     def run(self) -> None:
@@ -156,7 +158,7 @@ class Worker:
         # The children find imported what the first request would import: once, in the mother, on harmless input.
         self._outcome(CHAT, {"response_format": {"type": "json_object"}})
         while True:
-            while self._waiting and len(self._children) < self._slots:
+            while self._waiting and len(self._children) < _SLOTS:
                 self._begin(self._waiting.popleft())
             for key, _ in self._selector.select(self._patience()):
                 if key.fileobj is self._control:
