@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     NO_FIT = 7  # memory or disk would not suffice, or memory ran short and the watchdog stopped vLLM
     CANARY = 8  # wrong kernel or wrong answer
     CLUSTER = 9  # cluster preflight failed
-    ENGINE_DIED = 10  # vLLM ended by itself; `status` and `chat`: no server answers
+    ENGINE_DIED = 10  # vLLM ended by itself or hung; `status` and `chat`: no server answers
     CRASH_LOOP = 75  # not started after six failures in a row; do not restart
     TERMINATED = 143  # terminated before the drain was done
 

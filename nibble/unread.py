@@ -11,6 +11,7 @@ from pathlib import Path
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _OPEN = ("01", "04", "08")  # established, FIN_WAIT1, CLOSE_WAIT (include/net/tcp_states.h)
 _SHOWN = 3
+STUCK_S = 2.0  # an acknowledgement may be on its way, from a client far away
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class Unread:
             self._since[queue.client] = queue.waiting_bytes, since_s
 
     def clients(self, now_s: float) -> str:
-        """`127.0.0.1:5000 (for 12 s, 2500000 bytes wait)`, with the longest first; empty where every client reads."""
-        found = sorted(self._since.items(), key=lambda one: one[1][1])
+        """`127.0.0.1:5000 (for 12 s, 2500000 bytes wait)`, with the longest first; empty where all clients read."""
+        stuck = [one for one in self._since.items() if now_s - one[1][1] >= STUCK_S]
+        found = sorted(stuck, key=lambda one: one[1][1])
         shown = [f"{name} (for {now_s - since:.0f} s, {size} bytes wait)" for name, (size, since) in found]
         more = f" and {len(shown) - _SHOWN} more" if shown[_SHOWN:] else ""
         return ", ".join(shown[:_SHOWN]) + more

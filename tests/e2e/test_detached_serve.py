@@ -43,6 +43,10 @@ def nibble(tmp_path: Path) -> Iterator[Shell]:
         os.kill(record.pid, signal.SIGKILL)
 
 
+def children_of(pid: int) -> set[int]:
+    return {one.pid for one in processes() if one.parent == pid}
+
+
 def wait_for(done: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
@@ -102,8 +106,11 @@ def test_a_server_that_was_killed_is_recognised_and_another_may_start(nibble: Sh
     assert nibble("serve", "--detach", "nibble-demo").returncode == 0
     record = nibble.place.read()
     assert record is not None and nibble.place.is_running()
+    wait_for(lambda: bool(children_of(record.pid)), 10)
+    children = children_of(record.pid)
     os.kill(record.pid, signal.SIGKILL)
     wait_for(lambda: not nibble.place.is_running(), 10)
+    wait_for(lambda: not [one for one in processes() if one.pid in children and one.state != "Z"], 5)
     stale = nibble("stop")
     assert stale.returncode == 0 and f"pid {record.pid} ended without a word" in stale.stderr
     assert nibble("serve", "--detach", "nibble-demo").returncode == 0

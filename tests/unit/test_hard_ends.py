@@ -224,6 +224,7 @@ def test_a_client_that_takes_some_counts_from_then() -> None:
     for at, size in ((0, 500), (10, 400), (15, 400)):
         unread.look(at, [Queue("a:1", size), Queue("b:2", 9)])
     assert unread.clients(15) == "b:2 (for 15 s, 9 bytes wait), a:1 (for 5 s, 400 bytes wait)"
+    assert unread.clients(11) == "b:2 (for 11 s, 9 bytes wait)"  # the other one took some a moment ago
 
 
 @pytest.mark.parametrize(

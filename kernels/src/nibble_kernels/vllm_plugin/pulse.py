@@ -1,7 +1,7 @@
 """How far vLLM is, for the hang watch of nibble's supervisor: a few bytes in a file for each process, written at each step.
 
 It does something only where NIBBLE_PULSE names a folder on this machine. The engine core writes before and after each step and
-each request of its loop (about a microsecond each), the API server when it hands a request over and takes answers. SIGUSR2
+each request of its loop (a few microseconds each), the API server when it hands a request over and takes answers. SIGUSR2
 writes the Python stacks of all threads into `stacks-PID`; faulthandler does that without the interpreter's lock, so it also
 works where a thread hangs in the driver. The reader is nibble/pulse.py, which has the same layout.
 """
