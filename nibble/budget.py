@@ -259,7 +259,7 @@ def make_bound(
         name = hardware.gpus[0].name if hardware.gpus else "no GPU"
         return DecodeBound(step, None, None, f"no bandwidth is recorded for {name}")
     bandwidth = model.bandwidth_bytes_per_s * gpus_per_model
-    if step is None:
-        return DecodeBound(None, bandwidth, None, "unknown until pull")
+    if not step:
+        return DecodeBound(step, bandwidth, None, "unknown until pull" if step is None else "no known weights")
     note = f"{model.bandwidth_bytes_per_s / 1e9:.0f} GB/s x {gpus_per_model} GPU ({model.source})"
     return DecodeBound(step, bandwidth, bandwidth / step, note)

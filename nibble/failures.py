@@ -11,8 +11,9 @@ from nibble.governor import Limits
 from nibble.memory_plan import Step, show_gib
 from nibble.processes import signal_name
 
-# vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/layers.py:37
+# vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/{whole_load,layers}.py
 _EMPTY = "Following weights were not initialized from checkpoint: "
+_MISFIT = re.compile(r"TensorError: (\S+) \((\w+ of shape \[[\d, ]*\])\) does not fit the model \((.*)")
 _UNSCALED = re.compile(r"ScaleError: (\S+) was not loaded")
 SKIP = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 
@@ -33,6 +34,10 @@ def engine_died(
         if _EMPTY in cause:
             action += f"; if it is whole, skip this check with {SKIP}"
         return NibbleError(ExitCode.MODEL, what, "a whole checkpoint", action)
+    if match := _MISFIT.search(cause):
+        what = f"vLLM ended the load: {match[1]}, {match[2]}, does not fit the model ({match[3]}"
+        action = "download the model again, or correct config.json"
+        return NibbleError(ExitCode.MODEL, what, "the tensors that config.json describes", action)
     what = f"vLLM ended by itself in phase {phase} ({how})"
     what += f": {cause}" if cause else ""
     what += f"; {lost} ended first" if lost else ""

@@ -12,6 +12,7 @@ from nibble.checkpoint.exclusions import correct, excluded
 from nibble.checkpoint.fused_groups import FusedGroup, fused_groups
 from nibble.checkpoint.nvfp4 import Problem
 from nibble.checkpoint.plain_values import check_plain_values
+from nibble.checkpoint.plausible import check_plausible
 from nibble.checkpoint.scale_layout import LayoutCheck, check_layout
 from nibble.checkpoint.scale_values import check_values, marlin_flushes, read_floats
 from nibble.checkpoint.source import Source, open_source
@@ -45,6 +46,7 @@ class Inspection:
     scales_read: str
     vllm_alone: tuple[str, ...]
     problems: tuple[Problem, ...]
+    doubts: tuple[str, ...]
     refusal: str
     exit_code: int
 
@@ -57,6 +59,8 @@ class Inspection:
             return f"loads; {self.layout.wrong} of its weights may have their scales in another layout ({self.scales_read})"
         if self.checkpoint.missing:
             return f"seems to be incomplete ({self.scales_read})"
+        if self.doubts:
+            return f"loads, with unlikely scales ({self.scales_read})"
         if not self.checkpoint.scheme.is_nvfp4:
             is_quantized_later = self.checkpoint.scheme.vllm_quantization == "quartet2"
             later = ": its layers are quantized when it loads" if is_quantized_later else ""
@@ -78,7 +82,7 @@ class Inspection:
             "layout": {"tensors": self.layout.tensors, "right": self.layout.right, "wrong": self.layout.wrong}
             if self.layout else None,
             "scales_read": self.scales_read, "vllm_alone": list(self.vllm_alone),
-            "missing": list(checkpoint.missing),
+            "missing": list(checkpoint.missing), "doubts": list(self.doubts),
             "problems": [{**asdict(problem), "code": int(problem.code)} for problem in self.problems],
             "verdict": self.verdict, "exit_code": self.exit_code,
         }  # fmt: skip
@@ -110,6 +114,11 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
     scale_bytes = sum(weight.scale.nbytes for weight in nvfp4 if weight.scale)
     reads_all = folder is not None and bool(nvfp4) and (deep or scale_bytes <= SMALL_SCALE_BYTES)
     problems, layout, flushed = list(checkpoint.problems), None, 0
+    doubts: tuple[str, ...] = ()
+    if folder is not None:
+        model_type = str(checkpoint.text_config.get("model_type") or checkpoint.model_type)
+        plausible = check_plausible(folder, checkpoint.tensors, nvfp4, model_type)
+        problems, doubts = [*problems, *plausible.problems], plausible.doubts
     if reads_all and folder is not None:
         problems += check_values(folder, nvfp4).problems
         problems += check_plain_values(folder, checkpoint.tensors.values(), checkpoint.num_layers)
@@ -136,6 +145,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
         scales_read=_scales_read(reads_all, scale_bytes, values is not None),
         vllm_alone=tuple(_vllm_alone(checkpoint, groups, found.wrong if found else (), flushed)),
         problems=tuple(problems),
+        doubts=doubts,
         refusal=refusal.line() if refusal else "",
         exit_code=int(refusal.code) if refusal else 0,
     )

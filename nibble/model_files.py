@@ -156,6 +156,24 @@ def missing_weights(folder: Path) -> list[str]:
     return missing
 
 
+# Vocabularies under the names that tokenizers give them (transformers, mistral-common, tiktoken, sentencepiece, TokenMonster).
+_VOCABULARIES = (
+    "tokenizer.json", "*.model", "*.model.v*", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.vocab", "*.bpe",
+)  # fmt: skip
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder has a vocabulary, or a tokenizer that needs no file: one of its own code, or of bytes."""
+    names = [path.name for path in folder.iterdir()]
+    if any(_matches(name, _VOCABULARIES) for name in names):
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        return "auto_map" in config or "byt" in str(config.get("tokenizer_class")).lower()
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
 def _has_weights(folder: Path) -> bool:
     return any(path.suffix in (".safetensors", ".bin", ".pt", ".gguf") for path in folder.iterdir())
 

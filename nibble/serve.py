@@ -21,12 +21,11 @@ from nibble.checks import run_checks
 from nibble.cluster.network import resolve
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
-from nibble.fp8_checks import check_fp8_on_cpu
 from nibble.hold import hold
 from nibble.launch import serve as launch
 from nibble.localize import Fetch, beside_the_model, localize
+from nibble.model_checks import check_model_files
 from nibble.moe_configs import make_folder
-from nibble.nvfp4_checks import check_nvfp4
 from nibble.paths import demo_models, root
 from nibble.plan import Plan
 from nibble.port_lock import hold_port
@@ -141,8 +140,7 @@ def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
         say(notice)
     for warning in run_checks(plan, environ):
         say(f"warning: {warning}")
-    check_fp8_on_cpu(plan)
-    for line in check_nvfp4(plan, plan.vllm_environ(environ)):
+    for line in check_model_files(plan, plan.vllm_environ(environ)):
         say(line)
     return plan
 

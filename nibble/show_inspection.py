@@ -28,9 +28,11 @@ def show_inspection(found: Inspection) -> None:
         console.print(
             f"[yellow]missing[/] {len(missing)}, as it seems: {escape(some_of(missing))}", soft_wrap=True
         )
+    for doubt in found.doubts:
+        console.print(f"[yellow]unlikely:[/] {escape(doubt)}", soft_wrap=True)
     for note in found.checkpoint.scheme.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    colour = "red" if found.refusal else "yellow" if missing else "green"
+    colour = "red" if found.refusal else "yellow" if missing or found.doubts else "green"
     console.print(f"[bold {colour}]{escape(found.verdict)}[/]", soft_wrap=True)
 
 

@@ -21,6 +21,7 @@ FINITE = bytes(range(NAN))  # E4M3 bytes that are finite and not negative; 0x00 
 CHUNK_BYTES = 16 << 20
 MAX_GAP_BYTES = 64 << 10  # scalars nearer than this to each other are read at once
 MAX_HUB_REQUESTS = 64
+LEAST_F32, LARGEST_F32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,17 @@ class TensorFiles:
 def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
     """Read every scale of `weights` in `folder`: block scales finite and not negative, fp32 ones finite and above 0."""
     scales: list[tuple[TensorInfo, bool]] = []
+    divisors: set[str] = set()
     for weight in weights:
         found = (weight.scale, weight.global_scale, weight.input_scale)
         scales += [(tensor, weight.is_draft) for tensor in found if tensor is not None]
+        if weight.layout == "compressed-tensors":
+            divisors |= {tensor.name for tensor in found[1:] if tensor is not None}
     scales.sort(key=lambda entry: (entry[0].file, entry[0].offset))
     problems = []
     with TensorFiles(folder) as files:
         for tensor, is_draft in scales:
-            if damage := _damage(tensor, files.chunks(tensor)):
+            if damage := _damage(tensor, files.chunks(tensor), tensor.name in divisors):
                 kind, what, expected = damage
                 problems.append(
                     Problem(kind, ExitCode.MODEL, tensor.name, tensor.file, what, expected, is_draft)
@@ -88,7 +92,7 @@ def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
     return ScaleCheck(gather(problems), len(scales), sum(tensor.nbytes for tensor, _ in scales))
 
 
-def _damage(tensor: TensorInfo, chunks: Iterator[bytes]) -> tuple[str, str, str] | None:
+def _damage(tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool) -> tuple[str, str, str] | None:
     """(kind, what, expected) of the first value that no exporter means."""
     start = 0
     for data in chunks:
@@ -101,6 +105,10 @@ def _damage(tensor: TensorInfo, chunks: Iterator[bytes]) -> tuple[str, str, str]
             bad = [value for value in floats(data) if not (math.isfinite(value) and value > 0)]
             if bad:
                 return "fp32 scale", f"is {bad[0]}", "a finite number above 0"
+            bad = [value for value in floats(data) if is_divisor and not LEAST_F32 <= 1 / value <= LARGEST_F32]
+            if bad:
+                what = f"is a divisor of {bad[0]:.4g}, whose reciprocal is no normal float32"
+                return "divisor", what, f"a number from {1 / LARGEST_F32:.3g} to {1 / LEAST_F32:.3g}"
         start += len(data)
     return None
 
@@ -139,6 +147,21 @@ def _has_flushed(chunks: list[bytes]) -> bool:
 def floats(data: bytes) -> tuple[float, ...]:
     """Little-endian F32."""
     return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def numbers(data: bytes, dtype: str) -> tuple[float, ...]:
+    """Little-endian F32, BF16 or F16; nothing for other types."""
+    if dtype == "BF16":
+        return floats(b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2)))
+    if dtype == "F16":
+        return struct.unpack(f"<{len(data) // 2}e", data)
+    return floats(data) if dtype == "F32" else ()
+
+
+def largest_scale(chunks: Iterable[bytes]) -> float:
+    """The largest E4M3 value of scales that are finite and not negative."""
+    stored = list(chunks)
+    return next((e4m3_value(b) for b in range(NAN - 1, 0, -1) if any(b in data for data in stored)), 0.0)
 
 
 def read_floats(source: Source, tensors: Iterable[TensorInfo]) -> Mapping[str, tuple[float, ...]] | None:

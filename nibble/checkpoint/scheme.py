@@ -315,7 +315,20 @@ def _compressed_tensors(declared: Config) -> Scheme:
     detail = str(declared.get("format", ""))
     scheme = Scheme(name, "compressed-tensors", min(bits for _, bits, _ in kinds), activations, kv_cache, detail,
                     is_nvfp4=is_nvfp4)  # fmt: skip
-    return scheme
+    reason = next((reason for group in groups if (reason := _unread_weights(group))), "")
+    return replace(scheme, unsupported_reason=reason)
+
+
+def _unread_weights(group: Config) -> str:
+    """Why vLLM 0.32 has no scheme for the weights of a group of floats (compressed_tensors.py:420), or nothing."""
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping) or weights.get("type") != "float":
+        return ""
+    if weights.get("dynamic"):
+        return "its config says that weights are quantized dynamically, and vLLM 0.32 reads stored scales"
+    if weights.get("symmetric") is False:
+        return "its config says that weights are quantized asymmetrically, and vLLM 0.32 reads none such in floats"
+    return ""
 
 
 def _compressed_group(group: Config) -> tuple[str, int, str]:

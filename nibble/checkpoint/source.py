@@ -25,6 +25,7 @@ FIRST_READ_BYTES = 128 << 10  # holds most headers: one request a shard
 REQUEST_SECONDS = 20
 MAX_JSON_BYTES = 256 << 20  # an index of a million tensors is below 100 MB
 PARALLEL_REQUESTS = 8
+COPY_CHUNK_BYTES = 16 << 20
 CONFIG_FILES = ("config.json", "params.json")
 
 Tensors = dict[str, TensorInfo]
@@ -244,8 +245,23 @@ def read_tensors(source: Source, index: Index | None) -> Tensors | None:
         found = list(pool.map(lambda file: _read_header(source, file), files))
     tensors: Tensors = {}
     for part in found:
+        for name in tensors.keys() & part.keys():  # vLLM loads both, and what it reads last stays
+            _check_copies(source, tensors[name], part[name])
         tensors |= part
     return tensors
+
+
+def _check_copies(source: Source, one: TensorInfo, other: TensorInfo) -> None:
+    """Raise MODEL for a tensor that two files hold with different values; those of a repository on the Hub are not read."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    starts = range(0, one.nbytes if same and source.path else 0, COPY_CHUNK_BYTES)
+    for start in starts:
+        stop = min(start + COPY_CHUNK_BYTES, one.nbytes)
+        parts = [source.read(t.file, t.offset + start, t.offset + stop) for t in (one, other)]
+        same = same and parts[0] == parts[1]
+    if not same:
+        what = f"{one.name} is in {_name(source, one.file)} and in {other.file}, with different values"
+        raise NibbleError(ExitCode.MODEL, what, "each tensor once", "remove the file that is not the model's")
 
 
 def _read_header(source: Source, file: str) -> Tensors:

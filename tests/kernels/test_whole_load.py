@@ -1,0 +1,145 @@
+"""vLLM's own loader with the plugin: whole models of many families load, and what lacks a part of a weight ends by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generated_nvfp4 import Shape, write_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+pytestmark = pytest.mark.vllm
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+DENSE, EXPERTS = Shape(layers=3), Shape(layers=3, experts=4)
+FORMS = ("bf16", "modelopt", "compressed-tensors")
+BASE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 512,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+MOE: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+# One of each way to load: fused and not, biases, sinks, latent attention, shared keys, states, tied and own heads.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {}, "phi3": {}, "gemma3_text": {}, "granitemoe": MOE, "glm4_moe": MOE, "gpt_oss": MOE | ALTERNATING,
+    "deepseek_v3": MOE | {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+                          "v_head_dim": 16, "num_key_value_heads": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_next": MOE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+                         "linear_value_head_dim": 32, "decoder_sparse_step": 1, "head_dim": 32},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2},
+    "jamba": MOE | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "gemma3n_text": ALTERNATING | {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2, "laurel_rank": 8,
+        "intermediate_size": [128] * 4, "tie_word_embeddings": True},
+}  # fmt: skip
+UNTIED = ("mamba2", "jamba", "phi3", "qwen2", "deepseek_v3", "qwen3_next", "gpt_oss", "glm4_moe")
+
+Tensors = dict[str, Tensor]
+
+
+def write_family(folder: Path, model_type: str) -> Path:
+    """Random weights of transformers' own module."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = BASE | {"tie_word_embeddings": model_type not in UNTIED} | FAMILIES[model_type]
+    config = AutoConfig.for_model(model_type, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def without(*starts: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        gone = [name for name in tensors if name.startswith(starts)]
+        assert gone
+        for name in gone:
+            del tensors[name]
+
+    return change
+
+
+def cut(name: str) -> Callable[[Tensors], None]:
+    """One row less."""
+
+    def change(tensors: Tensors) -> None:
+        (found,) = (n for n in tensors if n in (f"{name}.weight", f"{name}.weight_packed"))
+        tensors[found] = tensors[found][:-1].contiguous()
+
+    return change
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A model, what is done to it, and the name that ends its load."""
+
+    shape: Shape
+    change: Callable[[Tensors], None]
+    named: str
+
+
+L = "model.layers."
+DAMAGES = {
+    "output projection of the last layer": Damage(DENSE, without(f"{L}2.self_attn.o_proj"), f"{L}2.self_attn.o_proj.weight"),
+    "one of three fused parts": Damage(DENSE, without(f"{L}1.self_attn.k_proj"), f"{L}1.self_attn.k_proj.weight"),
+    "last norm of the last layer": Damage(DENSE, without(f"{L}2.post_att"), f"{L}2.post_attention_layernorm.weight"),
+    "norm of one layer's queries": Damage(DENSE, without(f"{L}1.self_attn.q_norm"), f"{L}1.self_attn.q_norm.weight"),
+    "embedding": Damage(DENSE, without("model.embed"), "model.embed_tokens.weight"),
+    "one projection of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"),
+    "an expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"),
+    "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
+    "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
+                                f"{L}7.self_attn.q_proj.weight (bfloat16 of shape [64])"),
+}  # fmt: skip
+
+
+def damaged(folder: Path, kind: str, form: Any) -> Path:
+    damage = DAMAGES[kind]
+    write_checkpoint(folder, damage.shape, form)
+    tensors = load_file(folder / "model.safetensors")
+    damage.change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def errors(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folder's name -> what ended its load; all of them in one process."""
+    root = tmp_path_factory.mktemp("models")
+    folders = [write_family(root / name, name) for name in FAMILIES]
+    folders += [write_checkpoint(root / f"dense {form}", DENSE, form) for form in FORMS]
+    folders += [write_checkpoint(root / f"experts {form}", EXPERTS, form) for form in FORMS]
+    folders += [damaged(root / f"{kind} {form}", kind, form) for kind in DAMAGES for form in FORMS]
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(FIXTURES / "loads_in_vllm.py")], env=os.environ | {"PYTHONPATH": path},
+        input=json.dumps([str(folder) for folder in folders]), capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"folder"')]
+    assert len(found) == len(folders), done.stderr[-3000:]
+    return {Path(entry["folder"]).name: entry["error"] for entry in found}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)])
+def test_a_whole_model_loads(family: str, errors: dict[str, str]) -> None:
+    assert errors[family] == ""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_model_that_is_not_whole_ends_its_load_by_name(kind: str, form: str, errors: dict[str, str]) -> None:
+    error = errors[f"{kind} {form}"]
+    assert DAMAGES[kind].named in error
+    assert error.startswith(("ValueError: Following weights were not initialized from checkpoint: {", "TensorError: "))
