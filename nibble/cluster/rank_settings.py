@@ -82,13 +82,15 @@ OWN_PREFIXES = (
     "NCCL_DEBUG", "NCCL_SOCKET_", "NCCL_TOPO", "NCCL_IB_TC", "NCCL_IB_SL", "TORCH_LOGS", "TORCH_SHOW_", "TORCHELASTIC_",
     "TORCH_EXTENSIONS_", "TORCH_CUDA_ARCH_LIST", "TORCH_CPP_",
 )  # fmt: skip
-# Memory, threads and time of this machine; and what stands for the node or is nibble's answer to the place.
+# Memory, threads, time limits and processes of this machine. NCCL_IB_DISABLE is compared with the network's devices (facts.py),
+# NCCL_VERSION is a note of NVIDIA's images.
 OWN_NAMES = frozenset(
     (
         "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_DO_NOT_TRACK",
         "VLLM_NO_USAGE_STATS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_RPC_TIMEOUT",
         "VLLM_EXTRA_ARGS", "VLLM_ENABLE_CUDA_COMPATIBILITY", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "VLLM_TARGET_DEVICE",
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "VLLM_ENABLE_STARTUP_PLAN", "NCCL_IB_DISABLE",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "VLLM_ENABLE_STARTUP_PLAN", "VLLM_WORKER_MULTIPROC_METHOD",
+        "NCCL_IB_DISABLE", "NCCL_VERSION",
     )
 )  # fmt: skip
 
