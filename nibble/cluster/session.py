@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nibble.plan import Plan
 
 STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
+LOOK_S = 0.1
 HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
 SAME_MOMENT_S = 0.5  # within which it cannot be told which of two processes on two machines ended first
 Say = Callable[[str], None]
@@ -367,11 +368,12 @@ class Cluster:
         """Each hears the state with its next beat; one that is silent is not waited for."""
         assert self._roster is not None
         told = time.monotonic()
-        while (waited_s := time.monotonic() - told) < HEAR_S:
+        while time.monotonic() - told < HEAR_S:
             others = [node for node in living(self._roster.nodes()) if node["rank"]]
-            if waited_s >= BEAT_S and all(node["seen"] > told + BEAT_S / 2 for node in others):
-                return
-            time.sleep(0.1)
+            if all(node["seen"] > told for node in others):
+                break
+            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)  # for the reply to the last beat
 
     def _set(self, starting: bool) -> None:
         self._state["detail"] = ""
