@@ -14,7 +14,7 @@ from nibble.cluster.roster import LOST_S
 
 AGAIN_S = 60.0
 LEAST_NODES = 2  # fewer are no cluster
-SEE_NODE = "see what that node says"
+SEE_NODE = "see that node's log"
 GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
 INTO_THE_HEAD = (
