@@ -6,7 +6,7 @@ A start and `nibble cluster check` ask the same questions.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from nibble.cluster.roster import LOST_S
 
 AGAIN_S = 60.0
 LEAST_NODES = 2  # fewer are no cluster
-SEE_NODE = "see what that node says"
+SEE_NODE = "see that node's log"
 GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
 INTO_THE_HEAD = (
@@ -22,7 +22,7 @@ INTO_THE_HEAD = (
     " else after `ray-head` or `ray-worker` on this machine"
 )
 
-Nodes = Sequence[Mapping[str, Any]]
+Nodes = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Missing:
     action: str = START_NODES
 
 
-def living(nodes: Nodes) -> list[Mapping[str, Any]]:
+def living(nodes: Nodes) -> list[dict[str, Any]]:
     """Those that gave a sign of life within LOST_S."""
     return [node for node in nodes if node["age_s"] < LOST_S]
 

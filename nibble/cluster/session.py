@@ -14,6 +14,7 @@ from nibble.cluster.agent import AgentError
 from nibble.cluster.claim import Claim
 from nibble.cluster.complete import (
     INTO_THE_HEAD,
+    SEE_NODE,
     START_NODES,
     Missing,
     Reminder,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from nibble.plan import Plan
 
 STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
+LOOK_S = 0.1
 HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
 SAME_MOMENT_S = 0.5  # within which it cannot be told which of two processes on two machines ended first
 Say = Callable[[str], None]
@@ -73,6 +75,8 @@ class Cluster:
         self.head_stops = self._runs = False
         self._ranks: dict[tuple[str, int], int] = {}  # with Ray: (node's address, pid) -> rank of the model
         self._died_here_at = float("inf")
+        self._was_ready = False
+        self._seen: Sequence[dict[str, Any]] = ()
         self._reminder = Reminder()  # of what a `prepare` waits for
         self._state: dict[str, Any] = {
             "state": "starting",
@@ -146,7 +150,7 @@ class Cluster:
 
     def lost(self) -> str | None:
         """Which node of the running server is gone, in words."""
-        now = self.nodes()
+        now = self._seen = self.nodes()
         if self._head_silence_s >= LOST_S:
             return (
                 f"the head at {self._caller.head} has given no sign of life for {self._head_silence_s:.0f} s"
@@ -157,7 +161,18 @@ class Cluster:
                 for node in now
                 if node["busy"] and node["age_s"] < LOST_S and node["address"] not in self._members
             }
-        return lost_node(list(self._members.values()), now, self._left) or ended_process(now, self._matters)
+        return lost_node(list(self._members.values()), now, self._left)
+
+    def loss(self) -> NibbleError | None:
+        """What ends this run: NodeLost, after which there is another run, or a process that ended before the server was ready,
+        which another run would most likely see again.
+        """
+        if why := self.lost():
+            return NodeLost(why)
+        if why := ended_process(living(self._seen), self._matters):
+            what = f"{why}, before the server was ready"
+            return NodeLost(why) if self._was_ready else NibbleError(ExitCode.ENGINE_DIED, what, "", SEE_NODE)
+        return None
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
         """Whether the end of a process on another node concerns this run, and is no consequence of one that ended here."""
@@ -181,18 +196,21 @@ class Cluster:
             raise error
         self._set(starting=False)
         self._state["detail"] = f"{error.what}; looking whether a node is lost"
-        if why := self.who_was_lost() or watch.dead_worker():
+        found = self.who_was_lost()
+        if isinstance(found, NodeLost):
+            return found
+        if self._was_ready and (why := watch.dead_worker()):
             return NodeLost(why)
         if self.stop.is_set():  # told to stop meanwhile: there is no other run that `error` could hold up
             return NodeLost(error.what)
-        raise error
+        raise found or error
 
-    def who_was_lost(self) -> str | None:
+    def who_was_lost(self) -> NibbleError | None:
         """After vLLM ended by itself: was it a node? A lost node is known only once it was silent for LOST_S."""
         deadline = time.monotonic() + LOST_S + 3 * BEAT_S
         while time.monotonic() < deadline and not self.stop.is_set():
-            if why := self.lost():
-                return why
+            if loss := self.loss():
+                return loss
             self.stop.wait(BEAT_S)
         return None
 
@@ -324,7 +342,8 @@ class Cluster:
     def begin(self) -> Watch:
         """A new run: headless ranks start theirs."""
         self._set(starting=True)
-        self._runs, self._died_here_at, self._ranks = True, float("inf"), {}
+        self._runs, self._was_ready = True, False
+        self._died_here_at, self._ranks = float("inf"), {}
         return Watch(self)
 
     def reports(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -349,6 +368,7 @@ class Cluster:
 
     def ready(self) -> None:
         """The server answers: headless ranks are ready too."""
+        self._was_ready = True
         if self._roster:
             self._roster.state = "ready"
         self.claim.release()
@@ -369,11 +389,12 @@ class Cluster:
         """Each hears the state with its next beat; one that is silent is not waited for."""
         assert self._roster is not None
         told = time.monotonic()
-        while (waited_s := time.monotonic() - told) < HEAR_S:
+        while time.monotonic() - told < HEAR_S:
             others = [node for node in living(self._roster.nodes()) if node["rank"]]
-            if waited_s >= BEAT_S and all(node["seen"] > told + BEAT_S / 2 for node in others):
-                return
-            time.sleep(0.1)
+            if all(node["seen"] > told for node in others):
+                break
+            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)  # for the reply to the last beat
 
     def _set(self, starting: bool) -> None:
         self._state["detail"] = ""

@@ -75,14 +75,14 @@ class Watch:
         """
         drains = False
         while not over.wait(BEAT_S):
-            why = self._cluster.lost()
+            loss = self._cluster.loss()
             if drains or self._cluster.stop.is_set():
                 continue
             if self._cluster.head_stops:
                 drains = True
                 drain(f"the Ray head at {self._cluster.head} is stopping")
-            elif why:
-                fail(NodeLost(why))
+            elif loss is not None:
+                fail(loss)
                 return
             elif self._dead is not None and time.monotonic() - self._dead[1] > LOST_S:
                 fail(NodeLost(str(self.dead_worker())))

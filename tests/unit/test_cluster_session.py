@@ -338,6 +338,11 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
         signal.signal(signal.SIGTERM, before)
 
 
+def loss_of(cluster: Cluster) -> str | None:
+    found = cluster.loss()
+    return None if found is None else f"{type(found).__name__} {found.what}"
+
+
 def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_before(
     cluster: Cluster,
 ) -> None:
@@ -345,15 +350,35 @@ def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_
     roster.beat(message(1))
     cluster._members = {node["address"]: node for node in cluster.nodes()}
     cluster.begin()
+    cluster.ready()
     end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
     roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
-    assert cluster.lost() is None  # of an earlier run
+    assert cluster.loss() is None  # of an earlier run
     roster.beat(message(1, ended=[end]))
-    assert cluster.lost() == "node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
+    assert loss_of(cluster) == "NodeLost node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
     cluster.died_here()
-    assert cluster.lost() is not None  # it ended before
+    assert cluster.loss() is not None  # it ended before
     cluster._died_here_at -= 5
-    assert cluster.lost() is None
+    assert cluster.loss() is None
+
+
+def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_for_the_crash_loop(
+    attempts: list[NodeLost | None], tmp_path: Path
+) -> None:
+    """Another run would load for minutes and most likely end the same way."""
+
+    def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
+        roster = roster_of(watch._cluster)
+        end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
+        roster.beat(message(1, ended=[end]))
+        raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself in phase load")
+
+    environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    with pytest.raises(
+        NibbleError, match=r"node 10\.0\.0\.2 \(rank 1\): VLLM::Worker .* before the server"
+    ) as caught:
+        serve_across(plan(environ), environ, quiet, run)
+    assert (type(caught.value), caught.value.code, len(attempts)) == (NibbleError, ExitCode.ENGINE_DIED, 1)
 
 
 def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
@@ -371,11 +396,12 @@ def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
     }
     monkeypatch.setattr(found, "nodes", lambda: [there])
     told = {"reports": [{"rank": 1}], "ranks": {"7": 1}}
-    monkeypatch.setattr(Caller, "ask", lambda self, address, path, body: told)
+    monkeypatch.setattr(Caller, "ask", lambda self, address, path, body, timeout_s=0: told)
     watch = found.begin()
-    assert found.lost() is None  # of another server on the same nodes, for all that is known
+    assert found.loss() is None  # of another server on the same nodes, for all that is known
     watch.reports()
-    assert found.lost() == "node 10.0.0.3: rank 1 of the model (pid 7) ended by itself"
+    found.ready()
+    assert loss_of(found) == "NodeLost node 10.0.0.3: rank 1 of the model (pid 7) ended by itself"
     watch.feed(DEAD_WORKER)
     assert "rank 1 on 10.0.0.3" in str(watch.dead_worker())
 
@@ -457,7 +483,9 @@ def test_what_is_not_yet_right_is_said_once(cluster: Cluster, monkeypatch: pytes
 def test_the_control_port_answers_without_a_break_over_two_runs_and_between_them(
     attempts: list[NodeLost | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cluster, "who_was_lost", lambda self: time.sleep(0.3) or "node 10.0.0.2 has left")
+    monkeypatch.setattr(
+        Cluster, "who_was_lost", lambda self: time.sleep(0.3) or NodeLost("node 10.0.0.2 has left")
+    )
     port = plan(MP).settings.control_port
     over, refused, states = threading.Event(), [], []
 
