@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
     MODEL = 4  # the model is not available, not readable or not complete
     CONFIG = 5  # settings that contradict each other or cannot work
     VERIFY = 6  # a patch or build verification failed
-    NO_FIT = 7  # memory or disk would not suffice, or memory ran short and the watchdog stopped vLLM
+    NO_FIT = 7  # memory, shared memory or disk would not suffice, or memory ran short and the watchdog stopped vLLM
     CANARY = 8  # wrong kernel or wrong answer
     CLUSTER = 9  # cluster preflight failed
     ENGINE_DIED = 10  # vLLM ended by itself or hung; `status` and `chat`: no server answers

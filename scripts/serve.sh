@@ -21,7 +21,7 @@ if ! docker image inspect "$image" >/dev/null 2>&1; then
   exit 3
 fi
 gpus=(--gpus all --ipc host)
-if [[ $target == cpu ]]; then gpus=(--shm-size 1g); fi
+if [[ $target == cpu ]]; then gpus=(); fi
 # Names only: docker reads the values itself, so that no secret stands in a command line.
 mapfile -t names < <(compgen -e | grep -E '^(MODEL|HF_|PORT$|GPU_MEMORY_UTIL|MAX_|TENSOR_|NIBBLE_|VLLM_|NCCL_|PYTORCH_|NUM_GPUS|CUTE_WO)' || true)
 exec docker run --rm "${gpus[@]}" "${names[@]/#/--env=}" --stop-timeout 60 \

@@ -40,11 +40,11 @@ def name() -> str:
 
 @pytest.fixture(scope="module")
 def used_volume(cpu_image: str) -> Iterator[str]:
-    """A cache volume that another user's server has used up to the load of its model, and was killed in."""
+    """A cache volume in which another user's server has made its key and its folders, and was killed."""
     with volume() as cache:
         options = ["--user", "12345:0", "--volume", f"{cache}:/var/cache/nibble"]
         with running(cpu_image, "serve", "nibble-demo-nvfp4", options=options) as before:
-            before.wait_for(lambda: "[nibble] load" in before.logs(), 240, "loading")
+            before.wait_for(lambda: "[nibble] start" in before.logs(), 60, "started")
             docker("kill", before.id)
         yield cache
 

@@ -12,11 +12,14 @@ import struct
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from patch_series import CHANGES, make_series, make_tree
 
+from nibble import container_commands
 from nibble.patching.apply import RECORD_FOLDER
 from nibble.patching.series import load_series
 from nibble.settings import Settings
@@ -131,6 +134,38 @@ def test_stop_timeouts_are_the_drain_and_30_seconds() -> None:
     assert f"StopTimeout={drain + 30}\n" in quadlet
     assert f"NIBBLE_DRAIN_SECONDS={drain}\n" in quadlet
     assert "RestartPreventExitStatus=75\n" in quadlet
+
+
+def test_compose_and_quadlet_give_what_the_printed_command_gives() -> None:
+    (hardened,) = container_commands.hardened_commands()
+    words = hardened.replace(" \\\n ", "").split()
+    common = yaml.safe_load((DOCKER / "compose.yaml").read_text())["x-common"]
+    quadlet = (DOCKER / "quadlet" / "nibble.container").read_text()
+    options = dict(pairwise(words))
+    assert common["stop_grace_period"] == f"{options['--stop-timeout']}s"
+    assert f"StopTimeout={options['--stop-timeout']}\n" in quadlet
+    assert (
+        common["shm_size"] == f"{options['--shm-size']}b" and f"ShmSize={options['--shm-size']}\n" in quadlet
+    )
+    assert common["tmpfs"] == [options["--tmpfs"]]
+    assert f"Tmpfs={options['--tmpfs'].replace(':', ':rw,')}\n" in quadlet
+    place = options["-v"].partition(":")[2]
+    assert common["volumes"] == [f"cache:{place}"] and f"Volume={options['-v']}\n" in quadlet
+    assert common["cap_drop"] == [options["--cap-drop"]] and "DropCapability=all\n" in quadlet
+    assert (
+        common["security_opt"] == [f"{options['--security-opt']}:true"]
+        and "NoNewPrivileges=true\n" in quadlet
+    )
+    assert "--read-only" in words and common["read_only"] is True and "ReadOnly=true\n" in quadlet
+    assert common["command"] == ["serve"] and f"PublishPort={options['-p']}\n" in quadlet
+    assert f"Environment=MODEL={words[-1]}\n" in quadlet and f"Image=localhost/{words[-3]}\n" in quadlet
+
+
+def test_the_scripts_run_the_image_as_the_printed_command_does() -> None:
+    script = (ROOT / "scripts" / "serve.sh").read_text()
+    assert f"--stop-timeout {container_commands.stop_timeout_s()} " in script
+    assert f"--volume {container_commands.VOLUME} " in script
+    assert "gpus=(--gpus all --ipc host)\n" in script and "--shm-size" not in script
 
 
 def test_workflow_actions_are_pinned_by_commit() -> None:

@@ -1,0 +1,47 @@
+"""The queue of a worker's answers is as large as VLLM_MQ_MAX_CHUNK_BYTES_MB says, and larger messages arrive all the same."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from nibble_kernels.vllm_plugin.queues import VARIABLE, size_answer_queue
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor import multiproc_executor
+
+pytestmark = pytest.mark.vllm
+VLLMS_OWN_BYTES = 24 << 20
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiproc_executor, "MessageQueue", MessageQueue)
+
+
+def test_without_the_variable_it_stays_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    size_answer_queue()
+    assert multiproc_executor.MessageQueue is MessageQueue
+    assert MessageQueue(1, 1).buffer.max_chunk_bytes == VLLMS_OWN_BYTES
+
+
+def test_the_variable_sizes_it_and_a_larger_message_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    size_answer_queue()
+    answers = multiproc_executor.MessageQueue(1, 1)  # as WorkerProc._init_message_queues makes it
+    assert answers.buffer.max_chunk_bytes == 1 << 20
+    assert answers.buffer.shared_memory.size < 11 << 20
+    reader = multiproc_executor.MessageQueue.create_from_handle(answers.export_handle(), 0)
+    ready = threading.Thread(target=reader.wait_until_ready)
+    ready.start()
+    answers.wait_until_ready()
+    ready.join(timeout=10)
+    for message in (b"small", b"x" * (3 << 20)):
+        answers.enqueue(message)
+        assert reader.dequeue(timeout=10) == message
+
+
+def test_a_size_that_the_caller_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    size_answer_queue()
+    assert multiproc_executor.MessageQueue(1, 1, max_chunk_bytes=2 << 20).buffer.max_chunk_bytes == 2 << 20
