@@ -71,8 +71,10 @@ def run_model(model: str, folder: Path) -> dict[str, Any]:
 
 def one_model(model: str, reference: str, proof: str) -> dict[str, Any]:
     """In a process of its own: fault -> findings."""
+    from nibble_kernels.vllm_plugin.proof.probes import Probes
     from vllm import LLM
 
+    Probes.forget = lambda self: None  # reports are made again and again
     files = hand_over(Path(reference), Path(proof))
     llm = LLM(
         model,
@@ -81,9 +83,6 @@ def one_model(model: str, reference: str, proof: str) -> dict[str, Any]:
         kv_cache_memory_bytes=64 << 20,
         enable_prefix_caching=False,
     )
-    from nibble_kernels.vllm_plugin.proof.probes import Probes
-
-    Probes.forget = lambda self: None
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
     import model_faults
     import vllm_faults

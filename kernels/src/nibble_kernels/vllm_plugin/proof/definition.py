@@ -53,7 +53,7 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
             added[kept].float(),
             after.cpu()[reference["tokens"][kept]],
         )
-        for (_, after), before, added in zip(found, fed.float(), reference["added"], strict=True)
+        for (_, after), before, added in zip(found, fed.float()[:-1], reference["added"], strict=True)
     ]
     logits = model.compute_logits(hidden[places.to(worker.device)])
     return {
@@ -111,11 +111,11 @@ def _hooks(
         seen.append(_sum(hidden, residual))
         if fed is None:
             return None
-        value = fed[place].to(hidden.dtype)
+        value = fed[place].to(hidden.dtype, copy=True)  # kernels write into it
         # vLLM's layers add both before their first norm (vllm 0.32 qwen3.py:242)
         given["hidden_states"] = value if residual is None else torch.zeros_like(hidden)
         if residual is not None:
-            given["residual"] = value.to(residual.dtype)
+            given["residual"] = value
         return bound.args, bound.kwargs
 
     def after(_layer: nn.Module, _args: Any, output: Any) -> Any:
@@ -123,7 +123,7 @@ def _hooks(
         seen.append(_sum(pair[0], pair[1]))
         if fed is None or not is_last:
             return None
-        value = fed[place + 1].to(pair[0].dtype)
+        value = fed[place + 1].to(pair[0].dtype, copy=True)
         if not isinstance(output, tuple):
             return value
         return (
