@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# setup.sh PARTS_DIR SOURCES: unpack, see that everything loads, start the lanes in the background. Takes 20 s.
+# setup.sh PARTS_DIR SOURCES [LANE…]: unpack, see that everything loads, start the lanes (default: timing checks two_gpus) in the
+# background. Takes 20 s.
 set -euo pipefail
 parts=$1 sources=$2
+shift 2
+(($#)) || set -- timing checks two_gpus
 mkdir -p /tmp/site /tmp/R /tmp/repo
 cat "${parts}"/p?? | LD_LIBRARY_PATH=${parts}/bin "${parts}/bin/zstd" -d --long=27 -c | tar -x -C /tmp/site
 tar -xzf "${parts}/nibble.tgz" -C /tmp/site
@@ -34,8 +37,6 @@ PYTHON
 mkdir /tmp/site/nibble_here
 ln -s /tmp/site/nibble_kernels /tmp/site/nibble_kernels-*.dist-info /tmp/site/nibble_here/
 ip link show lo | head -n 1
-# Half of the cores each: kernels that are compiled at a start would otherwise stretch the figures of the other lane.
-half=$(($(nproc) / 2))
-setsid taskset -c "0-$((half - 1))" bash benchmarks/lease/timing.sh >/tmp/R/timing.log 2>&1 &
-setsid taskset -c "${half}-$((2 * half - 1))" bash benchmarks/lease/checks.sh >/tmp/R/checks.log 2>&1 &
-setsid bash benchmarks/lease/two_gpus.sh >/tmp/R/two_gpus.log 2>&1 &
+for lane; do
+  setsid bash "benchmarks/lease/${lane}.sh" >"/tmp/R/${lane}.log" 2>&1 &
+done

@@ -3,6 +3,8 @@
 set -uo pipefail
 # shellcheck source=benchmarks/lease/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
+# Half of the cores each: kernels that are compiled at a start would otherwise stretch the figures of the other lane.
+taskset -p -c "0-$(($(nproc) / 2 - 1))" $$
 export CUDA_VISIBLE_DEVICES=0
 step start_time 540 python3 benchmarks/start_time.py --later 1 --scratch /tmp --logs /tmp/R/start_logs --commit "${COMMIT}" \
   --out /tmp/R/start_time.json -- --max-num-seqs 16

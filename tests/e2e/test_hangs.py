@@ -16,6 +16,7 @@ from hanging_worker import install
 from serving import ROOT, Server, Stream, free_port
 from slow_model import make_slow_model
 
+from nibble.hardware import detect
 from nibble.processes import processes
 
 pytestmark = pytest.mark.vllm
@@ -29,6 +30,8 @@ Start = Callable[..., Server]
 
 @pytest.fixture(scope="module")
 def model() -> Path:
+    if detect().gpus:
+        return make_slow_model(ROOT / ".cache" / "slow_model_gpu", layers=48)
     return make_slow_model(ROOT / ".cache" / "slow_model")
 
 
