@@ -157,6 +157,7 @@ ALLOWED: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
 def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
     with Watch(server) as watch:
@@ -223,6 +224,7 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
     is_alive(server)
 
 
+@pytest.mark.slow
 def test_20_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
     data = ALLOWED["2048 messages"]
     with Watch(server) as watch:
