@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_server import post, read_all
+from guarded_server import KEY, post, read_all
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]
-KEY = "nbl-the-key-of-the-guard-test"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16")
 HEALTH_S = GAP_S = 1.0
@@ -105,8 +104,8 @@ def send(server: Server, data: bytes, timeout_s: float = 60) -> int:
     return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
-def body(path: str, key: str = KEY, **fields: Any) -> bytes:
-    return post(json.dumps({"model": "default", **fields}).encode(), path, key=key)
+def body(path: str, **fields: Any) -> bytes:
+    return post(json.dumps({"model": "default", **fields}).encode(), path)
 
 
 HEAVY: dict[str, tuple[bytes, int]] = {
