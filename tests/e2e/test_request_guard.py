@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_server import post, read_all
+from guarded_server import KEY, post, read_all
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]
-KEY = "nbl-the-key-of-the-guard-test"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16")
 HEALTH_S = GAP_S = 1.0
@@ -105,8 +104,8 @@ def send(server: Server, data: bytes, timeout_s: float = 60) -> int:
     return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
-def body(path: str, key: str = KEY, **fields: Any) -> bytes:
-    return post(json.dumps({"model": "default", **fields}).encode(), path, key=key)
+def body(path: str, **fields: Any) -> bytes:
+    return post(json.dumps({"model": "default", **fields}).encode(), path)
 
 
 HEAVY: dict[str, tuple[bytes, int]] = {
@@ -157,6 +156,7 @@ ALLOWED: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
 def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
     with Watch(server) as watch:
@@ -223,6 +223,7 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
     is_alive(server)
 
 
+@pytest.mark.slow
 def test_20_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
     data = ALLOWED["2048 messages"]
     with Watch(server) as watch:
