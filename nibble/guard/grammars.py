@@ -86,7 +86,7 @@ class Grammars:
         """Space requests out whose grammars vLLM needs long to read on its event loop, in each request anew."""
         if loop_seconds <= _CHEAP_SECONDS:
             return None
-        if self._paced >= WAITING:
+        if self._paced * loop_seconds * _LOOP_SHARE > PATIENCE_SECONDS:
             return _crowded()
         self._paced += 1
         try:
@@ -182,7 +182,8 @@ class Grammars:
                         break
                     self._pass_on(*marshal.loads(received[LENGTH.size : end]))
                     received = received[end:]
-        self._stop()
+        if self._socket is connection:  # not the next worker's
+            self._stop()
 
     def _pass_on(self, number: int, what: str, text: str, loop_seconds: float = 0.0) -> None:
         waiting = self._asked.values() if number == -1 else filter(None, [self._asked.get(number)])

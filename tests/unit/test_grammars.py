@@ -194,6 +194,16 @@ def test_a_killed_worker_is_replaced(log: Path) -> None:
     run(work)
 
 
+def test_a_stopped_worker_does_not_take_the_next_one_with_it(log: Path) -> None:
+    async def work(found: Grammars) -> None:
+        assert await found.problem(CHAT, regex("a"), None) is None
+        found._stop()
+        waiting = asyncio.ensure_future(found.problem(CHAT, regex("slow"), None))
+        assert await waiting is None
+
+    run(work)
+
+
 def test_too_many_different_grammars_at_a_time_are_refused_with_503(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
