@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from nibble_kernels.vllm_plugin import pulse as plugin
 
-from nibble import pulse
+from nibble import gpu_state, pulse
 from nibble.hang_watch import Hang, HangWatch
 from nibble.pulse import Pulse, read_pulses
 from nibble.readiness import Api
@@ -154,3 +154,16 @@ def test_an_api_server_that_takes_connections_and_says_nothing_is_found(tmp_path
             engine.kill()
             engine.wait()
     assert hangs[0].stall.kind == "api"
+
+
+def test_a_driver_that_does_not_answer_or_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(indices: object) -> list[gpu_state.GpuState]:
+        time.sleep(1)
+        return []
+
+    xids = gpu_state.XidLog([7])  # no machine of the tests has that many
+    assert xids.read() == []
+    assert gpu_state.gpu_report([7], xids) == ["the NVIDIA driver does not tell the state of the GPUs"]
+    monkeypatch.setattr(gpu_state, "gpu_states", hang)
+    monkeypatch.setattr(gpu_state, "REPORT_S", 0.1)
+    assert gpu_state.gpu_report([7], xids) == ["NVML did not answer within 0 s"]
