@@ -157,8 +157,9 @@ def test_half_a_request_does_not_hold_a_stop_up(start: Start) -> None:
         began = time.monotonic()
         server.signal()
         for client in clients:
-            while client.recv(1 << 16):  # an answer or none, and the end of the connection
-                pass
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(1 << 16):  # an answer or none, and the end of the connection
+                    pass
         assert time.monotonic() - began < END_S  # of 40
         assert server.wait(45) == 0
         assert "[nibble] drained and stopped" in server.said()
