@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from nibble_kernels.vllm_plugin import pulse as plugin
 
-from nibble import pulse
+from nibble import gpu_state, pulse
 from nibble.hang_watch import Hang, HangWatch
 from nibble.pulse import Pulse, read_pulses
 from nibble.readiness import Api
@@ -154,3 +155,66 @@ def test_an_api_server_that_takes_connections_and_says_nothing_is_found(tmp_path
             engine.kill()
             engine.wait()
     assert hangs[0].stall.kind == "api"
+
+
+def test_a_driver_that_does_not_answer_or_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(indices: object) -> list[gpu_state.GpuState]:
+        time.sleep(1)
+        return []
+
+    xids = gpu_state.XidLog([7])  # no machine of the tests has that many
+    assert xids.read() == []
+    assert gpu_state.gpu_report([7], xids) == ["the NVIDIA driver does not tell the state of the GPUs"]
+    monkeypatch.setattr(gpu_state, "gpu_states", hang)
+    monkeypatch.setattr(gpu_state, "REPORT_S", 0.1)
+    assert gpu_state.gpu_report([7], xids) == ["NVML did not answer within 0 s"]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_requests_that_an_idle_engine_leaves_are_a_hang_unless_a_new_one_is_answered(
+    takes: bool, tmp_path: Path
+) -> None:
+    """Sessions of /v1/realtime wait for their client: that a request is open is not yet a hang."""
+    asked: list[str] = []
+
+    class Vllm(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            if takes:
+                self.do_GET()
+            else:
+                time.sleep(3)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    hangs: list[Hang] = []
+    over = threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Vllm)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    api = Api("127.0.0.1", server.server_address[1], "")
+    watch = HangWatch(0.6, tmp_path / "pulse", api, False, lambda: True, hangs.append)
+    watch.generating_name = "m"
+    core, waiting = plugin.Pulse(tmp_path / "pulse" / "engine-1"), plugin.Pulse(tmp_path / "pulse" / "api-2")
+    core.write()
+    waiting.requests = 1
+    waiting.write()
+    engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        threading.Thread(target=watch.ask_api, args=(over,), daemon=True).start()
+        thread = threading.Thread(target=watch.run, args=(engine.pid, over), daemon=True)
+        thread.start()
+        thread.join(3 if takes else 10)
+    finally:
+        over.set()
+        engine.kill()
+        engine.wait()
+        server.shutdown()
+        server.server_close()
+    assert asked and set(asked) == {"/v1/completions"}
+    assert [hang.stall.kind for hang in hangs] == ([] if takes else ["untaken"])
