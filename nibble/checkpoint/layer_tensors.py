@@ -34,6 +34,7 @@ _WHOLE = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # one element a weight
 _LAYER = re.compile(r"^(.*?\blayers\.)([0-9]{1,6})\.(.+)$")
 _EXPERT = re.compile(r"(?<=experts\.)[0-9]+(?=\.)")
 _PACKED = re.compile(r"(?:_packed)$|(?<=\.)q(?=weight$)")
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
 _FEED_FORWARD = ("mlp.", "block_sparse_moe.")
 
 
@@ -64,7 +65,11 @@ def layer_problems(
 ) -> tuple[Problem, ...]:
     """What is wrong with the tensors of a known family; nothing for any other."""
     family = families().get(model_type)
-    if family is None or not num_layers:
+    if family is None:
+        return ()
+    if odd := tuple(_odd_sizes(text)):
+        return odd
+    if not num_layers:
         return ()
     prefix, stack = _stack(tensors, family)
     if not stack:
@@ -74,6 +79,17 @@ def layer_problems(
     shapes = {w.weight.name: (w.rows, w.columns) for w in weights if not w.experts}
     found += _misfits(prefix, tensors, shapes, family, sizes)
     return gather(found)
+
+
+def _odd_sizes(text: Mapping[str, Any]) -> Iterator[Problem]:
+    """Sizes that are no whole numbers above 0. One that is not there is transformers' default; some may be null."""
+    keys = dict.fromkeys(("num_hidden_layers", *(key for keys in SIZES.values() for key in keys)))
+    for key in keys:
+        value = text.get(key, 1)
+        if (value is None and key not in _NEEDED) or (type(value) is int and value > 0):
+            continue
+        shown = json.dumps(value)[:40]
+        yield _problem("size", key, "config.json", f"is {shown}", "a whole number above 0")
 
 
 def _size(text: Mapping[str, Any], keys: Sequence[str]) -> int:

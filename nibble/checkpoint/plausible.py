@@ -23,7 +23,7 @@ from nibble.errors import ExitCode
 
 LARGEST_CODE, LARGEST_SCALE = 6.0, 448.0
 LARGEST_WEIGHT = 2.0**14  # a reciprocal makes less of a weight whose largest value is above 440
-FAR = 1000.0  # from the median of a weight's namesakes in other layers
+FAR = 200.0  # from the median of a weight's namesakes in other layers
 FAR_CACHE = 100.0  # a cache's scale
 MIN_NEIGHBOURS = 3
 _CACHE_SCALE = re.compile(r"\.(?:k|v|q)_scale$")

@@ -165,6 +165,22 @@ def test_odd_sizes_end_in_no_traceback(key: str, value: Any) -> None:
     layer_problems(tensors, (), text, "qwen3", layers, 16)
 
 
+@pytest.mark.parametrize("value", [None, 0, -64, "64", 64.5, True, [64], {}])
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+def test_a_size_that_is_no_number_above_0_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    (found,) = problems(tmp_path / "m", qwen3(), **{key: value})
+    assert found.error("m").what.startswith(f"{key} in m/config.json is ") and found.code is ExitCode.MODEL
+
+
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])
+def test_a_size_that_follows_from_others_may_be_null(key: str, tmp_path: Path) -> None:
+    wanted = {"num_attention_heads": 2, "head_dim": 32} if key == "num_key_value_heads" else {"model_type": "llama"}
+    made = qwen3(model_type="llama")
+    if key == "num_key_value_heads":
+        made = {n: ("BF16", [64, 64]) if n.endswith(("k_proj.weight", "v_proj.weight")) else t for n, t in made.items()}
+    assert problems(tmp_path / "m", made, **wanted | {"model_type": "llama", key: None}) == ()
+
+
 def test_many_tensors_are_quick() -> None:
     """The tensors of a model with 256 experts in 60 layers: 10^5 and more names."""
     leaves = ("weight", "weight_scale")
