@@ -50,7 +50,9 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Those that are known, by model_type."""
     return {
-        name: Family(*({leaf: tuple(shape) for leaf, shape in found[part].items()} for part in ("layer", "beside")))
+        name: Family(
+            *({leaf: tuple(shape) for leaf, shape in found[part].items()} for part in ("layer", "beside"))
+        )
         for name, found in json.loads(FILE.read_text()).items()
     }
 
@@ -97,7 +99,9 @@ def _size(text: Mapping[str, Any], keys: Sequence[str]) -> int:
     return value if type(value) is int else 0
 
 
-Stack = Mapping[int, frozenset[str]]  # layer -> what follows `layers.N.`, with the names of tensors that are not packed
+Stack = Mapping[
+    int, frozenset[str]
+]  # layer -> what follows `layers.N.`, with the names of tensors that are not packed
 
 
 def _stack(tensors: Iterable[str], family: Family) -> tuple[str, Stack]:
@@ -128,7 +132,9 @@ def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Itera
         first = next(number for number in range(len(layers) + 1) if number not in layers)
         expected = f"{num_layers} layers, and {len(layers)} are stored (num_hidden_layers of config.json)"
         yield _problem("layer", f"{prefix}{first}", "", "is missing", expected)
-    with_experts = {number for number, leaves in layers.items() if any(".experts." in leaf for leaf in leaves)}
+    with_experts = {
+        number for number, leaves in layers.items() if any(".experts." in leaf for leaf in leaves)
+    }
     holders: defaultdict[str, set[int]] = defaultdict(set)
     for number, leaves in layers.items():
         for leaf in leaves:
@@ -159,7 +165,9 @@ def _beyond(
         if number >= num_layers:
             name = next((f"{prefix}{number}.{leaf}" for leaf in sorted(stack[number])), "")
             file = tensors[name].file if name in tensors else ""
-            yield _problem("layers", name, file, "is stored", f"{num_layers} layers (num_hidden_layers of config.json)")
+            yield _problem(
+                "layers", name, file, "is stored", f"{num_layers} layers (num_hidden_layers of config.json)"
+            )
 
 
 def _misfits(

@@ -46,14 +46,18 @@ def check_plausible(
 ) -> Plausibility:
     """Read the scales of the KV cache, the global scales of `weights`, and norms; block scales where a global scale is large."""
     with TensorFiles(folder) as files:
-        cache = {name: _values(files, tensor) for name, tensor in tensors.items() if _CACHE_SCALE.search(name)}
+        cache = {
+            name: _values(files, tensor) for name, tensor in tensors.items() if _CACHE_SCALE.search(name)
+        }
         multipliers = {weight.module: _multipliers(files, weight) for weight in weights}
         problems = [
             *_cache_problems(cache, tensors),
             *_too_large(files, weights, multipliers),
             *_zeros(files, tensors, weights, model_type),
         ]
-    largest = {module: LARGEST_CODE * LARGEST_SCALE * max(found) for module, found in multipliers.items() if found}
+    largest = {
+        module: LARGEST_CODE * LARGEST_SCALE * max(found) for module, found in multipliers.items() if found
+    }
     doubts = (
         *_far({name: max(values) for name, values in cache.items() if values}, FAR_CACHE, ""),
         *_far(largest, FAR, "weights of up to "),
@@ -109,7 +113,9 @@ def _zeros(
         for name, tensor in tensors.items():
             small = 0 < tensor.nbytes <= SMALL_BYTES
             if small and _NORM.search(name) and _is_zero(files, tensor):
-                yield Problem("zero norm", ExitCode.MODEL, name, tensor.file, "holds zeros alone", "a norm's factors")
+                yield Problem(
+                    "zero norm", ExitCode.MODEL, name, tensor.file, "holds zeros alone", "a norm's factors"
+                )
     scales = [weight.scale for weight in weights if weight.scale is not None]
     if scales and all(_is_zero(files, scale) for scale in scales):
         what, expected = "holds zeros alone, as all block scales do", "scales above 0"

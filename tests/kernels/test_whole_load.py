@@ -132,14 +132,20 @@ def errors(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {Path(entry["folder"]).name: entry["error"] for entry in found}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)]
+)
 def test_a_whole_model_loads(family: str, errors: dict[str, str]) -> None:
     assert errors[family] == ""
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_model_that_is_not_whole_ends_its_load_by_name(kind: str, form: str, errors: dict[str, str]) -> None:
+def test_a_model_that_is_not_whole_ends_its_load_by_name(
+    kind: str, form: str, errors: dict[str, str]
+) -> None:
     error = errors[f"{kind} {form}"]
     assert DAMAGES[kind].named in error
-    assert error.startswith(("ValueError: Following weights were not initialized from checkpoint: {", "TensorError: "))
+    assert error.startswith(
+        ("ValueError: Following weights were not initialized from checkpoint: {", "TensorError: ")
+    )

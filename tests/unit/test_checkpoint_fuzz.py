@@ -51,7 +51,9 @@ def test_damage_is_refused_by_name_or_taken(sound: list[Path], tmp_path: Path) -
         if error is None:
             assert done.rule != "refused" and (done.rule != "told" or found.remarks), where
         else:
-            assert error.code in NAMED and "\n" not in error.line() and len(error.line()) < 1500, f"{where}: {error.line()}"
+            assert error.code in NAMED and "\n" not in error.line() and len(error.line()) < 1500, (
+                f"{where}: {error.line()}"
+            )
             refused += 1
         shutil.rmtree(folder)
         number += 1

@@ -26,7 +26,17 @@ def register() -> None:
         compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
     )
 
-    from nibble_kernels.vllm_plugin import cloverlm, dense, kernels, lm_head, moe, mtp, neighbours, quartet2, whole_load
+    from nibble_kernels.vllm_plugin import (
+        cloverlm,
+        dense,
+        kernels,
+        lm_head,
+        moe,
+        mtp,
+        neighbours,
+        quartet2,
+        whole_load,
+    )
 
     cloverlm.register_cloverlm()
     quartet2.register_quartet2()
