@@ -1,4 +1,4 @@
-"""Scales and norms that are numbers and cannot be meant: a reciprocal in a scale's place, zeros, a scale far from its neighbours'.
+"""Scales and norms that are numbers and cannot be meant: a scale's reciprocal, zeros, a scale far from its neighbours.
 
 An NVFP4 weight's largest value is 6 · its largest block scale · its global scale. Models in BF16 have weights of 0.01 to some
 hundreds; a reciprocal in the place of a global scale makes it 10^5 to 10^9, whatever the block scales. Bounds lie between.

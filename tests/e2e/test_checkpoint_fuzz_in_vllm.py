@@ -1,7 +1,7 @@
 """Damaged checkpoints that nibble's checks take, in vLLM: ended by name while they load, or the log-probs of the healthy model.
 
-`NIBBLE_FUZZ_SECONDS` (600) bounds it, `NIBBLE_FUZZ_SEED` chooses the damage. On the CPU the same weights give the same log-probs bit for
-bit; the bound leaves room for another order of sums.
+`NIBBLE_FUZZ_SECONDS` (600) bounds it, `NIBBLE_FUZZ_SEED` chooses the damage. On the CPU the same weights give the same
+log-probs bit for bit; the bound leaves room for another order of sums.
 """
 
 from __future__ import annotations

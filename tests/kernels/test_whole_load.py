@@ -97,7 +97,7 @@ DAMAGES = {
     "last norm of the last layer": Damage(DENSE, without(f"{L}2.post_att"), f"{L}2.post_attention_layernorm.weight"),
     "norm of one layer's queries": Damage(DENSE, without(f"{L}1.self_attn.q_norm"), f"{L}1.self_attn.q_norm.weight"),
     "embedding": Damage(DENSE, without("model.embed"), "model.embed_tokens.weight"),
-    "one projection of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"),
+    "up of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_"), f"{L}1.mlp.experts.routed_experts.2.w13"),
     "an expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"),
     "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
     "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),

@@ -1,4 +1,4 @@
-"""Seeded damage to checkpoints, before vLLM is started: refused in one line with a documented code, or taken; never a traceback."""
+"""Seeded damage to checkpoints, before vLLM is started: refused in one line with a documented code, or taken."""
 
 from __future__ import annotations
 
