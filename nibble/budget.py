@@ -260,6 +260,8 @@ def make_bound(
         return DecodeBound(step, None, None, f"no bandwidth is recorded for {name}")
     bandwidth = model.bandwidth_bytes_per_s * gpus_per_model
     if not step:
-        return DecodeBound(step, bandwidth, None, "unknown until pull" if step is None else "no known weights")
+        return DecodeBound(
+            step, bandwidth, None, "unknown until pull" if step is None else "no known weights"
+        )
     note = f"{model.bandwidth_bytes_per_s / 1e9:.0f} GB/s x {gpus_per_model} GPU ({model.source})"
     return DecodeBound(step, bandwidth, bandwidth / step, note)

@@ -63,7 +63,8 @@ def check_experts_on_cpu(plan: Plan) -> None:
     for name in checkpoint.tensors:
         match = _EXPERT_UP.match(name)
         if match and not any(other.startswith(f"{match[1]}gate_proj.") for other in checkpoint.tensors):
-            what = f"{name.rpartition('.')[0]} of {checkpoint.id} is an expert without gate_proj, which vLLM 0.32 has no layer for on the CPU"
+            module = name.rpartition(".")[0]
+            what = f"{module} of {checkpoint.id} is an expert without gate_proj, which vLLM 0.32 has no layer for on the CPU"
             raise NibbleError(ExitCode.CONFIG, what, "experts with a gate", "serve it on a GPU")
         if match:
             return  # all experts of a model are alike

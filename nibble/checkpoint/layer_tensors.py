@@ -34,6 +34,7 @@ _WHOLE = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # one element a weight
 _LAYER = re.compile(r"^(.*?\blayers\.)([0-9]{1,6})\.(.+)$")
 _EXPERT = re.compile(r"(?<=experts\.)[0-9]+(?=\.)")
 _PACKED = re.compile(r"(?:_packed)$|(?<=\.)q(?=weight$)")
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
 _FEED_FORWARD = ("mlp.", "block_sparse_moe.")
 
 
@@ -49,7 +50,9 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Those that are known, by model_type."""
     return {
-        name: Family(*({leaf: tuple(shape) for leaf, shape in found[part].items()} for part in ("layer", "beside")))
+        name: Family(
+            *({leaf: tuple(shape) for leaf, shape in found[part].items()} for part in ("layer", "beside"))
+        )
         for name, found in json.loads(FILE.read_text()).items()
     }
 
@@ -64,7 +67,11 @@ def layer_problems(
 ) -> tuple[Problem, ...]:
     """What is wrong with the tensors of a known family; nothing for any other."""
     family = families().get(model_type)
-    if family is None or not num_layers:
+    if family is None:
+        return ()
+    if odd := tuple(_odd_sizes(text)):
+        return odd
+    if not num_layers:
         return ()
     prefix, stack = _stack(tensors, family)
     if not stack:
@@ -76,12 +83,25 @@ def layer_problems(
     return gather(found)
 
 
+def _odd_sizes(text: Mapping[str, Any]) -> Iterator[Problem]:
+    """Sizes that are no whole numbers above 0. One that is not there is transformers' default; some may be null."""
+    keys = dict.fromkeys(("num_hidden_layers", *(key for keys in SIZES.values() for key in keys)))
+    for key in keys:
+        value = text.get(key, 1)
+        if (value is None and key not in _NEEDED) or (type(value) is int and value > 0):
+            continue
+        shown = json.dumps(value)[:40]
+        yield _problem("size", key, "config.json", f"is {shown}", "a whole number above 0")
+
+
 def _size(text: Mapping[str, Any], keys: Sequence[str]) -> int:
     value = next((text[key] for key in keys if text.get(key) is not None), 0)
     return value if type(value) is int else 0
 
 
-Stack = Mapping[int, frozenset[str]]  # layer -> what follows `layers.N.`, with the names of tensors that are not packed
+Stack = Mapping[
+    int, frozenset[str]
+]  # layer -> what follows `layers.N.`, with the names of tensors that are not packed
 
 
 def _stack(tensors: Iterable[str], family: Family) -> tuple[str, Stack]:
@@ -112,7 +132,9 @@ def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Itera
         first = next(number for number in range(len(layers) + 1) if number not in layers)
         expected = f"{num_layers} layers, and {len(layers)} are stored (num_hidden_layers of config.json)"
         yield _problem("layer", f"{prefix}{first}", "", "is missing", expected)
-    with_experts = {number for number, leaves in layers.items() if any(".experts." in leaf for leaf in leaves)}
+    with_experts = {
+        number for number, leaves in layers.items() if any(".experts." in leaf for leaf in leaves)
+    }
     holders: defaultdict[str, set[int]] = defaultdict(set)
     for number, leaves in layers.items():
         for leaf in leaves:
@@ -143,7 +165,9 @@ def _beyond(
         if number >= num_layers:
             name = next((f"{prefix}{number}.{leaf}" for leaf in sorted(stack[number])), "")
             file = tensors[name].file if name in tensors else ""
-            yield _problem("layers", name, file, "is stored", f"{num_layers} layers (num_hidden_layers of config.json)")
+            yield _problem(
+                "layers", name, file, "is stored", f"{num_layers} layers (num_hidden_layers of config.json)"
+            )
 
 
 def _misfits(

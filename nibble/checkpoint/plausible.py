@@ -1,4 +1,4 @@
-"""Scales and norms that are numbers and cannot be meant: a reciprocal in a scale's place, zeros, a scale far from its neighbours'.
+"""Scales and norms that are numbers and cannot be meant: a scale's reciprocal, zeros, a scale far from its neighbours.
 
 An NVFP4 weight's largest value is 6 · its largest block scale · its global scale. Models in BF16 have weights of 0.01 to some
 hundreds; a reciprocal in the place of a global scale makes it 10^5 to 10^9, whatever the block scales. Bounds lie between.
@@ -23,7 +23,7 @@ from nibble.errors import ExitCode
 
 LARGEST_CODE, LARGEST_SCALE = 6.0, 448.0
 LARGEST_WEIGHT = 2.0**14  # a reciprocal makes less of a weight whose largest value is above 440
-FAR = 1000.0  # from the median of a weight's namesakes in other layers
+FAR = 200.0  # from the median of a weight's namesakes in other layers
 FAR_CACHE = 100.0  # a cache's scale
 MIN_NEIGHBOURS = 3
 _CACHE_SCALE = re.compile(r"\.(?:k|v|q)_scale$")
@@ -46,14 +46,18 @@ def check_plausible(
 ) -> Plausibility:
     """Read the scales of the KV cache, the global scales of `weights`, and norms; block scales where a global scale is large."""
     with TensorFiles(folder) as files:
-        cache = {name: _values(files, tensor) for name, tensor in tensors.items() if _CACHE_SCALE.search(name)}
+        cache = {
+            name: _values(files, tensor) for name, tensor in tensors.items() if _CACHE_SCALE.search(name)
+        }
         multipliers = {weight.module: _multipliers(files, weight) for weight in weights}
         problems = [
             *_cache_problems(cache, tensors),
             *_too_large(files, weights, multipliers),
             *_zeros(files, tensors, weights, model_type),
         ]
-    largest = {module: LARGEST_CODE * LARGEST_SCALE * max(found) for module, found in multipliers.items() if found}
+    largest = {
+        module: LARGEST_CODE * LARGEST_SCALE * max(found) for module, found in multipliers.items() if found
+    }
     doubts = (
         *_far({name: max(values) for name, values in cache.items() if values}, FAR_CACHE, ""),
         *_far(largest, FAR, "weights of up to "),
@@ -109,7 +113,9 @@ def _zeros(
         for name, tensor in tensors.items():
             small = 0 < tensor.nbytes <= SMALL_BYTES
             if small and _NORM.search(name) and _is_zero(files, tensor):
-                yield Problem("zero norm", ExitCode.MODEL, name, tensor.file, "holds zeros alone", "a norm's factors")
+                yield Problem(
+                    "zero norm", ExitCode.MODEL, name, tensor.file, "holds zeros alone", "a norm's factors"
+                )
     scales = [weight.scale for weight in weights if weight.scale is not None]
     if scales and all(_is_zero(files, scale) for scale in scales):
         what, expected = "holds zeros alone, as all block scales do", "scales above 0"

@@ -105,7 +105,9 @@ def _damage(tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool) -> tu
             bad = [value for value in floats(data) if not (math.isfinite(value) and value > 0)]
             if bad:
                 return "fp32 scale", f"is {bad[0]}", "a finite number above 0"
-            bad = [value for value in floats(data) if is_divisor and not LEAST_F32 <= 1 / value <= LARGEST_F32]
+            bad = [
+                value for value in floats(data) if is_divisor and not LEAST_F32 <= 1 / value <= LARGEST_F32
+            ]
             if bad:
                 what = f"is a divisor of {bad[0]:.4g}, whose reciprocal is no normal float32"
                 return "divisor", what, f"a number from {1 / LARGEST_F32:.3g} to {1 / LEAST_F32:.3g}"

@@ -97,7 +97,7 @@ DAMAGES = {
     "last norm of the last layer": Damage(DENSE, without(f"{L}2.post_att"), f"{L}2.post_attention_layernorm.weight"),
     "norm of one layer's queries": Damage(DENSE, without(f"{L}1.self_attn.q_norm"), f"{L}1.self_attn.q_norm.weight"),
     "embedding": Damage(DENSE, without("model.embed"), "model.embed_tokens.weight"),
-    "one projection of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"),
+    "up of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_"), f"{L}1.mlp.experts.routed_experts.2.w13"),
     "an expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"),
     "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
     "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
@@ -132,14 +132,20 @@ def errors(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {Path(entry["folder"]).name: entry["error"] for entry in found}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)]
+)
 def test_a_whole_model_loads(family: str, errors: dict[str, str]) -> None:
     assert errors[family] == ""
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_model_that_is_not_whole_ends_its_load_by_name(kind: str, form: str, errors: dict[str, str]) -> None:
+def test_a_model_that_is_not_whole_ends_its_load_by_name(
+    kind: str, form: str, errors: dict[str, str]
+) -> None:
     error = errors[f"{kind} {form}"]
     assert DAMAGES[kind].named in error
-    assert error.startswith(("ValueError: Following weights were not initialized from checkpoint: {", "TensorError: "))
+    assert error.startswith(
+        ("ValueError: Following weights were not initialized from checkpoint: {", "TensorError: ")
+    )

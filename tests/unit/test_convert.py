@@ -15,7 +15,6 @@ from nibble_kernels.nvfp4_weights import Nvfp4Weight, dequantize, quantize
 from nibble_kernels.scale_layout import untile
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-
 from tiny_checkpoint import OTHER_FAMILY
 
 from nibble.checkpoint import read_checkpoint

@@ -40,7 +40,9 @@ def qwen3(form: str = "bf16", model_type: str = "qwen3", experts: int = 0, first
         for name, (rows, columns) in LINEAR_SHAPES.items():
             owners = [name]
             if name.startswith("mlp.") and number >= first_dense:
-                owners = [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(experts)] or owners
+                owners = [
+                    name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(experts)
+                ] or owners
             for owner in owners:
                 found |= linear(layer + owner, rows, columns, form)
         if experts and number >= first_dense:
@@ -94,7 +96,10 @@ ABSENT = {
     "first norm of the first layer": ("model.layers.0.input_layernorm.weight", {}),
     "norm of one layer's queries": ("model.layers.1.self_attn.q_norm.weight", {}),
     "one bias of one layer's queries": ("model.layers.1.self_attn.q_proj.bias", {"model_type": "qwen2"}),
-    "gate of one expert": ("model.layers.1.mlp.experts.2.gate_proj", {"model_type": "qwen3_moe", "experts": 4}),
+    "gate of one expert": (
+        "model.layers.1.mlp.experts.2.gate_proj",
+        {"model_type": "qwen3_moe", "experts": 4},
+    ),
     "router of the last layer": (f"{LAST}mlp.gate.weight", {"model_type": "qwen3_moe", "experts": 4}),
 }
 
@@ -142,8 +147,14 @@ WRONG_SIZES = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("key", WRONG_SIZES)
-def test_a_size_that_contradicts_the_tensors_is_named_with_a_tensor(key: str, form: str, tmp_path: Path) -> None:
-    found = [p for p in problems(tmp_path / "m", qwen3(form), form, **{key: WRONG_SIZES[key]}) if p.kind == "misfit"]
+def test_a_size_that_contradicts_the_tensors_is_named_with_a_tensor(
+    key: str, form: str, tmp_path: Path
+) -> None:
+    found = [
+        p
+        for p in problems(tmp_path / "m", qwen3(form), form, **{key: WRONG_SIZES[key]})
+        if p.kind == "misfit"
+    ]
     assert found and found[0].code is ExitCode.MODEL
     assert key in found[0].expected and found[0].tensor in qwen3(form)
 
@@ -163,6 +174,29 @@ def test_odd_sizes_end_in_no_traceback(key: str, value: Any) -> None:
     tensors = {name: TensorInfo(name, dtype, tuple(shape), 0) for name, (dtype, shape) in qwen3().items()}
     layers = text["num_hidden_layers"] if type(text["num_hidden_layers"]) is int else None
     layer_problems(tensors, (), text, "qwen3", layers, 16)
+
+
+@pytest.mark.parametrize("value", [None, 0, -64, "64", 64.5, True, [64], {}])
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+def test_a_size_that_is_no_number_above_0_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    (found,) = problems(tmp_path / "m", qwen3(), **{key: value})
+    assert found.error("m").what.startswith(f"{key} in m/config.json is ") and found.code is ExitCode.MODEL
+
+
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])
+def test_a_size_that_follows_from_others_may_be_null(key: str, tmp_path: Path) -> None:
+    wanted = (
+        {"num_attention_heads": 2, "head_dim": 32}
+        if key == "num_key_value_heads"
+        else {"model_type": "llama"}
+    )
+    made = qwen3(model_type="llama")
+    if key == "num_key_value_heads":
+        made = {
+            n: ("BF16", [64, 64]) if n.endswith(("k_proj.weight", "v_proj.weight")) else t
+            for n, t in made.items()
+        }
+    assert problems(tmp_path / "m", made, **wanted | {"model_type": "llama", key: None}) == ()
 
 
 def test_many_tensors_are_quick() -> None:
@@ -195,4 +229,7 @@ FAMILY: Callable[[str], Any] = json.loads(FILE.read_text()).get
 def test_the_table_has_symbols_for_what_config_json_says() -> None:
     assert FAMILY("qwen3")["layer"]["self_attn.o_proj.weight"] == ["hidden", "heads*head"]
     assert FAMILY("qwen2")["layer"]["self_attn.q_proj.bias"] == ["heads*head"]
-    assert FAMILY("glm4_moe")["layer"]["mlp.shared_experts.up_proj.weight"] == ["shared_experts*expert", "hidden"]
+    assert FAMILY("glm4_moe")["layer"]["mlp.shared_experts.up_proj.weight"] == [
+        "shared_experts*expert",
+        "hidden",
+    ]

@@ -303,7 +303,10 @@ def test_a_tensor_that_did_not_fit_is_told_as_a_model_that_is_damaged() -> None:
     reader = ErrorReader()
     reader.feed(f"(EngineCore pid=7) ERROR 11-22 18:58:01 [core.py:1100] {cause}")
     error = engine_died("load", "exit code 1", reader.cause, "VLLM::Worker (pid 7)", None)
-    assert error.code == ExitCode.MODEL and "up_proj.weight, bfloat16 of shape [127, 64], does not fit" in error.what
+    assert (
+        error.code == ExitCode.MODEL
+        and "up_proj.weight, bfloat16 of shape [127, 64], does not fit" in error.what
+    )
 
 
 def test_a_fused_layer_without_the_scales_of_a_part_is_told_so_too() -> None:

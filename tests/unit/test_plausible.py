@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,24 @@ def model(folder: Path, form: str = "nvfp4", values: dict[str, bytes] | None = N
     weights = qwen3(form) | (extra or {})
     stored = HEALTHY if form == "nvfp4" else 1 / HEALTHY
     scales = {name: f32(stored) for name in weights if form in GLOBAL and name.endswith(GLOBAL[form])}
-    scales |= {name: b"\x7e" * (shape[0] * shape[1]) for name, (_, shape) in weights.items() if name.endswith("weight_scale")}
+    scales |= {
+        name: b"\x7e" * (shape[0] * shape[1])
+        for name, (_, shape) in weights.items()
+        if name.endswith("weight_scale")
+    }
     given = {"num_hidden_layers": COUNT} | ({"quantization_config": FORMS[form]} if FORMS[form] else {})
-    return read_checkpoint(str(write_checkpoint(folder, weights, given | config, None, scales | (values or {}))))
+    return read_checkpoint(
+        str(write_checkpoint(folder, weights, given | config, None, scales | (values or {})))
+    )
 
 
 def refused(found: Checkpoint) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
+    def check() -> None:
         check_scales(found, with_draft=True)
         check_values(found, with_draft=True)
+
+    with pytest.raises(NibbleError) as caught:
+        check()
     assert caught.value.code is ExitCode.MODEL and "\n" not in caught.value.line()
     return caught.value
 
@@ -60,7 +68,9 @@ def test_the_demos_are_plausible(name: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("largest", [0.01, 1.0, 100.0, 400.0])
-def test_healthy_scales_of_small_and_large_weights_are_plausible(largest: float, form: str, tmp_path: Path) -> None:
+def test_healthy_scales_of_small_and_large_weights_are_plausible(
+    largest: float, form: str, tmp_path: Path
+) -> None:
     scale = largest / 2688
     name = f"{UP}.{GLOBAL.get(form)}"
     values = {name: f32(scale if form == "nvfp4" else 1 / scale)} if form in GLOBAL else {}
@@ -74,7 +84,9 @@ def test_a_global_scale_stored_as_its_reciprocal_is_refused(
     largest: float, everywhere: bool, form: str, tmp_path: Path
 ) -> None:
     stored = 2688 / largest if form == "nvfp4" else largest / 2688
-    names = [name for name in qwen3(form) if name.endswith(GLOBAL[form]) and (everywhere or name.startswith(UP))]
+    names = [
+        name for name in qwen3(form) if name.endswith(GLOBAL[form]) and (everywhere or name.startswith(UP))
+    ]
     error = refused(model(tmp_path / "m", form, {name: f32(stored) for name in names}))
     assert GLOBAL[form] in error.what and "reciprocal" in error.expected
     assert f"{2688 * 2688 / largest:.3g}" in error.what
@@ -99,12 +111,23 @@ def test_a_divisor_whose_reciprocal_overflows_is_refused(leaf: str, value: float
 # --- the KV cache's scales -------------------------------------------------------------------------------------------
 
 
-def cached(folder: Path, form: str, dtype: str, values: dict[int, bytes], leaf: str = "k_scale") -> Checkpoint:
-    names = [f"model.layers.{number}.self_attn.{part}_proj.{part}_scale" for number in range(COUNT) for part in "kv"]
+def cached(
+    folder: Path, form: str, dtype: str, values: dict[int, bytes], leaf: str = "k_scale"
+) -> Checkpoint:
+    names = [
+        f"model.layers.{number}.self_attn.{part}_proj.{part}_scale"
+        for number in range(COUNT)
+        for part in "kv"
+    ]
     width = 4 if dtype == "F32" else 2
     healthy = {name: {"F32": f32(0.01), "BF16": b"\x24\x3c", "F16": b"\x1f\x21"}[dtype] for name in names}
     assert all(len(data) == width for data in healthy.values())
-    changed = {name: data for number, data in values.items() for name in names if f".{number}." in name and leaf in name}
+    changed = {
+        name: data
+        for number, data in values.items()
+        for name in names
+        if f".{number}." in name and leaf in name
+    }
     return model(folder, form, healthy | changed, {name: (dtype, [1]) for name in names})
 
 
@@ -137,7 +160,9 @@ def test_a_scale_a_thousand_times_its_neighbours_is_told_with_the_figures(tmp_pa
     (line,) = check_values(read_checkpoint(str(folder)), with_draft=True)
     assert line.startswith(f"warning: {names[4]} has 10, and the median") and "0.013" in line
     found = inspect_model(read_wishes([str(folder)], {}), False)
-    assert found.doubts == (line.removeprefix("warning: "),) and found.to_json()["doubts"] == list(found.doubts)
+    assert found.doubts == (line.removeprefix("warning: "),) and found.to_json()["doubts"] == list(
+        found.doubts
+    )
 
 
 def test_weights_far_from_those_of_other_layers_are_told(tmp_path: Path) -> None:
@@ -166,7 +191,11 @@ def test_a_norm_of_zeros_is_refused_where_norms_multiply(tmp_path: Path) -> None
 
 
 def test_block_scales_of_zeros_in_every_weight_are_refused(tmp_path: Path) -> None:
-    zeros = {name: bytes(shape[0] * shape[1]) for name, (_, shape) in qwen3("nvfp4").items() if name.endswith("weight_scale")}
+    zeros = {
+        name: bytes(shape[0] * shape[1])
+        for name, (_, shape) in qwen3("nvfp4").items()
+        if name.endswith("weight_scale")
+    }
     assert "as all block scales do" in refused(model(tmp_path / "m", values=zeros)).what
     zeros.popitem()  # an expert that was never trained may be zero
     assert check_values(model(tmp_path / "n", values=zeros), with_draft=True) == []
@@ -177,30 +206,39 @@ def test_block_scales_of_zeros_in_every_weight_are_refused(tmp_path: Path) -> No
 
 def two_shards(folder: Path, second: bytes, shape: list[int]) -> Path:
     write_model(folder)
-    write_safetensors(folder / "other.safetensors", {"model.norm.weight": ("BF16", shape)}, {"model.norm.weight": second})
+    write_safetensors(
+        folder / "other.safetensors", {"model.norm.weight": ("BF16", shape)}, {"model.norm.weight": second}
+    )
     return folder
 
 
 def test_a_tensor_in_two_files_is_refused_where_its_values_differ(tmp_path: Path) -> None:
     read_checkpoint(str(two_shards(tmp_path / "same", b"\x80\x3f" * 64, [64])))
-    for name, data, shape in (("value", b"\x80\x3f" * 63 + b"\x81\x3f", [64]), ("shape", b"\x80\x3f" * 64, [8, 8])):
-        with pytest.raises(NibbleError, match=r"model\.norm\.weight is in .*model\.safetensors and in other") as caught:
+    for name, data, shape in (
+        ("value", b"\x80\x3f" * 63 + b"\x81\x3f", [64]),
+        ("shape", b"\x80\x3f" * 64, [8, 8]),
+    ):
+        with pytest.raises(
+            NibbleError, match=r"model\.norm\.weight is in .*model\.safetensors and in other"
+        ) as caught:
             read_checkpoint(str(two_shards(tmp_path / name, data, shape)))
         assert caught.value.code is ExitCode.MODEL
 
 
-@pytest.mark.parametrize(("change", "word"), [({"dynamic": True}, "dynamically"), ({"symmetric": False}, "asymmetrically")])
+@pytest.mark.parametrize(
+    ("change", "word"), [({"dynamic": True}, "dynamically"), ({"symmetric": False}, "asymmetrically")]
+)
 def test_weights_that_vllm_has_no_scheme_for_are_refused_by_the_config(
     change: dict[str, Any], word: str, tmp_path: Path
 ) -> None:
     declared = json.loads(json.dumps(FORMS["ct"]))
     declared["config_groups"]["group_0"]["weights"] |= change
-    write_checkpoint(tmp_path / "m", qwen3("ct"), {"num_hidden_layers": COUNT, "quantization_config": declared})
+    write_checkpoint(
+        tmp_path / "m", qwen3("ct"), {"num_hidden_layers": COUNT, "quantization_config": declared}
+    )
     with pytest.raises(NibbleError, match=word) as caught:
         plan_for(read_wishes([str(tmp_path / "m"), "--target", "cpu"], {"HOME": "/home/me"}))
     assert caught.value.code is ExitCode.CONFIG
-
-
 
 
 TOKENIZERS: dict[str, tuple[str, str, bool]] = {
@@ -224,11 +262,14 @@ def test_a_folder_without_a_vocabulary_is_refused(kind: str, tmp_path: Path) -> 
     if name:
         (folder / name).write_text(text)
     words = [str(folder), "--target", "cpu"]
-    check: Callable[[list[str]], None] = lambda more: check_tokenizer(plan_for(read_wishes([*words, *more], {"HOME": "/home/me"})))  # noqa: E731
+
+    def check(more: list[str]) -> None:
+        check_tokenizer(plan_for(read_wishes([*words, *more], {"HOME": "/home/me"})))
+
     if is_enough:
         check([])
     else:
-        with pytest.raises(NibbleError, match="has no tokenizer; expected tokenizer.json") as caught:
+        with pytest.raises(NibbleError, match=r"has no tokenizer; expected tokenizer\.json") as caught:
             check([])
         assert caught.value.code is ExitCode.MODEL
     check(["--skip-tokenizer-init"])
@@ -252,6 +293,8 @@ def test_experts_without_a_gate_are_refused_on_the_cpu_alone(has_gate: bool, tmp
     check("hopper")
     if has_gate:
         return check("cpu")
-    with pytest.raises(NibbleError, match=r"layers\.1\.mixer\.experts\.0\.up_proj of .* without gate_proj") as caught:
+    with pytest.raises(
+        NibbleError, match=r"layers\.1\.mixer\.experts\.0\.up_proj of .* without gate_proj"
+    ) as caught:
         check("cpu")
     assert caught.value.code is ExitCode.CONFIG

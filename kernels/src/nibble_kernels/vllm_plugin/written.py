@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -53,7 +53,7 @@ class WrittenRegions(TorchDispatchMode):
             if isinstance(target, Tensor) and target.device.type != "meta":
                 found = self._regions.get(target.untyped_storage().data_ptr())
                 if found is not None:
-                    found.add((target.storage_offset(), tuple(target.shape), target.stride()))
+                    found.add((int(target.storage_offset()), tuple(target.shape), target.stride()))
         return func(*args, **(kwargs or {}))
 
     def of(self, name: str, parameter: Parameter) -> set[Region] | None:
@@ -70,7 +70,7 @@ class WrittenRegions(TorchDispatchMode):
 
 
 def _has_memory(parameter: Parameter) -> bool:
-    if isinstance(parameter, UninitializedTensorMixin) or parameter.device.type == "meta":
+    if is_lazy(parameter) or parameter.device.type == "meta":
         return False
     return parameter.numel() > 0 and parameter.untyped_storage().data_ptr() != 0
 
