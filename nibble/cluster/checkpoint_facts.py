@@ -1,7 +1,7 @@
 """What a model folder holds, as names and short digests: equal for equal content, wherever the folder lies.
 
-Configuration and tokenizer files count in full. Of weights the size, every tensor's header and samples of the values count, which
-take a second for hundreds of gigabytes: two revisions of one model have the same headers and other values nearly everywhere.
+Configuration and tokenizer files count in full. Of weights the size, every tensor's header and samples of the values count, for
+whole files would be read for minutes: two revisions of one model have the same headers and other values nearly everywhere.
 """
 
 from __future__ import annotations

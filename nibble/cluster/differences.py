@@ -36,8 +36,7 @@ def settings_problems(nodes: Sequence[Node], server: Mapping[str, Any] | None = 
     found: list[Problem] = []
     for node in others:
         one, other = node["facts"], first["facts"]
-        if "flags" in one and "flags" in other:
-            found += _flags(node["name"], one["flags"], first["name"], other["flags"])
+        found += _flags(node["name"], one.get("flags") or {}, first["name"], other.get("flags") or {})
         there = {**copied, **(other.get("environment") or {})}
         here = {**copied, **(one.get("environment") or {})}
         for name in _differing(here, there):

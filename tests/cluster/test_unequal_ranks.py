@@ -212,7 +212,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, H
         with two_hosts() as (first, second):
             head = first.start(tmp_path_factory.mktemp("head"), "ray-head", **RAY)
             try:
-                head.wait_said("Ray head is up")
+                head.wait_said("Ray head is up", 180)
                 yield first, second
             finally:
                 head.end()
@@ -223,7 +223,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, H
 def served_through_ray(hosts: tuple[Host, Host], folder: Path, **worker: str) -> tuple[Process, Process]:
     """A worker with its own variables, and the server on the head's host."""
     node = hosts[1].start(folder / "worker", "ray-worker", **{**RAY, **worker})
-    node.wait_said("has joined")
+    node.wait_said("has joined", 180)
     own = {**RAY, "NUM_GPUS": "", "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
     return node, hosts[0].start(folder / "serve", *WORDS, **own)
 
