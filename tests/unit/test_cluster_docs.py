@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,8 @@ esac
 """
 
 
-def start(folder: Path, **environ: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(folder: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
     program = folder / "nibble"
     program.write_text(NIBBLE)
     program.chmod(0o755)
@@ -37,7 +40,13 @@ def start(folder: Path, **environ: str) -> subprocess.Popen[str]:
     assert found
     script = found[1].replace("sleep 5", "sleep 0.2")
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "STARTS": str(folder / "starts"), **environ}
-    return subprocess.Popen(["bash", "-c", script], env=own, stdout=subprocess.PIPE, text=True)
+    command = ["bash", "-c", script]
+    running = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 def starts(folder: Path) -> int:
@@ -46,21 +55,21 @@ def starts(folder: Path) -> int:
 
 
 def test_the_server_is_started_again_and_a_stop_lets_the_head_end_in_order(tmp_path: Path) -> None:
-    running = start(tmp_path)
-    deadline = time.monotonic() + 20
-    while starts(tmp_path) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(20) == 0
-    assert running.stdout is not None
-    assert os.read(running.stdout.fileno(), 100).decode() == "drains\nends\n"
+    with started(tmp_path) as running:
+        deadline = time.monotonic() + 20
+        while starts(tmp_path) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 0
+        assert running.stdout is not None
+        assert os.read(running.stdout.fileno(), 100).decode() == "drains\nends\n"
 
 
 @pytest.mark.parametrize("code", ["0", "2", "75"])
 def test_a_server_that_a_restart_cannot_help_stays_down_and_the_head_runs_on(
     tmp_path: Path, code: str
 ) -> None:
-    running = start(tmp_path, FIRST=code, HEAD_TENTHS="20")
-    assert running.wait(30) == 10  # the head's own end is the container's
-    assert starts(tmp_path) == 1
+    with started(tmp_path, FIRST=code, HEAD_TENTHS="20") as running:
+        assert running.wait(30) == 10  # the head's own end is the container's
+        assert starts(tmp_path) == 1
