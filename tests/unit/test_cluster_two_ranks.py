@@ -186,7 +186,7 @@ def test_rank_0_that_is_stopped_while_it_waits_ends_both_with_0_within_the_drain
     ranks: tuple[Rank, Rank],
 ) -> None:
     head, rank1 = ranks
-    rank1.wait_for(rank1.is_ready)
+    rank1.wait_for(lambda: "run 2 of the head" in rank1.said() and rank1.is_ready())
     before = head.said().count("the server is down")
     kill_worker(rank1)
     head.wait_for(lambda: head.said().count("the server is down") > before, 30)
