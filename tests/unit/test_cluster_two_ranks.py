@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -95,10 +95,10 @@ class Rank:
     def said(self) -> str:
         return self.err.read_text(errors="replace")
 
-    def ask(self, port: int, path: str, body: object = None) -> int:
+    def ask(self, port: int, path: str, body: Mapping[str, int] | None = None) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         with contextlib.closing(connection):
-            connection.request("GET" if body is None else "POST", path, body and json.dumps(body))
+            connection.request("GET" if body is None else "POST", path, json.dumps(body) if body else None)
             return connection.getresponse().status
 
     def is_ready(self) -> bool:
