@@ -126,7 +126,8 @@ class Cluster:
     def missing(self) -> Missing | None:
         """What is not there yet."""
         topology = self.plan.topology
-        alive = living(self.nodes()) if self._head_silence_s < LOST_S else []
+        nodes = self.nodes()  # first: the answer is what ends a silence
+        alive = living(nodes) if self._head_silence_s < LOST_S else []
         if topology.nodes is not None:
             return missing_ranks(alive, topology.nodes)
         if self.head_stops:
