@@ -45,6 +45,7 @@ STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
 LOOK_S = 0.1
 HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
 SAME_MOMENT_S = 0.5  # within which it cannot be told which of two processes on two machines ended first
+FOLLOWS_S = 20.0  # vLLM has ended by then, or goes on without the process (launch.ENGINE_END_S)
 Say = Callable[[str], None]
 
 
@@ -126,7 +127,8 @@ class Cluster:
     def missing(self) -> Missing | None:
         """What is not there yet."""
         topology = self.plan.topology
-        alive = living(self.nodes()) if self._head_silence_s < LOST_S else []
+        nodes = self.nodes()  # first: the answer is what ends a silence
+        alive = living(nodes) if self._head_silence_s < LOST_S else []
         if topology.nodes is not None:
             return missing_ranks(alive, topology.nodes)
         if self.head_stops:
@@ -176,7 +178,8 @@ class Cluster:
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
         """Whether the end of a process on another node concerns this run, and is no consequence of one that ended here."""
-        if time.monotonic() - end["ago_s"] > self._died_here_at + SAME_MOMENT_S:
+        later_s = time.monotonic() - end["ago_s"] - self._died_here_at
+        if SAME_MOMENT_S < later_s < FOLLOWS_S:
             return False
         if self._roster:
             return end["run"] == self._roster.run
@@ -184,7 +187,7 @@ class Cluster:
 
     def died_here(self) -> None:
         """A process of vLLM's ended on this machine."""
-        self._died_here_at = min(self._died_here_at, time.monotonic())
+        self._died_here_at = time.monotonic()
 
     def node_of_rank(self, rank: int) -> str | None:
         """With Ray, once the workers have told what they run: the address of the node that has `rank`."""

@@ -360,6 +360,8 @@ def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_
     assert cluster.loss() is not None  # it ended before
     cluster._died_here_at -= 5
     assert cluster.loss() is None
+    cluster._died_here_at -= 60  # vLLM went on without that one
+    assert cluster.loss() is not None
 
 
 def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_for_the_crash_loop(
@@ -463,6 +465,17 @@ def test_only_a_server_that_runs_holds_up_the_heads_stop(
         ("/nodes", False),
     ]
     assert bodies[1]["stops_within_s"] == 60
+
+
+def test_a_head_that_was_not_asked_for_a_while_is_asked_before_it_counts_as_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preflight may take longer than a silence that means a loss."""
+    there = [{"address": HERE, "gpus": 2, "age_s": 0.0, "rank": None}]
+    found = opened(RAY, tmp_path)
+    monkeypatch.setattr(Caller, "ask", lambda self, *given: {"nodes": there})
+    found._answered -= 100
+    assert found.missing() is None
 
 
 def test_what_is_not_yet_right_is_said_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

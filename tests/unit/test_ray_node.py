@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -12,13 +13,17 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_memory import machine
 
 from nibble import ray_node
+from nibble.cluster.member import End
 from nibble.cluster.network import find_interface, node_address
 from nibble.cluster.node import Place, find_place
+from nibble.cluster.parts import Parts
 from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
@@ -319,3 +324,28 @@ def test_a_second_signal_and_a_server_that_does_not_end_do_not_hold_up_a_head(
         for one in signals:
             servers.node._events.put(one)
         assert servers.ended_after_s() < 20
+
+
+def test_a_worker_process_that_ends_on_a_ray_node_is_told_with_its_rank(tmp_path: Path) -> None:
+    program = tmp_path / "ray::RayWorkerProc"  # the kernel keeps 15 bytes of a name
+    shutil.copy("/bin/sleep", program)
+    worker = subprocess.Popen([program, "60"], start_new_session=True)
+    (tmp_path / f"worker-{worker.pid}.json").write_text('{"rank": 1}')
+    told: list[End] = []
+    member: Any = SimpleNamespace(tell_end=told.append)
+    governor: Any = SimpleNamespace(kernel_has_killed=lambda: False)
+    over = threading.Event()
+    parts = Parts(member, tmp_path)
+    thread = threading.Thread(target=lambda: parts.watch(worker.pid, governor, over), daemon=True)
+    thread.start()
+    time.sleep(2.5)  # a process counts from the second look on
+    worker.kill()
+    worker.wait()
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.02)
+    over.set()
+    thread.join(5)
+    (end,) = told
+    assert (end.run, end.pid) == (0, worker.pid)
+    assert end.why.startswith(f"rank 1 of the model (pid {worker.pid}) ended by itself")
