@@ -211,6 +211,6 @@ def test_too_little_shared_memory_is_refused_before_the_load_with_the_option(cpu
     two = ["--env", "TENSOR_PARALLEL_SIZE=2"]
     refused = run_once(cpu_image, "serve", "nibble-demo-nvfp4", options=two)
     assert refused.returncode == 7, refused.stderr
-    assert "/dev/shm has 64 MiB free, and vLLM needs 240 MiB there for 2 workers" in refused.stderr
+    assert "/dev/shm has 64 MiB free, and vLLM needs 496 MiB there for 2 workers" in refused.stderr
     assert "--shm-size 1g or --ipc host" in refused.stderr
     assert "[nibble] start" not in refused.stderr
