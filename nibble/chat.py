@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from nibble.api_key import KEY_FILE
 from nibble.errors import ExitCode, NibbleError
+from nibble.host import elsewhere_hint
 from nibble.paths import cache_dir
 from nibble.prepare import read_wishes
 from nibble.settings import Settings
@@ -38,9 +39,11 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         print()
     except OSError as error:
         what = f"no server answers at {host}:{settings.port} ({error.strerror or error})"
-        raise NibbleError(
-            ExitCode.ENGINE_DIED, what, "a running server", "start one with `make serve` and wait for `ready`"
-        ) from None
+        start = (
+            "start one with `nibble serve`" if "NIBBLE_IMAGE" in environ else "start one with `make serve`"
+        )
+        action = f"{start} and wait for `ready`{elsewhere_hint(environ, 'chat QUESTION')}"
+        raise NibbleError(ExitCode.ENGINE_DIED, what, "a running server", action) from None
     except (
         http.client.HTTPException
     ) as error:  # vLLM ended in the middle of the answer, or it is no HTTP server

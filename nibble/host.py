@@ -82,6 +82,13 @@ def container_kind(environ: Mapping[str, str]) -> str | None:
     return "docker" if Path("/.dockerenv").exists() else None
 
 
+def elsewhere_hint(environ: Mapping[str, str], command: str) -> str:
+    """Where a server of this image runs: in a container of its own, which another one does not see."""
+    if "NIBBLE_IMAGE" not in environ:
+        return ""
+    return f"; a server in another container is asked there: `docker exec CONTAINER nibble {command}`"
+
+
 def vllm_cache(environ: Mapping[str, str]) -> Path:
     """Where vLLM keeps compiled graphs (vllm 0.32 envs.py:712)."""
     root = environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache"

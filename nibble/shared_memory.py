@@ -25,7 +25,9 @@ SMALL_CHUNK_MIB = 1
 MIB = 1 << 20
 BOTH_QUEUES_BYTES = CHUNKS * (REQUEST_CHUNK_MIB + ANSWER_CHUNK_MIB) * MIB
 SMALL_QUEUES_BYTES = CHUNKS * 2 * SMALL_CHUNK_MIB * MIB
-# Workers exchange tensors and NCCL buffers there, too; NVIDIA's containers ask for this much.
+# Workers of one machine exchange tensors and NCCL's buffers there, too. Two on two CPU cores took 16 MiB before the queue of
+# answers was made: with 256 MiB they ended after the load (2026-11-23). More cores and NCCL take more.
+BESIDE_THE_QUEUES_BYTES = 256 * MIB
 SEVERAL_WORKERS_BYTES = 1 << 30
 ADVICE = (
     "start the container with --shm-size 1g or --ipc host (in Kubernetes, mount an emptyDir with medium: Memory"
@@ -56,16 +58,20 @@ def has_queues(target: Target, args: Mapping[str, Any], topology: Topology) -> b
 
 
 def needed_bytes(topology: Topology, child: Mapping[str, str], plugin_sizes_answers: bool) -> int:
-    """What vLLM refuses to start below: the larger queue, or both at the smallest size. `child` is its environment."""
+    """Below this a start fails: the larger queue, or both at the smallest size, and what several workers exchange.
+
+    `child` is the environment of vLLM.
+    """
     given = child.get(VARIABLE, "").strip()
     chunk_mib = int(given) if given.isdigit() else None
     requests_mib = REQUEST_CHUNK_MIB if chunk_mib is None else chunk_mib
     answers_mib = ANSWER_CHUNK_MIB if chunk_mib is None or not plugin_sizes_answers else chunk_mib
-    if topology.mode == "mp" and topology.nodes is not None and topology.nodes > 1:
-        answers_mib = (
-            0  # over several machines without Ray they have a size of their own (multiproc_executor.py:641)
-        )
-    return max(SMALL_QUEUES_BYTES, CHUNKS * max(requests_mib, answers_mib) * MIB)
+    if (
+        topology.mode == "mp"
+    ):  # over several machines answers have a smaller queue (multiproc_executor.py:641)
+        answers_mib = 0
+    queues = max(SMALL_QUEUES_BYTES, CHUNKS * max(requests_mib, answers_mib) * MIB)
+    return queues + (BESIDE_THE_QUEUES_BYTES if topology.ranks_here > 1 else 0)
 
 
 def check_shared_memory(free_bytes: int | None, needed: int, workers: int) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from nibble.control import ADDRESS
 from nibble.errors import ExitCode, NibbleError
+from nibble.host import elsewhere_hint
 from nibble.memory_plan import show_gib
 from nibble.prepare import read_wishes
 from nibble.printable import printable
@@ -43,6 +45,7 @@ def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
 def _no_server(port: int, why: str) -> NibbleError:
     what = f"no server of nibble's answers on control port {port} ({why})"
     action = f"start one, or set {options()['control_port'].env[0]} to its port"
+    action += elsewhere_hint(os.environ, "status")
     return NibbleError(ExitCode.ENGINE_DIED, what, "", action)
 
 

@@ -211,6 +211,23 @@ def test_too_little_shared_memory_is_refused_before_the_load_with_the_option(cpu
     two = ["--env", "TENSOR_PARALLEL_SIZE=2"]
     refused = run_once(cpu_image, "serve", "nibble-demo-nvfp4", options=two)
     assert refused.returncode == 7, refused.stderr
-    assert "/dev/shm has 64 MiB free, and vLLM needs 240 MiB there for 2 workers" in refused.stderr
+    assert "/dev/shm has 64 MiB free, and vLLM needs 496 MiB there for 2 workers" in refused.stderr
     assert "--shm-size 1g or --ipc host" in refused.stderr
     assert "[nibble] start" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--version"], 0, "nibble 0."),
+        (["--help"], 0, "ray-head"),
+        (["inspect", "nibble-demo-nvfp4"], 0, "loads exactly"),
+        (["status"], 10, "docker exec CONTAINER nibble status"),
+        (["ray-head", "extra"], 2, "takes no model, and 'extra' is given"),
+        (["sttaus"], 127, "neither a verb of nibble nor a program; expected serve, stop,"),
+    ],
+)
+def test_a_verb_is_the_first_word(cpu_image: str, words: list[str], code: int, said: str) -> None:
+    done = run_once(cpu_image, *words)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr

@@ -84,7 +84,7 @@ def test_what_vllm_needs_follows_its_queues() -> None:
     assert needed_bytes(ONE, small, plugin_sizes_answers=True) == 20 * MIB
     assert needed_bytes(ONE, {VARIABLE: "6"}, plugin_sizes_answers=True) == 60 * MIB
     assert needed_bytes(ONE, small, plugin_sizes_answers=False) == 240 * MIB
-    assert needed_bytes(TWO, plain, plugin_sizes_answers=True) == 240 * MIB
+    assert needed_bytes(TWO, plain, plugin_sizes_answers=True) == 496 * MIB
     assert needed_bytes(RAY, plain, plugin_sizes_answers=True) == 240 * MIB
     assert needed_bytes(FIRST_OF_TWO, plain, plugin_sizes_answers=True) == 160 * MIB
 
@@ -92,12 +92,12 @@ def test_what_vllm_needs_follows_its_queues() -> None:
 def test_too_little_is_refused_with_the_option_and_little_is_a_warning_for_several() -> None:
     for free_bytes in (DOCKERS, None):
         with pytest.raises(NibbleError) as refused:
-            check_shared_memory(free_bytes, 240 * MIB, 2)
+            check_shared_memory(free_bytes, 496 * MIB, 2)
         assert refused.value.code is ExitCode.NO_FIT
-        assert "and vLLM needs 240 MiB there for 2 workers" in refused.value.line()
+        assert "and vLLM needs 496 MiB there for 2 workers" in refused.value.line()
         assert "--shm-size 1g or --ipc host" in refused.value.line() and "emptyDir" in refused.value.line()
-    (warning,) = check_shared_memory(256 * MIB, 240 * MIB, 2)
-    assert "only 256 MiB free for 2 workers" in warning and "--shm-size 1g" in warning
+    (warning,) = check_shared_memory(512 * MIB, 496 * MIB, 2)
+    assert "only 512 MiB free for 2 workers" in warning and "--shm-size 1g" in warning
     assert check_shared_memory(256 * MIB, 20 * MIB, 1) == []
     assert check_shared_memory(1 << 30, 240 * MIB, 8) == []
 
