@@ -14,7 +14,7 @@ MECHANISM = "computed"
 MEAN_LIMITS = {"bf16": 0.25, "fp4": 0.9}
 OTHER_NUMBERS_LIMIT = 0.9
 EMBEDDING_LIMIT = 0.02  # BF16 rounds by 0.002
-# Of what a layer adds: a part that any server's BF16 explains, and one in proportion to what rounding products to BF16 does to the
+# Of what a layer adds: a part that any BF16 explains, and one in proportion to what rounding products to BF16 does to the
 # reference's own layer (`noise`: 0.07 to 0.09 in the demos' W4A4 layers, where FP4 codes near a midpoint fall either way).
 # Healthy layers were up to 1.4 times their noise off (benchmarks/results/reference_faults_cpu.json).
 LAYER_LIMIT, LAYER_NOISES = 0.02, 1.75
