@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        print("\nRESULT " + json.dumps(one_model(asked.models[0], *asked.one)))
+        one_model(asked.models[0], *asked.one)
         return 0
     from machine import machine
 
@@ -62,15 +62,19 @@ def run_model(model: str, folder: Path) -> dict[str, Any]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     words = [sys.executable, __file__, told["path"], "--one", str(reference), str(proof)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-    return {"reference": told, **json.loads(lines[0].removeprefix("RESULT "))}
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
+    found = {}
+    for line in child.stdout or ():
+        if line.startswith("RESULT "):
+            found |= json.loads(line.removeprefix("RESULT "))
+            print(line, end="", flush=True)
+    if child.wait():
+        raise SystemExit(f"{model}: the process with vLLM ended with {child.returncode}")
+    return {"reference": told, "faults": found}
 
 
-def one_model(model: str, reference: str, proof: str) -> dict[str, Any]:
-    """In a process of its own: fault -> findings."""
+def one_model(model: str, reference: str, proof: str) -> None:
+    """In a process of its own; a line for each fault with its findings."""
     from nibble_kernels.vllm_plugin.proof.probes import Probes
     from vllm import LLM
 
@@ -88,13 +92,8 @@ def one_model(model: str, reference: str, proof: str) -> dict[str, Any]:
     import vllm_faults
 
     faults = {"none": vllm_faults.no_fault, **vllm_faults.FAULTS, **model_faults.FAULTS}
-    return {
-        "faults": {
-            name: one_fault(llm, worker, fault, files)
-            for name, fault in faults.items()
-            if name not in NOT_OF_THE_MODEL
-        }
-    }
+    for name in [name for name in faults if name not in NOT_OF_THE_MODEL]:
+        print("\nRESULT " + json.dumps({name: one_fault(llm, worker, faults[name], files)}), flush=True)
 
 
 def hand_over(reference: Path, proof: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,9 +14,11 @@ MECHANISM = "computed"
 MEAN_LIMITS = {"bf16": 0.25, "fp4": 0.9}
 OTHER_NUMBERS_LIMIT = 0.9
 EMBEDDING_LIMIT = 0.02  # BF16 rounds by 0.002
-# Median over tokens of |added - right| / |right|, beyond what BF16's rounding of the stream explains.
-LAYER_LIMIT, LAYER_LIMIT_FP4 = 0.08, 0.15
-FACTOR_LIMIT = 0.025  # of what a layer adds, and of logits
+# Of what a layer adds: a part that any BF16 explains, and one in proportion to what rounding products to BF16 does to the
+# reference's own layer (`noise`: 0.07 to 0.09 in the demos' W4A4 layers, where FP4 codes near a midpoint fall either way).
+# Healthy layers were up to 1.4 times their noise off (benchmarks/results/reference_faults_cpu.json).
+LAYER_LIMIT, LAYER_NOISES = 0.02, 1.75
+FACTOR_LIMIT, FACTOR_NOISES = 0.02, 0.4
 LOGITS_LIMIT = 0.08
 LOGIT_LIMIT, LOGIT_SPREADS = (
     0.5,
@@ -46,6 +47,8 @@ def judge_definition(reports: Iterable[Mapping[str, Any]], looser: float = 1.0) 
 
 
 def _problem(one: Mapping[str, Any], looser: float) -> str:
+    if one["norms"]["wrong"]:
+        return f"{one['norms']['wrong'][0]} is not what the checkpoint has under that name"
     if not one["embedding"] <= EMBEDDING_LIMIT:
         return f"the embedding is off by {one['embedding']:.2g}, at most {EMBEDDING_LIMIT} is rounding"
     for place, entry in enumerate(one["layers"]):
@@ -65,11 +68,11 @@ def _problem(one: Mapping[str, Any], looser: float) -> str:
 
 def _layer_problem(entry: Mapping[str, Any], looser: float) -> str:
     error = max(entry["early"], entry["late"])
-    limit = LAYER_LIMIT * looser
+    limit = (LAYER_LIMIT + LAYER_NOISES * entry["noise"]) * looser
     if not error <= limit:  # NaN is not
         output = f"norm of its output {entry['norm']:.4g}"
         return f"what it adds to the stream is off by {error:.2g}, at most {limit:.2g} is rounding ({output})"
-    if not abs(entry["factor"] - 1) <= FACTOR_LIMIT * looser or math.isnan(entry["factor"]):
+    if not abs(entry["factor"] - 1) <= (FACTOR_LIMIT + FACTOR_NOISES * entry["noise"]) * looser:
         return f"what it adds to the stream is {entry['factor']:.3f} times as large as it should be"
     return ""
 

@@ -35,7 +35,8 @@ def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:
     found = args.get("--load-format")
     if found is not None and found.value == "dummy":
         return Choice("off", OURS, "the weights are made up")
-    if other := next((flag for flag in OTHER_MODEL if flag in args), None):
+    # nibble's own overrides say what the checkpoint's files mean
+    if other := next((flag for flag in OTHER_MODEL if flag in args and args[flag].source != OURS), None):
         return Choice("off", OURS, f"{other} makes another model than the checkpoint's")
     if parts.checkpoint is None:
         return Choice("use", OURS, "unknown until pull")

@@ -152,4 +152,4 @@ def _problem(place: Path) -> str:
 def layer_files(references: Mapping[str, Path]) -> dict[str, str]:
     """Activations -> tensors for the workers' comparison."""
     found = {kind: layer_file(place, read_reference(place) or {}) for kind, place in references.items()}
-    return {kind: str(file) for kind, file in found.items() if file is not None}
+    return {kind: str(file.absolute()) for kind, file in found.items() if file is not None}

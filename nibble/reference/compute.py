@@ -24,7 +24,7 @@ from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.errors import NibbleError
 from nibble.reference.prompts import PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
 from nibble.reference.store import Request, write_reference
-from nibble.reference.streaming import StreamedModel
+from nibble.reference.streaming import InBf16, StreamedModel
 from nibble.reference.weights import Unsupported, Weights
 
 NICE = 10
@@ -77,7 +77,7 @@ def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str,
     with Weights(checkpoint, dtype, device, request.activations == "fp4") as weights:
         model = StreamedModel(checkpoint, weights, dtype, device, request.keeps)
         model.on_unit = _layers_done(model, on_layer)
-        probe = Probe(model, texts[-1].ids)
+        probe = Probe(model, texts[-1].ids, norm_weights(weights))
         ends = _ends(checkpoint, model)
         passes = [lambda one=one: answer(model, one.ids, request.answer_tokens, ends) for one in texts[:-1]]
         *answers, _ = model.passes([*passes, probe.run])
@@ -199,14 +199,21 @@ def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set
     )  # fmt: skip
 
 
+def norm_weights(weights: Weights) -> dict[str, Tensor]:
+    """Weights of norms by their names in the checkpoint: a server that exchanged two of them may compute nearly the same."""
+    names = [name for name in weights.names if name.endswith("norm.weight") and len(weights.shape(name)) == 1]
+    return {f"norm:{name}": weights.load(name).float().cpu() for name in names}
+
+
 class Probe:
     """One pass over the longer text that keeps what goes into each layer and what each adds to it."""
 
-    def __init__(self, model: StreamedModel, ids: tuple[int, ...]) -> None:
-        self.model, self.ids = model, ids
+    def __init__(self, model: StreamedModel, ids: tuple[int, ...], small: dict[str, Tensor]) -> None:
+        self.model, self.ids, self._small = model, ids, small
         self._inputs: list[Tensor] = []
         self._added: list[Tensor] = []
         self._norms: list[float] = []
+        self._noise: list[float] = []
         self._logits: Tensor | None = None
         self._here = threading.local()
         self._fits = True
@@ -222,7 +229,7 @@ class Probe:
         ids = torch.tensor([self.ids], device=self.model.device)
         self._logits = self.model.module(input_ids=ids, use_cache=False).logits[0, self.places].float().cpu()
 
-    def _after(self, _layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not getattr(self._here, "is_probe", False):
             return
         before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -235,6 +242,20 @@ class Probe:
         self._inputs.append(after[0].bfloat16().cpu())
         self._added.append((after - before)[0, self.tokens].float().cpu())
         self._norms.append(float(after[0].norm(dim=-1).mean()))
+        self._noise.append(self._rounding(layer, args, kwargs, before, self._added[-1]))
+
+    def _rounding(self, layer: Any, args: Any, kwargs: Any, before: Tensor, right: Tensor) -> float:
+        """How far what the layer adds is from itself where products are rounded to BF16: the median of tokens."""
+        rounded = before.bfloat16().to(before.dtype)
+        if "hidden_states" in kwargs:
+            kwargs = kwargs | {"hidden_states": rounded}
+        else:
+            args = (rounded, *args[1:])
+        with InBf16():
+            again = layer.forward(*args, **kwargs)
+        again = again[0] if isinstance(again, tuple) else again
+        off = (again - rounded)[0, self.tokens].float().cpu() - right
+        return float((off.norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-30)).median())
 
     def norms(self) -> list[float]:
         """Mean norm of each layer's output."""
@@ -245,9 +266,15 @@ class Probe:
         if not self._fits or self._logits is None:
             return {}
         return {
-            "ids": torch.tensor(self.ids), "inputs": torch.stack(self._inputs), "tokens": self.tokens,
-            "added": torch.stack(self._added).bfloat16(), "places": self.places, "logits": self._logits,
-        }  # fmt: skip
+            "ids": torch.tensor(self.ids),
+            "inputs": torch.stack(self._inputs),
+            "tokens": self.tokens,
+            "added": torch.stack(self._added).bfloat16(),
+            "noise": torch.tensor(self._noise),
+            "places": self.places,
+            "logits": self._logits,
+            **self._small,
+        }
 
 
 def _peak_bytes() -> int:

@@ -32,6 +32,16 @@ class RoundedInputs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class InBf16(TorchFunctionMode):
+    """Within it, products take and give BF16, as a server's do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        x = args[0]
+        return func(x.bfloat16().to(x.dtype), *args[1:], **(kwargs or {})).bfloat16().to(x.dtype)
+
+
 class LazyExperts:
     """Stands where a stacked parameter was: an index reads that expert, once for a layer."""
 

@@ -44,10 +44,10 @@ def test_a_start_computes_a_reference_and_a_healthy_server_agrees_with_it(first:
 
 
 def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(first: Server, tmp_path: Path) -> None:
-    """Each product is right, so that `layers` passes: the norms of q and k have changed places in layer 1."""
+    """Each product is right, so that `layers` passes: what layer 1's MLP returns is made smaller."""
     server = Server(
         tmp_path / "server", ["serve", DEMO, *FLAGS], NIBBLE_CANARY="strict", NIBBLE_REFERENCE="auto",
-        NIBBLE_CACHE_DIR=first.environ["NIBBLE_CACHE_DIR"], FAULT_AT_START="q and k norms swapped in one layer",
+        NIBBLE_CACHE_DIR=first.environ["NIBBLE_CACHE_DIR"], FAULT_AT_START="an MLP's output times 0.9",
         **install(tmp_path / "faults"),
     )  # fmt: skip
     try:

@@ -9,12 +9,13 @@ import pytest
 
 from nibble.canary.computed import MEAN_LIMITS, judge_definition, references_from
 
-HEALTHY = {"early": 0.03, "late": 0.03, "factor": 1.001, "norm": 20.0}
+HEALTHY = {"early": 0.03, "late": 0.03, "factor": 1.001, "norm": 20.0, "noise": 0.02}
 LOGITS = {"error": 0.01, "factor": 1.0, "token": 5, "off": 0.05, "spread": 0.01}
 
 
 def report(layers: list[dict[str, float]] | None = None, **more: Any) -> dict[str, Any]:
-    definition = {"tokens": 192, "embedding": 0.001, "layers": layers or [HEALTHY] * 4, "logits": LOGITS}
+    definition = {"tokens": 192, "embedding": 0.001, "layers": layers or [HEALTHY] * 4, "logits": LOGITS,
+                  "norms": {"compared": 17, "wrong": []}}  # fmt: skip
     return {"definition": definition | more}
 
 
@@ -45,6 +46,10 @@ def test_the_first_layer_that_leaves_the_bound_is_named(wrong: dict[str, float],
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        (
+            {"norms": {"compared": 17, "wrong": ["model.layers.1.self_attn.q_norm.weight"]}},
+            "q_norm.weight is not what the",
+        ),
         ({"embedding": 1.2}, "the embedding is off by 1.2"),
         ({"embedding": math.nan}, "the embedding is off by nan"),
         ({"logits": LOGITS | {"factor": 0.9}}, "the logits are 0.900 times"),
@@ -56,6 +61,12 @@ def test_embedding_and_logits(wrong: dict[str, Any], said: str) -> None:
     found = judge_definition([report(**wrong)])
     assert found.verdict == "failed"
     assert said in found.detail
+
+
+def test_a_layer_that_rounds_much_may_be_off_by_more() -> None:
+    rounds = HEALTHY | {"early": 0.12, "late": 0.12, "factor": 0.97}
+    assert judge_definition([report([rounds | {"noise": 0.09}] * 4)]).verdict == "passed"
+    assert judge_definition([report([rounds | {"noise": 0.01}] * 4)]).verdict == "failed"
 
 
 def test_a_logit_that_is_off_among_others_that_are_is_rounding() -> None:

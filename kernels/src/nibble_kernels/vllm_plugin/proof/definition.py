@@ -59,9 +59,33 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "embedding": relative(own[0][0].cpu(), reference["inputs"][0, :tokens].float()),
-        "layers": entries,
+        "layers": [
+            entry | {"noise": round(float(one), 5)}
+            for entry, one in zip(entries, reference["noise"], strict=True)
+        ],
+        "norms": compare_norms(model, reference),
         "logits": compare_logits(logits, reference["logits"][: len(places)]) if len(places) else None,
     }
+
+
+def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> dict[str, Any]:
+    """Weights of norms that the model has by the checkpoint's names: how many, and which are others.
+
+    Where most are, the model keeps them in another form, and none is compared.
+    """
+    own = dict(model.named_parameters())
+    wanted = {
+        name.removeprefix("norm:"): value for name, value in reference.items() if name.startswith("norm:")
+    }
+    known = {name: value for name, value in wanted.items() if name in own and own[name].shape == value.shape}
+    wrong = [
+        name
+        for name, value in known.items()
+        if relative(own[name].data.float().cpu()[None], value[None]) > SAME
+    ]
+    if 2 * len(wrong) > len(known):
+        return {"compared": 0, "wrong": []}
+    return {"compared": len(known), "wrong": wrong[:4]}
 
 
 def layers_of(model: nn.Module, count: int) -> list[nn.Module]:
