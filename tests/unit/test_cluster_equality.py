@@ -95,7 +95,9 @@ def test_every_flag_that_is_a_nodes_own_is_one_of_vllms() -> None:
 
 def test_with_ray_nodes_have_no_flags_to_compare() -> None:
     assert told(node("a"), node("b")) == []
-    assert told(node("a"), node("b", flags=flags_of()))  # a rank without a plan is none of this kind of cluster
+    assert told(
+        node("a"), node("b", flags=flags_of())
+    )  # a rank without a plan is none of this kind of cluster
 
 
 # --- environment ---
