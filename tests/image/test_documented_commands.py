@@ -121,7 +121,7 @@ class TestReadmesServer:
         used = "import shutil; print(shutil.disk_usage('/dev/shm').used)"
         assert int(server.exec("python", "-c", used).stdout) < DOCKERS_SHM_BYTES // 2
         plan = json.loads(server.exec("nibble", "plan", "nibble-demo-nvfp4", "--json").stdout)
-        assert plan["env"][VARIABLE]["value"] == 1 and "64 MiB free" in plan["env"][VARIABLE]["reason"]
+        assert plan["env"][VARIABLE]["value"] == 1
 
     def test_the_question_that_readme_asks_is_answered(self, server: Container) -> None:
         answered = shell(ASK.with_("", "", server.id))
