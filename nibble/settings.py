@@ -118,14 +118,14 @@ class Settings(BaseSettings):
     max_json_items: int | None = _option(None, "Requests",
         "Commas and opening brackets in a body, outside its strings; over it 400. Default: 65536 and twice the context length.",
         "NIBBLE_MAX_JSON_ITEMS", expected="a whole number from 100 to 1000000000", ge=100, le=10**9)
-    max_messages: int = _option(1024, "Requests", "Messages of a chat request, or items of its input; over it 400.",
+    max_messages: int = _option(2048, "Requests", "Messages and content parts of a chat request; over it 400.",
         "NIBBLE_MAX_MESSAGES", expected="a whole number from 1 to 1000000", ge=1, le=10**6)
     max_sequences: int = _option(1024, "Requests", "Prompts of a request times `n` (or `best_of`); over it 400.",
         "NIBBLE_MAX_SEQUENCES", expected="a whole number from 1 to 1000000", ge=1, le=10**6)
     max_text_chars: int | None = _option(None, "Requests",
         "Characters of all text in a body; over it 400. Default: 4194304, or 8 for each token of context where that is more.",
         "NIBBLE_MAX_TEXT_CHARS", expected="a whole number from 1024 to 17179869184", ge=1024, le=1 << 34)
-    max_logprob_entries: int = _option(100000, "Requests", "Log-probs of a request: tokens times (`logprobs` + 1); over it 400.",
+    max_logprob_entries: int = _option(32768, "Requests", "Log-probs of a request: tokens times (`logprobs` + 1); over it 400.",
         "NIBBLE_MAX_LOGPROB_ENTRIES", expected="a whole number from 1000 to 1000000000", ge=1000, le=10**9)
     grammar_seconds: int = _option(2, "Requests",
         "Seconds that a structured output may take to compile, in a process beside the API's; over it 400.",

@@ -104,11 +104,9 @@ def _long_names(body: Body) -> str | None:
 def _too_many(body: Body, path: str, limits: RequestLimits) -> str | None:
     messages = body.get("messages")
     conversations = messages if path == _CONVERSATIONS and isinstance(messages, list) else [messages]
-    count = sum(len(one) for one in conversations if isinstance(one, list))
-    if isinstance(body.get("input"), list) and path == "/v1/responses":
-        count += len(body["input"])
-    if count > limits.max_messages:
-        return f"The request has more than {limits.max_messages} messages (NIBBLE_MAX_MESSAGES)."
+    chats = [*conversations, body.get("input") if path == "/v1/responses" else None]
+    if sum(_messages(chat) for chat in chats) > limits.max_messages:
+        return f"The request has more than {limits.max_messages} messages and parts (NIBBLE_MAX_MESSAGES)."
     answers = max(1, _whole(body.get("n")), _whole(body.get("best_of")))
     if body.get("use_beam_search") and answers > MAX_BEAM_WIDTH:
         return f"`n` is above {MAX_BEAM_WIDTH}, the widest beam search."
@@ -116,6 +114,14 @@ def _too_many(body: Body, path: str, limits: RequestLimits) -> str | None:
     if answers * prompts > limits.max_sequences:
         return f"The request asks for more than {limits.max_sequences} sequences (NIBBLE_MAX_SEQUENCES)."
     return None
+
+
+def _messages(chat: Any) -> int:
+    """Messages of a conversation, and the parts that their contents are made of."""
+    if not isinstance(chat, list):
+        return 0
+    contents = [message.get("content") for message in chat if isinstance(message, dict)]
+    return len(chat) + sum(len(content) for content in contents if isinstance(content, list))
 
 
 def _prompts(value: Any) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nibble.guard.connections import Connections
 
 _USED = (
-    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_header", "on_headers_complete",
+    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_headers_complete",
     "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade",
 )  # fmt: skip
 # How long the rest of a refused request is read and thrown away: a connection that is closed on unread data loses
@@ -56,7 +56,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._max_head_bytes: int = self.config.h11_max_incomplete_event_size or 1 << 16
         self._max_headers: int = getattr(self.config, "h11_max_header_count", 256)
         self._stage: Literal["head", "body", "whole", "idle", "refused"] = "head"
-        self._head_bytes = self._header_bytes = 0
+        self._head_bytes = self._piece_bytes = 0
         self._problem: Refused | None = None
         self._body_deadline = math.inf
         self.address = ""
@@ -94,6 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._stage in ("body", "idle"):
             self._extend_deadline()
+        self._piece_bytes = len(data)
         super().data_received(data)
         if self._stage == "head":
             self._head_bytes += len(data)
@@ -104,18 +105,22 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._stage == "idle":
             self._start_head()
-        self._stage, self._head_bytes, self._header_bytes = "head", 0, 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._header_bytes += len(name) + len(value)
-        if len(self.headers) > self._max_headers or self._header_bytes > self._max_head_bytes:
-            self._problem = self._head_too_large()
-            raise self._problem
+        self._stage, self._head_bytes = "head", 0
 
     def on_headers_complete(self) -> None:
+        if len(self.headers) > self._max_headers or self._are_headers_too_large():
+            self._problem = self._head_too_large()
+            raise self._problem  # httptools wraps it, uvicorn calls send_400_response
         super().on_headers_complete()
         self._start_body()
+
+    def _are_headers_too_large(self) -> bool:
+        """Looks at each header only where what came at once could hold too much."""
+        if self._head_bytes + self._piece_bytes <= self._max_head_bytes:
+            return False
+        return (
+            len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._max_head_bytes
+        )
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

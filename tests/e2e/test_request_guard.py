@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_server import post, read_all
+from guarded_server import KEY, post, read_all
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]
-KEY = "nbl-the-key-of-the-guard-test"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16")
 HEALTH_S = GAP_S = 1.0
@@ -105,8 +104,8 @@ def send(server: Server, data: bytes, timeout_s: float = 60) -> int:
     return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
-def body(path: str, key: str = KEY, **fields: Any) -> bytes:
-    return post(json.dumps({"model": "default", **fields}).encode(), path, key=key)
+def body(path: str, **fields: Any) -> bytes:
+    return post(json.dumps({"model": "default", **fields}).encode(), path)
 
 
 HEAVY: dict[str, tuple[bytes, int]] = {
@@ -148,15 +147,16 @@ def test_is_refused_while_others_are_served(server: Server, name: str, record_pr
 # The most that the limits allow: accepted, or refused by vLLM, and still no stall.
 ALLOWED: dict[str, bytes] = {
     "19,000 keys": body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(19_000)}),
-    "1024 messages": body(CHAT, messages=[USER] * 1024, max_tokens=1),
+    "2048 messages": body(CHAT, messages=[USER] * 2048, max_tokens=1),
     "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
     "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
-    "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=20),
+    "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=15),
     "60,000 token ids": body(COMPLETIONS, prompt=[1] * 60_000, max_tokens=1),
     "4 MB of text": body(COMPLETIONS, prompt=["word1 " * 1000] * 690, max_tokens=1),
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
 def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
     with Watch(server) as watch:
@@ -223,8 +223,9 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
     is_alive(server)
 
 
-def test_50_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
-    data = ALLOWED["1024 messages"]
+@pytest.mark.slow
+def test_20_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
+    data = ALLOWED["2048 messages"]
     with Watch(server) as watch:
         threads = [threading.Thread(target=send, args=(server, data, 300)) for _ in range(20)]
         for thread in threads:

@@ -40,6 +40,7 @@ REFUSED = [
     ("/v1/responses", {"input": [USER] * 20_000}, "messages"),
     ("/v1/chat/completions/batch", {"messages": [[USER] * 100] * 100}, "messages"),
     ("/v1/chat/completions/batch", {"messages": [[USER]] * 100, "n": 100}, "sequences"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}]}, "messages"),
     (COMPLETIONS, {"prompt": "x", "stop": "y" * 5000}, "stop"),
     (COMPLETIONS, {"prompt": "x", "stop": ["y" * 2000] * 4}, "stop"),
     ("/v1/messages", {"messages": [USER], "stop_sequences": ["y" * 5000]}, "stop_sequences"),

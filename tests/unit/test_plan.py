@@ -13,6 +13,7 @@ from tiny_model import DEEPSEEK_MLA, write_model
 
 from nibble import prepare
 from nibble.errors import ExitCode, NibbleError
+from nibble.guard.limits import RequestLimits
 from nibble.hardware import Gpu, Hardware
 from nibble.paths import root
 from nibble.plan import Plan
@@ -353,3 +354,27 @@ def test_vllm_gets_the_hub_token_only_where_it_may_have_to_ask_the_hub(tmp_path:
     found = plan(folder, "--enable-lora", "--lora-modules", "sql=acme/lora", **token)
     assert found.vllm_environ(OFFLINE | token)["HF_TOKEN"] == "hf_very-secret"
     assert "very-secret" not in json.dumps(found.to_json())
+
+
+def test_the_gate_gets_the_request_limits_and_the_body_limit_fits_the_model(tmp_path: Path) -> None:
+    text = str(write_model(tmp_path / "text"))
+    sees = write_model(tmp_path / "sees")
+    config = json.loads((sees / "config.json").read_text())
+    (sees / "config.json").write_text(json.dumps({**config, "vision_config": {"hidden_size": 8}}))
+    found = plan(text, "--target", "cpu")
+    assert found.env["NIBBLE_MAX_BODY_BYTES"].value == str(32 << 20)
+    assert "text alone" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
+    assert "NIBBLE_MAX_MESSAGES" not in found.env  # the default is the gate's, too
+    assert found.args["--h11-max-incomplete-event-size"].value == 65536
+    assert found.args["--h11-max-header-count"].value == 128
+    found = plan(str(sees), "--target", "cpu")
+    assert found.env["NIBBLE_MAX_BODY_BYTES"].value == str(128 << 20)
+    file = tmp_path / "nibble.toml"
+    file.write_text("max_body_bytes = 5000\n")
+    found = plan(
+        text, "--target", "cpu", NIBBLE_CONFIG=str(file), NIBBLE_MAX_MESSAGES="7", NIBBLE_MAX_HEADERS="9"
+    )
+    assert found.args["--h11-max-header-count"].value == 9
+    limits = RequestLimits.from_environ(found.vllm_environ({}))
+    assert (limits.max_body_bytes, limits.max_buffered_bytes, limits.max_messages) == (5000, 40_000, 7)
+    assert str(file) in found.env["NIBBLE_MAX_BODY_BYTES"].source
