@@ -67,7 +67,9 @@ def layer_problems(
 ) -> tuple[Problem, ...]:
     """What is wrong with the tensors of a known family; nothing for any other."""
     family = families().get(model_type)
-    if family is None:
+    if (
+        family is None or "fc.weight" in tensors
+    ):  # a draft (EAGLE) under its target's model_type, with a vocabulary of its own
         return ()
     if odd := tuple(_odd_sizes(text)):
         return odd

@@ -137,6 +137,12 @@ def test_drafts_behind_the_last_layer_are_no_layers_too_many(tmp_path: Path) -> 
     assert problems(tmp_path / "n", qwen3(), num_hidden_layers=COUNT - 1, num_nextn_predict_layers=1) == ()
 
 
+def test_a_draft_in_its_own_repository_is_no_model_of_its_targets_family(tmp_path: Path) -> None:
+    weights: Tensors = {"fc.weight": ("BF16", [64, 192]), "lm_head.weight": ("BF16", [32, 64])}
+    weights |= linear("layers.0.self_attn.q_proj", 64, 128, "bf16")
+    assert problems(tmp_path / "m", weights, num_hidden_layers=1) == ()
+
+
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 WRONG_SIZES = {

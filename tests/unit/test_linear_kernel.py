@@ -11,7 +11,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import pytest
-from tiny_checkpoint import linear, tensors, write_checkpoint
+from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
 from nibble import nvfp4_checks, prepare
@@ -230,7 +230,7 @@ def test_experts_alone_are_not_linear_layers(tmp_path: Path) -> None:
 
 def test_rows_that_the_kernel_cannot_divide_are_left_to_vllm(tmp_path: Path) -> None:
     weights = tensors("nvfp4") | linear("model.layers.0.mlp.up_proj", 72, 64, "nvfp4")
-    folder = write_checkpoint(tmp_path / "m", weights, W4A4)
+    folder = write_checkpoint(tmp_path / "m", weights, W4A4 | OTHER_FAMILY)
     reason(plan(folder), "nibble")
     why = reason(plan(folder, TENSOR_PARALLEL_SIZE="2"), "vllm")
     assert why == "model.layers.0.mlp.up_proj has 72 rows, which is no multiple of 16"

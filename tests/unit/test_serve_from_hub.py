@@ -172,7 +172,7 @@ def record_of(plan: Plan, environ: dict[str, str]) -> Path:
 def test_a_server_in_the_background_that_is_stopped_while_it_downloads_ended_as_asked(
     hub: Hub, environ, tmp_path: Path
 ) -> None:
-    large = write_model(tmp_path / "large", QWEN3 | {"vocab_size": 4096})
+    large = write_model(tmp_path / "large", QWEN3 | {"vocab_size": 4096, "model_type": "afmoe"})
     hub.add("acme/large", large, faults={"model.safetensors": "stall"})
     environ |= {"PATH": os.environ["PATH"], "NIBBLE_CACHE_DIR": str(tmp_path / "nibble")}
 
