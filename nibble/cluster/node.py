@@ -124,7 +124,8 @@ def proof_handlers(folder: Path) -> dict[str, Handler]:
     """The path of a node whose workers' reports are judged by the server on another one."""
 
     def proof(body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"reports": read_reports(folder, of_the_living=True), "ranks": ranks_by_pid(folder)}
+        alive = {pid: rank for pid, rank in ranks_by_pid(folder).items() if Path(f"/proc/{pid}").exists()}
+        return {"reports": read_reports(folder, of_the_living=True), "ranks": alive}
 
     return {"/proof": proof}
 

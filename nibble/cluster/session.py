@@ -75,7 +75,7 @@ class Cluster:
         self._answered = time.monotonic()
         self.head_stops = self._runs = False
         self._ranks: dict[tuple[str, int], int] = {}  # with Ray: (node's address, pid) -> rank of the model
-        self._died_here_at = float("inf")
+        self._began_at, self._died_here_at = 0.0, float("inf")
         self._was_ready = False
         self._seen: Sequence[dict[str, Any]] = ()
         self._reminder = Reminder()  # of what a `prepare` waits for
@@ -178,8 +178,8 @@ class Cluster:
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
         """Whether the end of a process on another node concerns this run, and is no consequence of one that ended here."""
-        later_s = time.monotonic() - end["ago_s"] - self._died_here_at
-        if SAME_MOMENT_S < later_s < FOLLOWS_S:
+        at = time.monotonic() - end["ago_s"]
+        if at < self._began_at or SAME_MOMENT_S < at - self._died_here_at < FOLLOWS_S:
             return False
         if self._roster:
             return end["run"] == self._roster.run
@@ -345,7 +345,7 @@ class Cluster:
     def begin(self) -> Watch:
         """A new run: headless ranks start theirs."""
         self._set(starting=True)
-        self._runs, self._was_ready = True, False
+        self._runs, self._was_ready, self._began_at = True, False, time.monotonic()
         self._died_here_at, self._ranks = float("inf"), {}
         return Watch(self)
 

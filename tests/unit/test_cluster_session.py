@@ -352,6 +352,7 @@ def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_
     cluster.begin()
     cluster.ready()
     end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
+    cluster._began_at -= 100
     roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
     assert cluster.loss() is None  # of an earlier run
     roster.beat(message(1, ended=[end]))
@@ -371,6 +372,7 @@ def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_
 
     def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
         roster = roster_of(watch._cluster)
+        watch._cluster._began_at -= 5
         end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
         roster.beat(message(1, ended=[end]))
         raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself in phase load")
@@ -403,6 +405,8 @@ def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
     assert found.loss() is None  # of another server on the same nodes, for all that is known
     watch.reports()
     found.ready()
+    assert found.loss() is None  # before this run began: of the server before
+    found._began_at -= 5
     assert loss_of(found) == "NodeLost node 10.0.0.3: rank 1 of the model (pid 7) ended by itself"
     watch.feed(DEAD_WORKER)
     assert "rank 1 on 10.0.0.3" in str(watch.dead_worker())
