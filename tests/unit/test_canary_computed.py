@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nibble.canary.computed import MEAN_LIMITS, judge_definition, references_from
+from nibble.proof import computed_references
+from nibble.reference.store import FORMAT
 
 HEALTHY = {"early": 0.03, "late": 0.03, "factor": 1.001, "norm": 20.0, "noise": 0.02}
 LOGITS = {"error": 0.01, "factor": 1.0, "token": 5, "off": 0.05, "spread": 0.01}
@@ -89,3 +94,24 @@ def test_texts_become_tokens_where_the_server_has_another_template() -> None:
     bf16 = data | {"activations": "bf16"}
     assert references_from(bf16, "here", False, False).mean_limit == MEAN_LIMITS["bf16"]
     assert references_from(bf16, "here", False, True).mean_limit > MEAN_LIMITS["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("dated", "flags", "sent"),
+    [(False, (), "conversation"), (True, (), "tokens"), (False, ("--chat-template",), "tokens")],
+)
+def test_a_start_sends_conversations_where_their_tokens_are_the_checkpoints(
+    dated: bool, flags: tuple[str, ...], sent: str, tmp_path: Path
+) -> None:
+    case = {"prompt": [{"role": "user", "content": "Hi"}], "prompt_ids": [1, 2], "answer": "a", "answer_ids": [3],
+            "logprobs": [-1.0, -2.0]}  # fmt: skip
+    file = tmp_path / "reference.json"
+    data = {"format": FORMAT, "activations": "fp4", "template_is_dated": dated, "cases": [case]}
+    file.write_text(json.dumps(data))
+    plan: Any = SimpleNamespace(
+        args=dict.fromkeys(flags), checkpoint=SimpleNamespace(files={}, model_type="qwen3")
+    )
+    found = computed_references(plan, {"fp4": file}, ("fp4",))
+    assert found is not None
+    assert (found.cases[0].prompt == [1, 2]) == (sent == "tokens")
+    assert computed_references(plan, {"fp4": file}, ("bf16",)) is None

@@ -35,7 +35,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "NIBBLE_TARGET": "cpu", "NIBBLE_CONTROL_PORT": str(free_port()),
+    return {"HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "NIBBLE_TARGET": "cpu", "NIBBLE_REFERENCE": "off",
+            "NIBBLE_CONTROL_PORT": str(free_port()),
             "PORT": str(free_port())}  # fmt: skip
 
 
