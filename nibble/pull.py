@@ -42,9 +42,9 @@ PROGRESS_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pull is: bytes of this stage."""
+    """How far what comes before vLLM is: bytes of this stage."""
 
-    stage: Literal["download", "verify"]
+    stage: Literal["download", "verify", "reference"]
     done_bytes: int
     total_bytes: int
 
@@ -151,7 +151,7 @@ class Pull:
     def snapshot(self) -> Path:
         return self.storage / "snapshots" / self.commit
 
-    def report(self, stage: Literal["download", "verify"], done: int, total: int) -> None:
+    def report(self, stage: Literal["download", "verify", "reference"], done: int, total: int) -> None:
         if self.on_progress:
             self.on_progress(Progress(stage, min(done, total), total))
 

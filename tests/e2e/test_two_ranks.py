@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import install
@@ -102,7 +103,7 @@ def test_rank_1s_workers_are_judged_by_the_head_and_its_machines_memory_by_itsel
 def test_a_wrong_layer_of_rank_1_ends_the_heads_start_with_8_and_a_line_that_names_the_node(
     tmp_path: Path,
 ) -> None:
-    faults = install(tmp_path / "faults")
+    faults: Any = install(tmp_path / "faults")
     faults["PYTHONPATH"] = os.pathsep.join([faults["PYTHONPATH"], PLATFORM])
     ranks = Ranks(tmp_path, FAULT_AT_START="scale tensor permuted", **faults)
     try:

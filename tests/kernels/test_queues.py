@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 from nibble_kernels.vllm_plugin.queues import VARIABLE, size_answer_queue
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor import multiproc_executor as executor
+
+multiproc_executor: Any = executor
 
 pytestmark = pytest.mark.vllm
 VLLMS_OWN_BYTES = 24 << 20
@@ -22,7 +25,8 @@ def test_without_the_variable_it_stays_vllms_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(VARIABLE, raising=False)
     size_answer_queue()
     assert multiproc_executor.MessageQueue is MessageQueue
-    assert MessageQueue(1, 1).buffer.max_chunk_bytes == VLLMS_OWN_BYTES
+    queue: Any = MessageQueue(1, 1)
+    assert queue.buffer.max_chunk_bytes == VLLMS_OWN_BYTES
 
 
 def test_the_variable_sizes_it_and_a_larger_message_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

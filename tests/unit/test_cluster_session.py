@@ -28,6 +28,7 @@ from nibble.cluster.roster import Roster
 from nibble.cluster.session import Cluster
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
+from nibble.control import Answers
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
@@ -519,7 +520,7 @@ def test_the_control_port_answers_without_a_break_over_two_runs_and_between_them
 
     def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
         start = next(starts)
-        control = watch.control(lambda: {"state": f"run {start}"}, lambda: True)
+        control = watch.control(Answers(lambda: {"state": f"run {start}"}, lambda: True))
         control.start()
         if not start:
             asking.start()

@@ -55,7 +55,8 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
         )
         for (_, after), before, added in zip(found, fed.float()[:-1], reference["added"], strict=True)
     ]
-    logits = model.compute_logits(hidden[places.to(worker.device)])
+    network: Any = model
+    logits = network.compute_logits(hidden[places.to(worker.device)])
     return {
         "tokens": tokens,
         "embedding": relative(own[0][0].cpu(), reference["inputs"][0, :tokens].float()),
