@@ -44,7 +44,7 @@ def check_loads() -> None:
 
     def read_and_note(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read(self, *args, **kwargs):
-            self.nibble_reading = f"{name} ({_described(tensor)})"
+            self.nibble_reading = name, tensor
             yield name, tensor
             self.nibble_reading = None  # what fails from here on is the next one, or none
 
@@ -68,9 +68,10 @@ def _described(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
-def _named(error: Exception, reading: str | None) -> Exception:
+def _named(error: Exception, reading: tuple[str, Tensor] | None) -> Exception:
     """The error with the tensor that was being loaded; as it is where none was."""
     if reading is None or "not initialized from checkpoint" in str(error):
         return error
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return TensorError(f"{reading} does not fit the model ({why})")
+    name, tensor = reading
+    return TensorError(f"{name} ({_described(tensor)}) does not fit the model ({why})")
