@@ -128,7 +128,7 @@ class Settings(BaseSettings):
     max_text_chars: int | None = _option(None, "Requests",
         "Characters of all text in a body; over it 400. Default: 4194304, or 8 for each token of context where that is more.",
         "NIBBLE_MAX_TEXT_CHARS", expected="a whole number from 1024 to 17179869184", ge=1024, le=1 << 34)
-    max_logprob_entries: int = _option(32768, "Requests", "Log-probs of a request: tokens times (`logprobs` + 1); over it 400.",
+    max_logprob_entries: int = _option(16384, "Requests", "Log-probs of a request: tokens times (`logprobs` + 1); over it 400.",
         "NIBBLE_MAX_LOGPROB_ENTRIES", expected="a whole number from 1000 to 1000000000", ge=1000, le=10**9)
     grammar_seconds: int = _option(2, "Requests",
         "Seconds that a structured output may take to compile, in a process beside the API's; over it 400.",

@@ -3,21 +3,19 @@
 set -uo pipefail
 # shellcheck source=benchmarks/lease/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/lease
+# No FlashInfer sampler: every server's own cache would compile it for a minute.
+export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/lease VLLM_USE_FLASHINFER_SAMPLER=0
 pytest=(python3 -m pytest -p no:cacheprovider -p instant -v --slow --tb=short)
 # Others come and go on this GPU: no share of it, and no look at what is free.
 export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((1 << 30))
-TWO_STARTS_ROUNDS=4 step two_starts 560 "${pytest[@]}" tests/e2e/test_two_starts.py --junitxml /tmp/R/two_starts.xml &
+TWO_STARTS_ROUNDS=4 step two_starts 560 env -u VLLM_USE_FLASHINFER_SAMPLER "${pytest[@]}" tests/e2e/test_two_starts.py --junitxml /tmp/R/two_starts.xml &
 (
-  export VLLM_USE_FLASHINFER_SAMPLER=0 # else every server's own cache compiles it for a minute
-  step reference 240 bash -c 'for device in cuda cpu; do time nibble reference nibble-demo-nvfp4 --device $device --out /tmp/R/reference_$device.json; done'
-  step canary 240 "${pytest[@]}" tests/e2e/test_reference.py --junitxml /tmp/R/reference.xml
+  step reference_cuda 120 nibble reference nibble-demo-nvfp4 --device cuda --out /tmp/R/reference_cuda.json
+  step reference_cpu 120 nibble reference nibble-demo-nvfp4 --device cpu --out /tmp/R/reference_cpu.json
+  step canary 400 "${pytest[@]}" tests/e2e/test_reference.py --junitxml /tmp/R/reference.xml
 ) &
-(
-  export VLLM_USE_FLASHINFER_SAMPLER=0
-  # On one GPU the worker is the engine's own process.
-  step hangs 420 "${pytest[@]}" tests/e2e/test_hangs.py -k "not Worker and not never_ends" --junitxml /tmp/R/hangs.xml
-) &
-VLLM_USE_FLASHINFER_SAMPLER=0 step guard 300 "${pytest[@]}" tests/e2e/test_robustness.py tests/e2e/test_structured_outputs.py --junitxml /tmp/R/guard.xml &
+# On one GPU the worker is the engine's own process.
+step hangs 420 "${pytest[@]}" tests/e2e/test_hangs.py -k "not Worker and not never_ends" --junitxml /tmp/R/hangs.xml &
+step guard 400 "${pytest[@]}" tests/e2e/test_robustness.py tests/e2e/test_structured_outputs.py --junitxml /tmp/R/guard.xml &
 wait
 touch /tmp/R/faults.done

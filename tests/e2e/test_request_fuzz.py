@@ -64,18 +64,19 @@ def vllm_openapi() -> dict[str, Any]:
 
 def from_openapi(openapi: dict[str, Any], seed: int) -> Iterator[Malformed]:
     """Bodies that fit the schemas, ten of a route at a time, and each with one field made odd."""
-    operations = [one.ok() for one in schemathesis.openapi.from_dict(openapi).get_all_operations()]
+    found: list[Any] = list(schemathesis.openapi.from_dict(openapi).get_all_operations())
+    operations = [one.ok() for one in found]
     assert len(operations) >= 8, "vLLM's OpenAPI has lost routes"
     chance = random.Random(seed)
     for turn in itertools.count():
         for operation in operations:
-            for found in bodies(operation, seed + turn):
-                yield request(operation.path, found)
-                if isinstance(found, dict):
+            for body in bodies(operation, seed + turn):
+                yield request(operation.path, body)
+                if isinstance(body, dict):
                     name = chance.choice(
-                        [*found, "n", "stop", "logprobs", "structured_outputs", "response_format"]
+                        [*body, "n", "stop", "logprobs", "structured_outputs", "response_format"]
                     )
-                    yield request(operation.path, {**found, name: chance.choice(ODD)})
+                    yield request(operation.path, {**body, name: chance.choice(ODD)})
 
 
 def bodies(operation: Any, seed: int) -> list[Any]:
@@ -84,7 +85,7 @@ def bodies(operation: Any, seed: int) -> list[Any]:
     @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=10, database=None, deadline=None, phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[*hypothesis.HealthCheck],  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     @hypothesis.given(operation.as_strategy())
     def collect(case: Any) -> None:

@@ -150,15 +150,17 @@ ALLOWED: dict[str, bytes] = {
     "2048 messages": body(CHAT, messages=[USER] * 2048, max_tokens=1),
     "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
     "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
-    "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=15),
+    "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=7),
     "60,000 token ids": body(COMPLETIONS, prompt=[1] * 60_000, max_tokens=1),
-    "4 MB of text": body(COMPLETIONS, prompt=["word1 " * 1000] * 690, max_tokens=1),
+    "4 MB of text": body(COMPLETIONS, prompt="word1 " * 690_000, truncate_prompt_tokens=5, max_tokens=1),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
 def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
+    # On a CPU the engine compiles what log-probs need when they are first asked for.
+    server.ask(COMPLETIONS, {**SOUND, "prompt_logprobs": 1}, key=KEY)
     with Watch(server) as watch:
         status = send(server, ALLOWED[name], 120)
     assert status in (200, 400)
@@ -201,7 +203,8 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
     server: Server, record_property: Record
 ) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-    starts = [head.encode()] * 64 + [f"{head}Content-Length: 100\r\n\r\n{{".encode()] * 64 + [b""] * 3000
+    # The idle ones first: beyond 2048 of one address the oldest give way to those that follow.
+    starts = [b""] * 3000 + [head.encode()] * 64 + [f"{head}Content-Length: 100\r\n\r\n{{".encode()] * 64
     with Watch(server) as watch, contextlib.ExitStack() as opened:
         began = time.monotonic()
         connections = []
@@ -217,8 +220,8 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
             answers.append(read_all(connection)[:12])
         took_s = time.monotonic() - began
     record_property("closed_after_s", round(took_s, 2))
-    assert took_s < 3 + 3
-    assert set(answers[:128]) <= {b"HTTP/1.1 408", b""} and answers.count(b"HTTP/1.1 408") > 0
+    assert took_s < 3 + 5
+    assert set(answers[:3000]) == {b""} and set(answers[3000:]) == {b"HTTP/1.1 408"}
     watch.check(record_property)
     is_alive(server)
 
