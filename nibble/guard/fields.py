@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nibble.guard.limits import RequestLimits
+from nibble.guard.limits import SMALL_BYTES, RequestLimits
 
 Body = Mapping[str, Any]
 
@@ -21,6 +21,13 @@ LEAST_TEXT_CHARS = 4 << 20
 TEXT_CHARS_PER_TOKEN = 8  # twice what English takes
 CHARS_PER_LOGPROB_TOKEN = 3  # an estimate: the text is not tokenized yet
 LEAST_ITEMS = 1 << 16
+
+# What costs little however it is set, in a body of SMALL_BYTES.
+_PLAIN = frozenset({
+    "frequency_penalty", "max_completion_tokens", "max_tokens", "messages", "min_p", "presence_penalty", "seed", "stream",
+    "stream_options", "temperature", "top_k", "top_p",
+    "model",
+})  # fmt: skip
 
 _NAMES = frozenset({"model", "user", "request_id", "cache_salt", "session_id", "previous_response_id"})
 _SEQUENCES = frozenset({
@@ -80,6 +87,8 @@ class ModelFacts:
 
 def field_problem(path: str, body: Body, size: int, limits: RequestLimits, facts: ModelFacts) -> str | None:
     """The reason to refuse `body`, which came in `size` bytes; None where it may pass."""
+    if size <= SMALL_BYTES and body.keys() <= _PLAIN and limits.allow_small_bodies:
+        return None  # most requests: nothing in them can be too many or too long
     problems = (
         _long_names(body),
         _too_many(body, path, limits),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 TEXT_BODY_BYTES = 32 << 20
+SMALL_BYTES = 2048
+_SMALL_MESSAGES = SMALL_BYTES // 3  # "{},"
 BODIES_AT_A_TIME = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestLimits:
     """Options of the group "Requests" (settings.py) under their own names; None: the gate asks the model."""
 
@@ -30,6 +33,11 @@ class RequestLimits:
     max_logprob_entries: int
     grammar_seconds: int
     grammar_memory_mib: int
+
+    @functools.cached_property
+    def allow_small_bodies(self) -> bool:
+        """Whether no body of SMALL_BYTES can have too many messages or too much text."""
+        return self.max_messages >= _SMALL_MESSAGES and (self.max_text_chars or SMALL_BYTES) >= SMALL_BYTES
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RequestLimits:

@@ -132,6 +132,12 @@ def test_what_looks_large_but_compiles_is_served(name: str, server: Server) -> N
     assert time.monotonic() - began < 10
 
 
+def test_a_long_choice_is_answered_as_fast_as_this_machine_compiles_it(server: Server) -> None:
+    began = time.monotonic()
+    assert ask(server, structured(choice=["x" * 100_000]), tokens=16)[0] in (200, 400)
+    assert time.monotonic() - began < 10
+
+
 def test_sixteen_at_a_time_disturb_nobody(server: Server) -> None:
     """Different bodies, so that each is compiled."""
 
