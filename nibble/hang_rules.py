@@ -137,7 +137,9 @@ def _has_same_turns(pulse: Pulse, before: Pulse | None) -> bool:
     return before is not None and before.turns == pulse.turns and before.doing == pulse.doing
 
 
-def excuse(stall: Stall, look: Look, last: Look, on_cpu: bool, stacks: str = "") -> str:
+def excuse(
+    stall: Stall, look: Look, last: Look, on_cpu: bool, stacks: str = "", has_other_machines: bool = False
+) -> str:
     """Why a stall is no hang yet, in words; empty where nothing says so.
 
     `on_cpu`: the model computes on the CPU, so that CPU time is progress. A GPU's host thread spins while it waits.
@@ -158,7 +160,10 @@ def excuse(stall: Stall, look: Look, last: Look, on_cpu: bool, stacks: str = "")
     if _COMPILING.search(stacks):
         return "it compiles"
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
-    return "it is in a call" if calls else ""
+    if calls:
+        return "it is in a call"
+    # What a rank on another machine computes or compiles cannot be seen from here; a lost one is told by its node.
+    return "other machines take part" if has_other_machines and stall.kind == "step" else ""
 
 
 def _computing(grown: list[tuple[Seen, Seen]], kind: Kind) -> list[tuple[Seen, Seen]]:

@@ -47,9 +47,11 @@ class HangWatch:
         on_cpu: bool,
         is_serving: Callable[[], bool],
         on_hang: Callable[[Hang], None],
+        has_other_machines: bool = False,
     ) -> None:
         self.limit_s, self._folder, self._api, self._on_cpu = limit_s, folder, api, on_cpu
         self._is_serving, self._on_hang = is_serving, on_hang
+        self._has_other_machines = has_other_machines
         self._interval_s = min(max(limit_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
         self._stalls = Stalls(limit_s)
         self._last: Look | None = None
@@ -109,7 +111,7 @@ class HangWatch:
         if stall.kind != "step":
             return True
         stacks = "\n".join(self._dump(look, wake=False).values())
-        return not excuse(stall, look, last, self._on_cpu, stacks)
+        return not excuse(stall, look, last, self._on_cpu, stacks, self._has_other_machines)
 
     def _takes_a_request(self) -> bool:
         if (name := self.generating_name) is None:  # the model does not generate: there is no cheap question

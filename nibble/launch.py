@@ -141,6 +141,7 @@ class Supervisor:
             plan.target.device == "cpu",
             lambda: self._admission.state in ("ready", "paused"),
             lambda hang: self._end_of_hang(hang),  # noqa: PLW0108 - made below, since it needs the engine
+            plan.topology.spans_machines,
         )
         base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
         base |= self._proof.environ() | self._hangs.environ()

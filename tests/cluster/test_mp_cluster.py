@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cluster_nodes import DEMO, NAMED_S, TOKEN, Node, Stream, greedy, node
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
 STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"

@@ -167,6 +167,15 @@ def test_compilers_compiling_stacks_swapping_and_calls_are_excuses() -> None:
     assert excuse(STALL, call, BEFORE, False) == "it is in a call"
 
 
+def test_a_step_that_other_machines_take_part_in_has_ten_times_the_limit() -> None:
+    """A rank on another machine may compile for longer than the limit; its CPU time is not seen here."""
+    idle = replace(BEFORE, at_s=BEFORE.at_s + 5.0)
+    assert excuse(STALL, idle, BEFORE, False) == ""
+    assert excuse(STALL, idle, BEFORE, False, has_other_machines=True) == "other machines take part"
+    late = replace(STALL, waited_s=STALL.limit_s * 10)
+    assert excuse(late, idle, BEFORE, False, has_other_machines=True) == ""
+
+
 @pytest.mark.parametrize(
     "file",
     [

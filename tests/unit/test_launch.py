@@ -117,7 +117,7 @@ class Run:
             to_json=dict,
             target=SimpleNamespace(device="cpu"),
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
-            topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1),
+            topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1, spans_machines=False),
         )
         sender = threading.Thread(target=self._send, args=(ports[1], signals, when_ready), daemon=True)
         sender.start()
