@@ -199,13 +199,15 @@ def test_a_backend_in_kernel_config_counts_as_asked_for(model) -> None:
 
 def test_marlin_is_forced_where_a_ranks_k_is_no_multiple_of_32(model) -> None:
     words = [
-        model(MODELOPT_NVFP4, k=3696, num_attention_heads=8),
+        model(MODELOPT_NVFP4, k=3696, num_attention_heads=8, model_type="afmoe"),
         "--target",
         "sm120",
         "--tensor-parallel-size",
     ]
     assert plan(*words, "1", NUM_GPUS="8").args["--linear-backend"].value == "marlin"  # 3696 = 115.5 x 32
-    words[0] = model(MODELOPT_NVFP4, k=29568, num_attention_heads=8)  # Qwen2.5-72B: 231 x 128
+    words[0] = model(
+        MODELOPT_NVFP4, k=29568, num_attention_heads=8, model_type="afmoe"
+    )  # Qwen2.5-72B: 231 x 128
     assert "--linear-backend" not in plan(*words, "4", NUM_GPUS="8").args
     found = plan(*words, "8", NUM_GPUS="8").args["--linear-backend"]
     assert (found.value, found.source) == ("marlin", "rule sm120-unaligned-k")
@@ -213,7 +215,7 @@ def test_marlin_is_forced_where_a_ranks_k_is_no_multiple_of_32(model) -> None:
 
 
 def test_other_schemes_keep_their_kernels_whatever_their_k(model) -> None:
-    found = plan(model(W4A16, k=3696), "--target", "sm120")
+    found = plan(model(W4A16, k=3696, model_type="afmoe"), "--target", "sm120")
     assert "--linear-backend" not in found.args
 
 
