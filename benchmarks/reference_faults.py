@@ -37,7 +37,7 @@ def main() -> int:
     from machine import machine
 
     data: dict[str, Any] = {
-        "command": "python benchmarks/reference_faults.py",
+        "command": f"python benchmarks/reference_faults.py {' '.join(asked.models)}",
         "machine": machine(),
         "models": {},
     }
@@ -45,10 +45,21 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             found = run_model(model, Path(scratch))
         data["models"][Path(model).name] = found
-        print(json.dumps({model: found}, indent=1), flush=True)
         if asked.out:
-            asked.out.write_text(json.dumps(data, indent=1) + "\n")
+            asked.out.write_text(as_text(data))
     return 0
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """JSON with one line for each fault."""
+    models = [
+        f' {json.dumps(name)}: {{"reference": {json.dumps(found["reference"])}, "faults": {{\n'
+        + ",\n".join(f"  {json.dumps(fault)}: {json.dumps(told)}" for fault, told in found["faults"].items())
+        + "\n }}"
+        for name, found in data["models"].items()
+    ]
+    head = json.dumps({key: value for key, value in data.items() if key != "models"})
+    return f'{head[:-1]}, "models": {{\n' + ",\n".join(models) + "\n}}\n"
 
 
 def run_model(model: str, folder: Path) -> dict[str, Any]:
@@ -70,7 +81,8 @@ def run_model(model: str, folder: Path) -> dict[str, Any]:
             print(line, end="", flush=True)
     if child.wait():
         raise SystemExit(f"{model}: the process with vLLM ended with {child.returncode}")
-    return {"reference": told, "faults": found}
+    about = {key: value for key, value in told.items() if key not in ("out", "path")}
+    return {"reference": about, "faults": found}
 
 
 def one_model(model: str, reference: str, proof: str) -> None:
@@ -125,7 +137,7 @@ def one_fault(llm: Any, worker: Any, fault: Any, data: dict[str, Any]) -> dict[s
             "layers": check_layers([report]).verdict,
             "definition": f"{judged.verdict}: {judged.detail}",
             "nats": [round(value, 3) for value in distances(llm, data)],
-            "report": report["definition"] if os.environ.get("DETAILS") else None,
+            "report": report["definition"],
             "seconds": round(time.monotonic() - began, 2),
         }
     finally:

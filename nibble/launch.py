@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nibble import early_stop
@@ -65,7 +64,7 @@ def serve(
     on_ready: Callable[[], None] = lambda: None,
     start_times: StartTimes | None = None,
     watch: Watch | None = None,
-    references: Mapping[str, Path] = MappingProxyType({}),
+    references: Callable[[], Mapping[str, Path]] = dict,
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
@@ -73,7 +72,7 @@ def serve(
     NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
     and an unexpected kernel or a wrong answer (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once
     it is ready, `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan. `watch` looks after
-    other machines, where there are any; `references` are computed ones for the canary, by activations.
+    other machines, where there are any; `references` waits for computed ones for the canary, by activations.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -107,7 +106,7 @@ class Supervisor:
         on_ready: Callable[[], None],
         start_times: StartTimes | None,
         watch: Watch | None,
-        references: Mapping[str, Path] = MappingProxyType({}),
+        references: Callable[[], Mapping[str, Path]] = dict,
     ) -> None:
         settings = plan.settings
         self._plan, self._key, self._events = plan, key, events

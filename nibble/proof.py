@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nibble.agreement import disagreements
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 PLUGIN = "nibble_proof"
 FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
-HANDED_OVER = "references.json"  # the plugin looks for it in that folder
+HANDED_OVER, PENDING = "references.json", "references.pending"  # the plugin looks for them in that folder
 WARM_UP_S = 600.0  # log-probs are compiled at their first use
 # Flags under which a model's numbers are not those that were recorded.
 OTHER_NUMBERS = (
@@ -65,17 +66,27 @@ class Proof:
         folder: Path,
         api: Api,
         elsewhere: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict,
-        computed: Mapping[str, Path] = MappingProxyType({}),
+        computed: Callable[[], Mapping[str, Path]] = dict,
     ) -> None:
-        """`elsewhere` gives the reports of the workers on other nodes, by the node's name; `computed` are references by
-        activations."""
+        """`elsewhere` gives the reports of the workers on other nodes, by the node's name; `computed` waits for
+        references by activations, for which workers wait too."""
         self._plan, self._folder, self._api, self._elsewhere = plan, folder, api, elsewhere
         self._ran: list[Any] = []
         self._assertion: tuple[str, tuple[str, ...]] = ("pending", ())
         self._canary: tuple[str, tuple[Finding, ...]] = ("pending", ())
         self._computed = computed
         folder.mkdir()
-        (folder / HANDED_OVER).write_text(json.dumps(layer_files(computed)))
+        (folder / PENDING).touch()
+        threading.Thread(target=self._hand_over, name="hand over references", daemon=True).start()
+
+    def _hand_over(self) -> None:
+        """Workers that are warm wait until PENDING is away."""
+        try:
+            files = json.dumps(layer_files(self._computed()))
+            with suppress(FileNotFoundError):  # the run is over
+                (self._folder / HANDED_OVER).write_text(files)
+        finally:
+            (self._folder / PENDING).unlink(missing_ok=True)
 
     def environ(self) -> dict[str, str]:
         """For vLLM's processes."""
@@ -176,7 +187,7 @@ class Proof:
         if not generates:
             return run_canary(None, reports)
         references = references_of(plan, activations_of(reports))
-        computed = computed_references(plan, self._computed, activations_of(reports))
+        computed = computed_references(plan, self._computed(), activations_of(reports))
         if references is None and computed is None:
             say(how_to_record(plan, self._api.url))
         Asker(self._api, names[0], WARM_UP_S).warm_up()

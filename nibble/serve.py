@@ -37,7 +37,8 @@ from nibble.pull import OnProgress, Progress, PullResult, as_lines, pull
 from nibble.pull_plan import plan_pull, refuse_what_does_not_fit
 from nibble.pull_progress import shown
 from nibble.recipes import load_recipe
-from nibble.reference.command import references_for
+from nibble.reference.choice import is_beside
+from nibble.reference.command import beside_the_load, references_for
 from nibble.settings import default_of
 from nibble.start_times import StartTimes
 
@@ -130,8 +131,15 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
         # What is free has changed meanwhile, and the files may have: somebody may have mended what failed.
         plan = _checked(on_disk(plan_for(asked), asked), accepted)
     times = StartTimes(cache / "start-times" / record)
-    references = references_for(plan, accepted, say, lambda: _early_phase(asked, "computing a reference"))
-    return _Run(plan, accepted, key, breaker, times, on_ready, references).run()
+    return _Run(plan, accepted, key, breaker, times, on_ready, _references(plan, asked, accepted)).run()
+
+
+def _references(plan: Plan, asked: Asked, environ: dict[str, str]) -> Callable[[], Mapping[str, Path]]:
+    """Computed references, for the canary: made before the engine starts, or while it loads."""
+    if is_beside(plan):
+        return beside_the_load(lambda: references_for(plan, environ, say))
+    found = references_for(plan, environ, say, lambda: _early_phase(asked, "computing a reference"))
+    return lambda: found
 
 
 def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
@@ -167,7 +175,7 @@ class _Run:
     breaker: Breaker
     times: StartTimes
     on_ready: Callable[[], None]
-    references: Mapping[str, Path]
+    references: Callable[[], Mapping[str, Path]]
 
     def run(self) -> int:
         """vLLM, watched; how it ends goes on record."""

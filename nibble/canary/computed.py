@@ -20,6 +20,7 @@ EMBEDDING_LIMIT = 0.02  # BF16 rounds by 0.002
 # (benchmarks/results/reference_faults_cpu.json). One layer has a wide limit, since models differ; a fault of all layers, such as
 # another activation function, shows in their average.
 LAYER_LIMIT, LAYER_NOISES, ALL_LAYERS_NOISES, WARNING_NOISES = 0.02, 3.0, 1.6, 2.0
+FP8_CACHE_LIMIT = 0.12  # as the comparison of attention with random inputs has it (docs/canary.md)
 FACTOR_LIMIT, FACTOR_NOISES = 0.02, 0.4
 LOGITS_LIMIT = 0.08
 LOGIT_LIMIT, LOGIT_SPREADS = (
@@ -40,7 +41,7 @@ def judge_definition(reports: Iterable[Mapping[str, Any]], looser: float = 1.0) 
         if problem := _problem(one, looser):
             return Finding(MECHANISM, "failed", problem)
     layers = [(place, entry) for one in given for place, entry in enumerate(one["layers"])]
-    worst = max(_error(entry) for _, entry in layers)
+    worst = max(_error(one) for _, entry in layers for one in (entry, *entry["inside"]))
     detail = f"{len(layers)} layers on {given[0]['tokens']} tokens, at most {worst:.2g} from the computed reference"
     return Finding(MECHANISM, "passed", detail, _far(layers, looser))
 
@@ -57,6 +58,7 @@ def _far(layers: Sequence[tuple[int, Mapping[str, Any]]], looser: float) -> str:
 
 
 def _error(entry: Mapping[str, Any]) -> float:
+    """Of what a layer adds, or of what reaches one product."""
     return max(entry["early"], entry["late"])
 
 
@@ -71,7 +73,7 @@ def _problem(one: Mapping[str, Any], looser: float) -> str:
     if not one["embedding"] <= EMBEDDING_LIMIT:
         return f"the embedding is off by {one['embedding']:.2g}, at most {EMBEDDING_LIMIT} is rounding"
     for place, entry in enumerate(one["layers"]):
-        if problem := _layer_problem(entry, looser):
+        if problem := _inside_problem(entry, one["cache"], looser) or _layer_problem(entry, looser):
             return f"layer {place} is the first wrong one: {problem}"
     noises = [_noises(entry) for entry in one["layers"]]
     if noises and not sum(noises) / len(noises) <= ALL_LAYERS_NOISES * looser:
@@ -88,6 +90,18 @@ def _problem(one: Mapping[str, Any], looser: float) -> str:
         return f"the logits are off by {logits['error']:.2g}, at most {LOGITS_LIMIT} is rounding"
     if not abs(logits["off"]) <= max(LOGIT_LIMIT, LOGIT_SPREADS * logits["spread"]):
         return f"the logit of token {logits['token']} is off by {logits['off']:+.2f} wherever it is computed"
+    return ""
+
+
+def _inside_problem(entry: Mapping[str, Any], cache: str, looser: float) -> str:
+    """What reaches a product, with what reached the products before it as the reference has it."""
+    for point in entry["inside"]:
+        explained = FP8_CACHE_LIMIT if cache == "fp8" and "attn" in point["at"] else LAYER_LIMIT
+        limit = (explained + LAYER_NOISES * point["noise"]) * looser
+        if not _error(point) <= limit:
+            return (
+                f"what reaches {point['at']} is off by {_error(point):.2g}, at most {limit:.2g} is rounding"
+            )
     return ""
 
 

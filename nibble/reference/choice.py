@@ -10,6 +10,7 @@ from nibble.reference.cost import affordable
 from nibble.targets import Target
 
 if TYPE_CHECKING:
+    from nibble.plan import Plan
     from nibble.precedence import Choice, Ingredients
 
 # Under these the server's model is another one than the checkpoint's.
@@ -21,6 +22,12 @@ def activations_served(checkpoint: Checkpoint, target: Target) -> str:
     """fp4 where W4A4 layers are served as such on this target: the CPU's kernels do, and GPUs with FP4 products."""
     is_w4a4 = "fp4" in checkpoint.scheme.activations.split("+")
     return "fp4" if is_w4a4 and (target.device == "cpu" or target.features.has_fp4_mma) else "bf16"
+
+
+def is_beside(plan: Plan) -> bool:
+    """Whether the engine loads meanwhile. Where both would share memory and cores, the engine's memory is what was measured
+    as available before, and neither would be faster."""
+    return plan.target.memory.kind == "discrete" and plan.settings.reference != "always"
 
 
 def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import cache_dir
 from nibble.prepare import plan_for, read_wishes
-from nibble.reference.choice import activations_served
+from nibble.reference.choice import activations_served, is_beside
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
 from nibble.reference.make import NoReference, Say, make_request, run
 from nibble.reference.prompts import ANSWER_TOKENS
@@ -99,6 +100,19 @@ def references_for(
         return {}
 
 
+def beside_the_load(make: Callable[[], dict[str, Path]]) -> Callable[[], dict[str, Path]]:
+    """`make` in a thread; what it gives once it is over. The process that computes ends with this one."""
+    found: dict[str, Path] = {}
+    thread = threading.Thread(target=lambda: found.update(make()), name="reference", daemon=True)
+    thread.start()
+
+    def wait() -> dict[str, Path]:
+        thread.join()
+        return found
+
+    return wait
+
+
 def _known(cache: Path, checkpoint: Checkpoint) -> dict[str, Path]:
     places = {kind: reference_path(cache, checkpoint, kind) for kind in ("fp4", "bf16")}
     return {kind: place for kind, place in places.items() if read_reference(place) is not None}
@@ -126,7 +140,8 @@ def _make_for_a_start(
     cost = estimate(checkpoint, plan.hardware) if always else affordable(checkpoint, plan.hardware)[0]
     tokens, keeps = (cost.answer_tokens, cost.keeps) if cost else (ANSWER_TOKENS, False)
     request = make_request(checkpoint, place, wanted, tokens, keeps, "cpu", "float32")
-    say(f"computing a reference of {checkpoint.id} for the canary, once: {choice.reason}")
+    where = " beside the load" if is_beside(plan) else ""
+    say(f"computing a reference of {checkpoint.id} for the canary{where}, once: {choice.reason}")
     try:
         with phase():
             done = run(request, environ, say, None if always else AUTO_SECONDS * PATIENCE)

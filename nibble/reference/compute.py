@@ -1,4 +1,4 @@
-"""Compute a reference: `python -m nibble.reference.compute REQUEST.json`; a process that imports torch and nothing of vLLM.
+"""Compute a reference: `python -m nibble.reference.compute REQUEST`, as JSON; a process that imports torch and nothing of vLLM.
 
 Progress goes to stdout as one JSON object a line; the last one has `done`, or `problem` with the reason why there is none.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,14 +21,14 @@ from torch import Tensor
 from nibble.canary.asking import NO_THINKING
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.errors import NibbleError
+from nibble.reference.probe import Probe
 from nibble.reference.prompts import PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
 from nibble.reference.store import Request, write_reference
-from nibble.reference.streaming import InBf16, StreamedModel
+from nibble.reference.streaming import StreamedModel
 from nibble.reference.weights import Unsupported, Weights
 
 NICE = 10
-LAYER_FILE_BYTES = 256 << 20  # at most; the longer text is cut for it
-LOGIT_PLACES = 4  # of the longer text, whose logits are kept for the whole vocabulary
+LAYER_FILE_BYTES = 256 << 20  # of what goes into layers and their attention; the longer text is cut for it
 TOP_SAMPLE = 16  # tokens of a fixed sample of the vocabulary, beside the likeliest one
 UNUSUAL = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError,
            ValueError)  # fmt: skip
@@ -46,7 +45,7 @@ class Text:
 def main() -> int:
     os.nice(NICE)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    request = Request.from_json(json.loads(Path(sys.argv[1]).read_text()))
+    request = Request.from_json(json.loads(sys.argv[1]))
     try:
         say(done=compute(request, lambda layer, of: say(layer=layer, of=of)))
     except Unsupported as why:
@@ -203,78 +202,6 @@ def norm_weights(weights: Weights) -> dict[str, Tensor]:
     """Weights of norms by their names in the checkpoint: a server that exchanged two of them may compute nearly the same."""
     names = [name for name in weights.names if name.endswith("norm.weight") and len(weights.shape(name)) == 1]
     return {f"norm:{name}": weights.load(name).float().cpu() for name in names}
-
-
-class Probe:
-    """One pass over the longer text that keeps what goes into each layer and what each adds to it."""
-
-    def __init__(self, model: StreamedModel, ids: tuple[int, ...], small: dict[str, Tensor]) -> None:
-        self.model, self.ids, self._small = model, ids, small
-        self._inputs: list[Tensor] = []
-        self._added: list[Tensor] = []
-        self._norms: list[float] = []
-        self._noise: list[float] = []
-        self._logits: Tensor | None = None
-        self._here = threading.local()
-        self._fits = True
-        early = torch.linspace(0, len(ids) - 1, 16).long()
-        late = torch.linspace(len(ids) * 3 // 4, len(ids) - 1, 16).long()
-        self.tokens = torch.cat((early, late)).unique()
-        self.places = torch.linspace(len(ids) // 2, len(ids) - 1, LOGIT_PLACES).long()
-        for layer in model.layers:
-            layer.register_forward_hook(self._after, with_kwargs=True)
-
-    def run(self) -> None:
-        self._here.is_probe = True
-        ids = torch.tensor([self.ids], device=self.model.device)
-        self._logits = self.model.module(input_ids=ids, use_cache=False).logits[0, self.places].float().cpu()
-
-    def _after(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if not getattr(self._here, "is_probe", False):
-            return
-        before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        after = output[0] if isinstance(output, tuple) else output
-        if before.ndim != 3 or before.shape != after.shape:
-            self._fits = False  # streams of another form, as Gemma 3n's
-            return
-        if not self._inputs:
-            self._inputs.append(before[0].bfloat16().cpu())
-        self._inputs.append(after[0].bfloat16().cpu())
-        self._added.append((after - before)[0, self.tokens].float().cpu())
-        self._norms.append(float(after[0].norm(dim=-1).mean()))
-        self._noise.append(self._rounding(layer, args, kwargs, before, self._added[-1]))
-
-    def _rounding(self, layer: Any, args: Any, kwargs: Any, before: Tensor, right: Tensor) -> float:
-        """How far what the layer adds is from itself where products are rounded to BF16: the median of tokens."""
-        rounded = before.bfloat16().to(before.dtype)
-        if "hidden_states" in kwargs:
-            kwargs = kwargs | {"hidden_states": rounded}
-        else:
-            args = (rounded, *args[1:])
-        with InBf16():
-            again = layer.forward(*args, **kwargs)
-        again = again[0] if isinstance(again, tuple) else again
-        off = (again - rounded)[0, self.tokens].float().cpu() - right
-        return float((off.norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-30)).median())
-
-    def norms(self) -> list[float]:
-        """Mean norm of each layer's output."""
-        return [round(value, 4) for value in self._norms]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """For the comparison in the worker (nibble_kernels.vllm_plugin.proof.definition)."""
-        if not self._fits or self._logits is None:
-            return {}
-        return {
-            "ids": torch.tensor(self.ids),
-            "inputs": torch.stack(self._inputs),
-            "tokens": self.tokens,
-            "added": torch.stack(self._added).bfloat16(),
-            "noise": torch.tensor(self._noise),
-            "places": self.places,
-            "logits": self._logits,
-            **self._small,
-        }
 
 
 def _peak_bytes() -> int:

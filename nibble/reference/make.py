@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -34,20 +33,18 @@ def run(
     """What the process says at its end. Raises NoReference, and TimeoutError after `limit_s`."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise NoReference("torch and transformers are not installed beside nibble")
-    with tempfile.TemporaryDirectory(prefix="nibble-reference-") as folder:
-        file = Path(folder) / "request.json"
-        file.write_text(json.dumps(request.to_json()))
-        child = subprocess.Popen(
-            [sys.executable, "-m", "nibble.reference.compute", str(file)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environ(request, environ),
-            preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - it calls no more than prctl
-        )  # fmt: skip
-        try:
-            return _follow(child, say, limit_s)
-        finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "nibble.reference.compute", json.dumps(request.to_json())],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=_environ(request, environ),
+        preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - it calls no more than prctl
+    )  # fmt: skip
+    try:
+        return _follow(child, say, limit_s)
+    finally:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
 
 
 def _environ(request: Request, environ: Mapping[str, str]) -> dict[str, str]:

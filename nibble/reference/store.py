@@ -13,7 +13,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 
-FORMAT = 1  # of the files; others are not read
+FORMAT = 2  # of the files; others are not read
 FOLDER = "references"
 LAYERS = ".layers.safetensors"
 # Beside the weights: what decides about tokens and about the module.

@@ -15,23 +15,30 @@ from nibble.paths import root
 from nibble.proof import computed_references
 from nibble.reference.store import FORMAT
 
-# A permuted scale and a head's part are below what FP4 activations round in these models; `layers` finds both.
-MISSED = {
-    "nibble-demo-moe-nvfp4": {"scale tensor permuted", "q and k norms swapped in one layer"},
-    "nibble-demo-nvfp4": {"scale tensor permuted", "MoE routing wrong"},
-    "llama-modelopt": {
-        "scale tensor permuted",
-        "attention head zeroed",
-        "GELU for SiLU",
-        "MoE routing wrong",
-    },
+MEASURED = json.loads((root() / "benchmarks/results/reference_faults_cpu.json").read_text())["models"]
+ABSENT = {  # what a model has no part for
+    "nibble-demo-nvfp4": {"MoE routing wrong"},
+    "nibble-demo-moe-nvfp4": set(),
+    "llama-modelopt": {"MoE routing wrong", "q and k norms swapped in one layer"},
+    "qwen3-llmcompressor": {"MoE routing wrong"},
 }
-HEALTHY = {"early": 0.03, "late": 0.03, "factor": 1.001, "norm": 20.0, "noise": 0.02}
+HEALTHY: dict[str, Any] = {
+    "early": 0.03,
+    "late": 0.03,
+    "factor": 1.001,
+    "norm": 20.0,
+    "noise": 0.02,
+    "inside": [],
+}
+POINTS = [
+    {"at": name, "early": 0.003, "late": 0.003, "noise": 0.002}
+    for name in ("self_attn.o_proj", "mlp.down_proj")
+]
 LOGITS = {"error": 0.01, "factor": 1.0, "token": 5, "off": 0.05, "spread": 0.01}
 
 
-def report(layers: list[dict[str, float]] | None = None, **more: Any) -> dict[str, Any]:
-    definition = {"tokens": 192, "embedding": 0.001, "layers": layers or [HEALTHY] * 4, "logits": LOGITS,
+def report(layers: list[dict[str, Any]] | None = None, **more: Any) -> dict[str, Any]:
+    definition = {"tokens": 192, "embedding": 0.001, "layers": layers or [HEALTHY] * 4, "logits": LOGITS, "cache": "bf16",
                   "norms": {"compared": 17, "wrong": []}}  # fmt: skip
     return {"definition": definition | more}
 
@@ -100,18 +107,34 @@ def test_one_layer_far_off_is_a_warning_and_all_of_them_are_a_failure() -> None:
     )
 
 
-@pytest.mark.parametrize("model", ["nibble-demo-moe-nvfp4", "nibble-demo-nvfp4", "llama-modelopt"])
-def test_measured_models_are_judged_as_they_were(model: str) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_reaches_a_product_names_the_layer_and_the_product(place: int) -> None:
+    points = [dict(one) for one in POINTS]
+    points[place]["late"] = 0.05
+    found = judge_definition([report([HEALTHY, HEALTHY | {"inside": points}])])
+    assert found.verdict == "failed"
+    assert (
+        f"layer 1 is the first wrong one: what reaches {points[place]['at']} is off by 0.05, at most 0.026"
+        in found.detail
+    )
+
+
+def test_an_fp8_cache_explains_more_of_what_attention_gives_and_of_nothing_else() -> None:
+    attention, mlp = ([HEALTHY | {"inside": [one | {"early": 0.06}]}] for one in POINTS)
+    assert judge_definition([report(attention, cache="fp8")]).verdict == "passed"
+    assert judge_definition([report(attention, cache="bf16")]).verdict == "failed"
+    assert judge_definition([report(mlp, cache="fp8")]).verdict == "failed"
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_every_fault_that_was_put_into_a_model_is_caught(model: str) -> None:
     """What was measured with each fault in an engine (benchmarks/reference_faults.py), with the limits of today."""
-    faults = json.loads((root() / "benchmarks/results/reference_faults_cpu.json").read_text())["models"][
-        model
-    ]["faults"]
-    no_norms = {"norms": {"compared": 0, "wrong": []}}
-    told = {name: judge_definition([{"definition": no_norms | fault["report"]}]).verdict for name, fault in faults.items()
-            if fault.get("report")}  # fmt: skip
-    assert told["none"] == "passed"
-    missed = {name for name, verdict in told.items() if verdict == "passed"} - {"none"}
-    assert missed == MISSED[model]
+    faults = MEASURED[model]["faults"]
+    assert {name for name, fault in faults.items() if "not_injected" in fault} == ABSENT[model]
+    told = {name: judge_definition([{"definition": fault["report"]}]).verdict for name, fault in faults.items()
+            if name not in ABSENT[model]}  # fmt: skip
+    assert told.pop("none") == "passed"
+    assert set(told.values()) == {"failed"} and len(told) == 18 - len(ABSENT[model])
 
 
 def test_a_logit_that_is_off_among_others_that_are_is_rounding() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["FOLDER", "make_report", "register"]
 
 FOLDER = "NIBBLE_PROOF"
+REFERENCE_WAIT_S = 240.0  # longer than the supervisor lets a reference take (nibble/reference/command.py)
 
 
 @functools.cache
@@ -76,6 +77,7 @@ def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, A
     FOLDER/references.json has files by the activations that they were computed with: fp4 or bf16.
     """
     place = Path(os.environ.get(FOLDER, "")) / "references.json"
+    wait_while(place.with_suffix(".pending"))
     if not place.is_file():
         return None
     from nibble_kernels.vllm_plugin.proof.definition import compare_with_definition
@@ -96,6 +98,13 @@ def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, A
         known = type(error).__name__ == "Unknown"
         why = str(error) if known else f"{type(error).__name__}: {error}"
         return {"not_compared": " ".join(why.split())[:200]}
+
+
+def wait_while(pending: Path) -> None:
+    """A reference may still be computed; the supervisor takes `pending` away when it is done."""
+    end = time.monotonic() + REFERENCE_WAIT_S
+    while pending.exists() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def write_report(worker: Any, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """A warm worker's model against a computed reference (`nibble reference`): the embedding, what each layer adds, and the logits.
 
 One eager pass over the reference's longer text, in which each layer gets the reference's input in place of the layer before it:
-rounding does not add up from layer to layer, and a wrong layer is named. Numbers only; the supervisor judges them.
+rounding does not add up from layer to layer, and a wrong layer is named. The products within a layer get the reference's inputs
+too, where they are found by name. Numbers only; the supervisor judges them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from nibble_kernels.vllm_plugin.proof.attention import one_request, pass_of_this_worker
+from nibble_kernels.vllm_plugin.proof.inside import Inside, halves
 from nibble_kernels.vllm_plugin.proof.probes import Unknown
 from nibble_kernels.vllm_plugin.proof.ran import models_of
 
 ROUNDING = 2.0**-8  # of a residual stream in BF16, relative to its norm
 SAME = 0.02  # a pass that is fed its own inputs gives its own outputs, but for this
+Stream = tuple[Tensor, Tensor]  # what went into a layer and came out of it, [tokens, hidden size] in float32
 
 
 @torch.inference_mode()
@@ -40,33 +43,46 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
         config.scheduler_config.max_num_batched_tokens,
     )
     model = next(iter(models_of(worker.model_runner)))
-    fed = reference["inputs"][:, :tokens].to(worker.device)
+    ids, fed = reference["ids"][:tokens], reference["inputs"][:, :tokens].to(worker.device)
     layers = layers_of(model, len(fed) - 1)
-    own, _ = run_layers(worker, model, layers, reference["ids"][:tokens])
-    check_followed(worker, model, layers, reference["ids"][:tokens], own)
-    found, hidden = run_layers(worker, model, layers, reference["ids"][:tokens], fed)
+    own, _ = run_layers(worker, model, layers, ids)
+    check_followed(worker, model, layers, ids, own)
+    inside = Inside(model, layers, reference, tokens)
+    with inside.fed():
+        found, hidden = run_layers(worker, model, layers, ids, fed)
+    if not inside.is_complete:
+        found, hidden = run_layers(worker, model, layers, ids, fed)
     places = reference["places"][reference["places"] < tokens]
-    kept = reference["tokens"] < tokens
-    entries = [
-        compare_layer(
-            (after - before).cpu()[reference["tokens"][kept]],
-            added[kept].float(),
-            after.cpu()[reference["tokens"][kept]],
-        )
-        for (_, after), before, added in zip(found, fed.float()[:-1], reference["added"], strict=True)
-    ]
     network: Any = model
     logits = network.compute_logits(hidden[places.to(worker.device)])
     return {
         "tokens": tokens,
         "embedding": relative(own[0][0].cpu(), reference["inputs"][0, :tokens].float()),
-        "layers": [
-            entry | {"noise": round(float(one), 5)}
-            for entry, one in zip(entries, reference["noise"], strict=True)
-        ],
+        "layers": compare_layers(found, fed, reference, inside),
+        "cache": cache_form(worker),
         "norms": compare_norms(model, reference),
         "logits": compare_logits(logits, reference["logits"][: len(places)]) if len(places) else None,
     }
+
+
+def compare_layers(
+    found: list[Stream], fed: Tensor, reference: dict[str, Tensor], inside: Inside
+) -> list[dict[str, Any]]:
+    """One entry for each layer: what it adds, its noise, and `inside` where its products were fed."""
+    kept = reference["tokens"] < fed.shape[1]
+    rows, column = reference["tokens"][kept], int(inside.is_complete)
+    return [
+        compare_layer((after - before).cpu()[rows], added[kept].float(), after.cpu()[rows])
+        | {"noise": round(float(noise[column]), 5), "inside": points if inside.is_complete else []}
+        for (_, after), before, added, noise, points in zip(
+            found, fed.float()[:-1], reference["added"], reference["noise"], inside.found, strict=True
+        )
+    ]
+
+
+def cache_form(worker: Any) -> str:
+    """bf16 or fp8: what rounding of the KV cache explains."""
+    return "fp8" if str(worker.vllm_config.cache_config.cache_dtype).startswith("fp8") else "bf16"
 
 
 def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> dict[str, Any]:
@@ -97,9 +113,6 @@ def layers_of(model: nn.Module, count: int) -> list[nn.Module]:
             if "hidden_states" in names:
                 return list(module)
     raise Unknown(f"no list of {count} layers that take hidden_states")
-
-
-Stream = tuple[Tensor, Tensor]  # what went into a layer and came out of it, [tokens, hidden size] in float32
 
 
 def run_layers(
@@ -216,14 +229,9 @@ def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> dict[str, floa
         return {"early": math.inf, "late": math.inf, "factor": math.nan, "norm": math.inf}
     distance = ((added - right).norm(dim=-1) - ROUNDING * after.norm(dim=-1)).clamp(min=0)
     errors = distance / right.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    half = len(errors) // 2
     factor = float((added * right).sum() / (right * right).sum())
-    parts = {"early": errors[:half], "late": errors[half:]}
-    return {
-        **{name: round(float(part.median()), 5) for name, part in parts.items() if len(part)},
-        "factor": round(factor, 5),
-        "norm": round(float(after.norm(dim=-1).mean()), 4),
-    }
+    norm = round(float(after.norm(dim=-1).mean()), 4)
+    return {**halves(errors), "factor": round(factor, 5), "norm": norm}
 
 
 def compare_logits(found: Tensor, right: Tensor) -> dict[str, Any]:
