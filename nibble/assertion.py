@@ -15,6 +15,7 @@ from nibble.backend_rules import in_effect
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_options import asked as plugin_options
 from nibble.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
+from nibble.precedence import values_of
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -77,7 +78,7 @@ class Deviation:
 
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:
     """For every part, in the order in which deviations are told. `environ` is the user's, which vLLM sees too."""
-    asked = {flag: choice.value for flag, choice in plan.args.items()}
+    asked = values_of(plan.args)
     variables = {name: str(choice.value) for name, choice in plan.env.items()} | dict(environ)
     found = {part: _backend(part, flag, plan, asked, variables) for flag, part in BACKEND_FLAGS.items()}
     sampler = plan.target.expected.get("sampler", ())

@@ -41,6 +41,11 @@ class Choice:
         return {"value": value, "source": self.source, "reason": self.reason}
 
 
+def values_of(choices: Mapping[str, Choice]) -> dict[str, Any]:
+    """What was chosen, without the reasons."""
+    return {name: choice.value for name, choice in choices.items()}
+
+
 Choices = dict[str, Choice]
 
 

@@ -27,6 +27,7 @@ from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, referen
 from nibble.errors import ExitCode, NibbleError
 from nibble.nvfp4_options import asked as plugin_options
 from nibble.paths import root
+from nibble.precedence import values_of
 from nibble.readiness import Api
 from nibble.recipes import recipe_path
 from nibble.reference.command import layer_files
@@ -245,12 +246,17 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     """Those that were recorded with the same activations, if there are such."""
     folder = plan.checkpoint.path if plan.checkpoint is not None else None
     paths = reference_files(str(plan.settings.model), folder)
-    options = plugin_options({flag: choice.value for flag, choice in plan.args.items()})
-    differs = any(flag in plan.args for flag in OTHER_NUMBERS) or "quantize_lm_head" in options
+    differs = _differs(plan)
     # Ranks add up parts that are rounded to BF16, which decides about FP4 activations near the middle of two values.
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
     return references_like(paths, activations, differs, plan.hardware.arithmetic(plan.target.device))
+
+
+def _differs(plan: Plan) -> bool:
+    """Whether flags change numbers."""
+    options = plugin_options(values_of(plan.args))
+    return any(flag in plan.args for flag in OTHER_NUMBERS) or "quantize_lm_head" in options
 
 
 def computed_references(
@@ -268,8 +274,7 @@ def computed_references(
     files_of_its_own = plan.checkpoint is not None and "tekken.json" in plan.checkpoint.files
     harmony = plan.checkpoint is not None and plan.checkpoint.model_type == "gpt_oss"
     as_tokens = of_its_own or files_of_its_own or harmony or bool(data.get("template_is_dated"))
-    differs = any(flag in plan.args for flag in OTHER_NUMBERS)
-    return references_from(data, str(file), as_tokens, differs)
+    return references_from(data, str(file), as_tokens, _differs(plan))
 
 
 def how_to_record(plan: Plan, url: str) -> str:

@@ -12,7 +12,7 @@ from nibble.canary.references import Case, References, check_references
 MECHANISM = "computed"
 # Nats, mean over a text's tokens: a server rounds to BF16, and FP4 activations near the middle of two values fall either way.
 MEAN_LIMITS = {"bf16": 0.25, "fp4": 0.9}
-OTHER_NUMBERS_LIMIT = 0.9
+OTHER_NUMBERS_LIMIT, LOOSER = 0.9, 3.0  # where flags change numbers
 EMBEDDING_LIMIT = 0.02  # BF16 rounds by 0.002
 # Of what a layer adds: a part that any BF16 explains, and one in proportion to what rounding products to BF16 does to the
 # reference's own layer (`noise`: 0.07 to 0.09 in the demos' W4A4 layers, where FP4 codes near a midpoint fall either way).
@@ -30,7 +30,7 @@ LOGIT_LIMIT, LOGIT_SPREADS = (
 
 
 def judge_definition(reports: Iterable[Mapping[str, Any]], looser: float = 1.0) -> Finding:
-    """`looser`: a factor for limits of layers, where flags change numbers."""
+    """`looser`: a factor for limits of layers and logits, where flags change numbers."""
     given = [report["definition"] for report in reports if report.get("definition")]
     if not given:
         return Finding(MECHANISM, "not compared", "no worker had a reference")
@@ -84,10 +84,10 @@ def _problem(one: Mapping[str, Any], looser: float) -> str:
     logits = one["logits"]
     if logits is None:
         return ""
-    if not abs(logits["factor"] - 1) <= FACTOR_LIMIT:
+    if not abs(logits["factor"] - 1) <= FACTOR_LIMIT * looser:
         return f"the logits are {logits['factor']:.3f} times as large as they should be"
-    if not logits["error"] <= LOGITS_LIMIT:
-        return f"the logits are off by {logits['error']:.2g}, at most {LOGITS_LIMIT} is rounding"
+    if not logits["error"] <= LOGITS_LIMIT * looser:
+        return f"the logits are off by {logits['error']:.2g}, at most {LOGITS_LIMIT * looser:.2g} is rounding"
     if not abs(logits["off"]) <= max(LOGIT_LIMIT, LOGIT_SPREADS * logits["spread"]):
         return f"the logit of token {logits['token']} is off by {logits['off']:+.2f} wherever it is computed"
     return ""
@@ -130,13 +130,12 @@ def references_from(data: Mapping[str, Any], where: str, as_tokens: bool, differ
         for case in data["cases"]
     )
     limit = max(MEAN_LIMITS[kind], OTHER_NUMBERS_LIMIT if differs else 0.0)
-    return References(cases, where, (kind,), mean_limit=limit)
+    return References(cases, where, (kind,), mean_limit=limit, looser=LOOSER if differs else 1.0)
 
 
 def check_computed(asker: Asker, reports: Iterable[Mapping[str, Any]], references: References) -> Finding:
     """What the workers' layers say, and the log-probs of all texts; the first of them that is wrong."""
-    looser = 3.0 if references.mean_limit > MEAN_LIMITS[references.activations[0]] else 1.0
-    layers = judge_definition(reports, looser)
+    layers = judge_definition(reports, references.looser)
     if layers.verdict == "failed":
         return layers
     texts = check_references(asker, references)

@@ -9,7 +9,7 @@ from nibble.canary.finding import Finding
 
 
 def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """In which formats the NVFP4 layers take their activations: `fp4`, or `bf16` by kernels for weights alone."""
+    """In which formats the NVFP4 layers that are right take their activations: `fp4`, or `bf16` by kernels for weights alone."""
     entries = [
         entry for report in reports for entry in report["checks"] if entry["part"] in ("linear", "moe")
     ]

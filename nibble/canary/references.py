@@ -39,13 +39,14 @@ class Case:
 @dataclass(frozen=True)
 class References:
     """The cases of a file, and with which activations of NVFP4 layers (layers.activations_of) and on what they were recorded
-    (Hardware.arithmetic)."""
+    (Hardware.arithmetic). `looser`: a factor for limits of layers, where flags change numbers."""
 
     cases: tuple[Case, ...]
     where: str
     activations: tuple[str, ...] = ()
     hardware: str = ""
     mean_limit: float = MEAN_LIMIT
+    looser: float = 1.0
 
 
 def read_references(path: Path) -> References | None:

@@ -22,6 +22,7 @@ from nibble.cluster.roster import BEAT_S, LOST_S, head_first
 from nibble.cluster.token import members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan import Plan
+from nibble.precedence import values_of
 from nibble.prepare import Asked, local_model, plan_for
 from nibble.settings_layers import load_settings
 from nibble.targets import load_target
@@ -91,7 +92,7 @@ def _check(
         nodes = [node for node in nodes if node["gpus"]] or nodes
     folder = local_model(settings.model) if settings.model else None
     on_hub = {"model": settings.model, "revision": settings.revision}
-    flags = {flag: choice.value for flag, choice in plan.args.items()} if plan else {}
+    flags = values_of(plan.args) if plan else {}
     report = preflight(
         caller,
         nodes,

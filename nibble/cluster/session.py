@@ -37,6 +37,7 @@ from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
+from nibble.precedence import values_of
 
 if TYPE_CHECKING:
     from nibble.plan import Plan
@@ -308,7 +309,7 @@ class Cluster:
             nodes,
             has_ray=has_ray,
             models=folders,
-            ports=rank_0_ports({flag: choice.value for flag, choice in self.plan.args.items()}),
+            ports=rank_0_ports(values_of(self.plan.args)),
             least_gb_per_s=settings.cluster_min_gb_per_s,
             least_memory_bytes=least_memory_bytes(self.plan),
             server=rank_facts(self.plan, self.plan.vllm_environ(self.place.environ)) if has_ray else None,

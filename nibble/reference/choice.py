@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.nvfp4_options import with_served_activations
 from nibble.reference.cost import affordable
 from nibble.targets import Target
 
@@ -18,9 +20,12 @@ OTHER_MODEL = ("--hf-overrides", "--quantization", "--enable-lora", "--lora-modu
 OURS = "nibble's default"
 
 
-def activations_served(checkpoint: Checkpoint, target: Target) -> str:
+def activations_served(
+    checkpoint: Checkpoint, target: Target, flags: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     """fp4 where W4A4 layers are served as such on this target: the CPU's kernels do, and GPUs with FP4 products."""
-    is_w4a4 = "fp4" in checkpoint.scheme.activations.split("+")
+    served = with_served_activations(checkpoint, flags)
+    is_w4a4 = served is not None and "fp4" in served.scheme.activations.split("+")
     return "fp4" if is_w4a4 and (target.device == "cpu" or target.features.has_fp4_mma) else "bf16"
 
 

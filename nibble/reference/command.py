@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.paths import cache_dir
+from nibble.precedence import values_of
 from nibble.prepare import plan_for, read_wishes
 from nibble.reference.choice import activations_served, is_beside
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
-from nibble.reference.make import NoReference, Say, make_request, run
+from nibble.reference.make import Ended, NoReference, Say, make_request, run
 from nibble.reference.prompts import ANSWER_TOKENS
 from nibble.reference.store import layer_file, read_reference, reference_path
 
@@ -45,7 +46,7 @@ def make(
     plan = on_disk(plan_for(asked), asked)
     checkpoint = plan.checkpoint
     assert checkpoint is not None
-    served = activations or activations_served(checkpoint, plan.target)
+    served = activations or activations_served(checkpoint, plan.target, values_of(plan.args))
     place = out or reference_path(asked.cache, checkpoint, served)
     cost = estimate(checkpoint, plan.hardware, answer_tokens)
     request = make_request(
@@ -57,7 +58,7 @@ def make(
         )
     try:
         done = run(request, environ, say)
-    except NoReference as why:
+    except (NoReference, Ended) as why:
         action = "serve it without: recorded answers (docs/canary.md) are the other way"
         raise NibbleError(
             ExitCode.MODEL, f"{checkpoint.id} has no computed reference: {why}", "", action
@@ -88,7 +89,7 @@ def references_for(
     cache = plan.settings.cache_dir or cache_dir(environ)
     try:
         found = _known(cache, checkpoint)
-        wanted = activations_served(checkpoint, plan.target)
+        wanted = activations_served(checkpoint, plan.target, values_of(plan.args))
         if wanted in found:
             return found
         _make_for_a_start(
@@ -146,6 +147,8 @@ def _make_for_a_start(
         with phase():
             done = run(request, environ, say, None if always else AUTO_SECONDS * PATIENCE)
         say(f"the reference was computed in {done['seconds']:.0f} s")
+    except Ended as why:
+        say(f"{checkpoint.id} has no computed reference: {why}; the next start tries again")
     except (NoReference, TimeoutError) as why:
         place.parent.mkdir(parents=True, exist_ok=True)
         _problem_file(place).write_text(json.dumps({"problem": str(why)}))

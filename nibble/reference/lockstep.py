@@ -49,7 +49,9 @@ class Lockstep:
         """Called in a pass that is about to enter `unit`."""
         number = self._own.number
         with self._turn:
-            self._running, self._waiting[number] = None, unit
+            if self._running == number:  # a thread that begins late does so while another pass runs
+                self._running = None
+            self._waiting[number] = unit
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._running == number or self._stopped)
             if self._stopped:

@@ -27,10 +27,14 @@ class NoReference(Exception):
     """Why a checkpoint has none: nothing that a second try would change."""
 
 
+class Ended(Exception):
+    """How the process that computes ended, without a word of why: for lack of memory, say."""
+
+
 def run(
     request: Request, environ: Mapping[str, str], say: Say, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """What the process says at its end. Raises NoReference, and TimeoutError after `limit_s`."""
+    """What the process says at its end. Raises NoReference, Ended, and TimeoutError after `limit_s`."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise NoReference("torch and transformers are not installed beside nibble")
     child = subprocess.Popen(
@@ -82,7 +86,7 @@ def _follow(child: subprocess.Popen[str], say: Say, limit_s: float | None) -> di
     if "problem" in found:
         raise NoReference(found["problem"])
     last = errors[-1].strip() if errors else ""
-    raise NoReference(f"the process that computes it ended with {child.returncode} {last[:200]}".strip())
+    raise Ended(f"the process that computes it ended with {child.returncode} {last[:200]}".strip())
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from nibble.checkpoint import Checkpoint
 from nibble.reference.lockstep import Lockstep
 from nibble.reference.mapping import Source, as_parameter, missing, sources_of
-from nibble.reference.weights import INPUT, Unsupported, Weights, rounded_input
+from nibble.reference.weights import BY_TOKEN, INPUT, Unsupported, Weights, rounded_input
 
 HEAD_ROWS = 16384
 
@@ -27,19 +27,24 @@ class RoundedInputs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func is torch.nn.functional.linear and len(args) > 1
-        if is_product and (how := getattr(args[1], INPUT, None)) is not None:
+        how = getattr(args[1], INPUT, None) if is_product else None
+        if how is not None and how[0] != BY_TOKEN:
             args = (rounded_input(args[0], how), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 class InBf16(TorchFunctionMode):
-    """Within it, products take and give BF16, as a server's do."""
+    """Within it, products take and give BF16, as a server's do, and those of FP8 weights are rounded where they were not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.linear:
             return func(*args, **(kwargs or {}))
-        x = args[0]
-        return func(x.bfloat16().to(x.dtype), *args[1:], **(kwargs or {})).bfloat16().to(x.dtype)
+        x, weight, *rest = args
+        kind, scale = getattr(weight, INPUT, None) or ("", 0.0)
+        value = rounded_input(x, (kind, scale)) if kind == BY_TOKEN else x.bfloat16().to(x.dtype)
+        if kind == "fp8":
+            weight = weight.detach()  # which has no INPUT
+        return func(value, weight, *rest, **(kwargs or {})).bfloat16().to(x.dtype)
 
 
 class LazyExperts:

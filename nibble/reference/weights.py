@@ -25,7 +25,10 @@ DTYPES = {
 SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".weight_scale_inv", ".weight_global_scale", ".input_global_scale",
           ".k_scale", ".v_scale", ".output_scale", ".weight_shape", ".weight_zero_point")  # fmt: skip
 STACKED_SCALES = ("_weight_scale", "_weight_scale_2", "_input_scale")
-INPUT = "nibble_input"  # attribute of a weight: how W4A4 rounds what it is multiplied with
+# Attribute of a weight: how what it is multiplied with is rounded. A server may leave the inputs of FP8 weights in BF16, or round
+# those to FP8 for which the checkpoint has no scale (`by token`): that difference is part of a layer's noise.
+INPUT, BY_TOKEN = "nibble_input", "fp8 by token"
+FP8_BLOCK = 128  # rows and columns with one scale, where their number does not say otherwise
 
 
 class Unsupported(Exception):
@@ -142,7 +145,7 @@ class Weights:
         scale, rows = self._read(info).float(), value.shape[0]
         whole = self._tensors[name].shape
         if len(info.shape) == 2 and len(whole) == 2 and info.shape != (whole[0], 1) and scale.numel() > 1:
-            high, wide = (-(-size // count) for size, count in zip(whole, info.shape, strict=True))
+            high, wide = (block_size(size, count) for size, count in zip(whole, info.shape, strict=True))
             scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[
                 start : start + rows, : whole[1]
             ]
@@ -152,7 +155,14 @@ class Weights:
         given = self._tensors.get(f"{module}.input_scale")
         if given is not None and given.elements == 1:
             setattr(result, INPUT, ("fp8", float(self._read(given).float().reshape(()))))
+        else:
+            setattr(result, INPUT, (BY_TOKEN, 0.0))
         return result
+
+
+def block_size(size: int, blocks: int) -> int:
+    """Rows or columns of a block: the last one may have fewer."""
+    return FP8_BLOCK if -(-size // FP8_BLOCK) == blocks else -(-size // blocks)
 
 
 def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
@@ -163,10 +173,10 @@ def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
     kind, scale = how
     if not x.numel():
         return x
-    if kind == "fp8":
-        limit = torch.finfo(torch.float8_e4m3fn).max
-        codes = (x.bfloat16().float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
-        return (codes.float() * scale).to(x.dtype)
+    if kind in ("fp8", BY_TOKEN):
+        limit, value = torch.finfo(torch.float8_e4m3fn).max, x.bfloat16().float()
+        by = value.abs().amax(-1, keepdim=True).clamp(min=1e-12) / limit if kind == BY_TOKEN else scale
+        return ((value / by).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * by).to(x.dtype)
     from nibble_kernels.conversions import e2m1_decode, e4m3_decode
     from nibble_kernels.nvfp4_quant import nvfp4_quant
 

@@ -12,6 +12,7 @@ import pytest
 
 from nibble.canary.computed import MEAN_LIMITS, judge_definition, references_from
 from nibble.paths import root
+from nibble.precedence import Choice
 from nibble.proof import computed_references
 from nibble.reference.store import FORMAT
 
@@ -137,6 +138,14 @@ def test_every_fault_that_was_put_into_a_model_is_caught(model: str) -> None:
     assert set(told.values()) == {"failed"} and len(told) == 18 - len(ABSENT[model])
 
 
+def test_flags_that_change_numbers_widen_all_limits() -> None:
+    data = {"activations": "fp4", "cases": []}
+    assert [references_from(data, "", False, differs).looser for differs in (False, True)] == [1.0, 3.0]
+    off = report([HEALTHY | {"early": 0.11}] * 4, logits=LOGITS | {"error": 0.12})
+    assert judge_definition([off]).verdict == "failed"
+    assert judge_definition([off], 3.0).verdict == "passed"
+
+
 def test_a_logit_that_is_off_among_others_that_are_is_rounding() -> None:
     assert judge_definition([report(logits=LOGITS | {"off": 1.0, "spread": 0.3})]).verdict == "passed"
 
@@ -172,7 +181,8 @@ def test_a_start_sends_conversations_where_their_tokens_are_the_checkpoints(
     data = {"format": FORMAT, "activations": "fp4", "template_is_dated": dated, "cases": [case]}
     file.write_text(json.dumps(data))
     plan: Any = SimpleNamespace(
-        args=dict.fromkeys(flags), checkpoint=SimpleNamespace(files={}, model_type="qwen3")
+        args={flag: Choice("a.jinja", "test") for flag in flags},
+        checkpoint=SimpleNamespace(files={}, model_type="qwen3"),
     )
     found = computed_references(plan, {"fp4": file}, ("fp4",))
     assert found is not None

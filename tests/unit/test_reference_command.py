@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from nibble.paths import demo_models
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
 from nibble.reference import command
-from nibble.reference.make import NoReference, make_request, run
+from nibble.reference.choice import is_beside
+from nibble.reference.make import Ended, NoReference, make_request, run
 from nibble.reference.store import FORMAT, Request, identity, reference_path
+from nibble.targets import load_target
 
 ENVIRON = {"PATH": os.environ["PATH"], "NIBBLE_TARGET": "cpu"}
 
@@ -90,6 +94,43 @@ def test_what_cannot_be_computed_is_told_once_tried_once_and_ends_nothing(
         assert command.references_for(plan, {}, said.append) == {}
     assert len(tried) == 1
     assert said[-1] == said[-2] == f"{plan.checkpoint.id} has no computed reference: {why}"  # type: ignore[union-attr]
+
+
+def test_a_process_that_was_killed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Request] = []
+
+    def fail(request: Request, *_: Any) -> dict[str, Any]:
+        tried.append(request)
+        raise Ended("the process that computes it ended with -9")
+
+    monkeypatch.setattr(command, "run", fail)
+    said: list[str] = []
+    for _ in range(2):
+        assert command.references_for(planned(tmp_path), {}, said.append) == {}
+    assert len(tried) == 2 and said[-1].endswith("ended with -9; the next start tries again")
+
+
+def test_a_reference_that_is_computed_beside_the_load_is_waited_for(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> dict[str, Path]:
+        begun.set()
+        go_on.wait(10)
+        return {"fp4": tmp_path}
+
+    wait = command.beside_the_load(make)
+    assert begun.wait(10)
+    threading.Timer(0.1, go_on.set).start()
+    assert wait() == wait() == {"fp4": tmp_path}
+
+
+@pytest.mark.parametrize(("target", "reference", "beside"), [("cpu", "auto", False), ("gb10", "auto", False),
+                                                             ("hopper", "auto", True), ("hopper", "always", False)])  # fmt: skip
+def test_it_is_beside_the_load_where_the_engine_has_memory_of_its_own(
+    target: str, reference: str, beside: bool
+) -> None:
+    plan: Any = SimpleNamespace(target=load_target(target), settings=SimpleNamespace(reference=reference))
+    assert is_beside(plan) == beside
 
 
 def test_a_start_that_would_take_too_long_says_the_command(tmp_path: Path, computed: list[Request]) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from nibble.checkpoint import read_checkpoint
 from nibble.paths import demo_models
-from nibble.reference.streaming import StreamedModel
-from nibble.reference.weights import INPUT, Unsupported, Weights, rounded_input
+from nibble.reference.streaming import InBf16, RoundedInputs, StreamedModel
+from nibble.reference.weights import BY_TOKEN, INPUT, Unsupported, Weights, block_size, rounded_input
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "models"))
@@ -148,4 +148,25 @@ def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path:
 def test_fp8_inputs_are_rounded_to_their_static_scale() -> None:
     x = torch.tensor([[1.0, 300.0, -1000.0]])
     assert rounded_input(x, ("fp8", 0.5)).tolist() == [[1.0, 224.0, -224.0]]
-    assert INPUT == "nibble_input"
+
+
+def test_fp8_weights_are_dequantized_by_blocks_whose_last_one_is_smaller(tmp_path: Path) -> None:
+    assert [block_size(576, 5), block_size(256, 2), block_size(576, 9), block_size(100, 1)] == [
+        128,
+        128,
+        64,
+        128,
+    ]
+
+
+def test_what_a_server_may_round_to_fp8_or_not_is_noise() -> None:
+    x, weight = torch.randn(64, 256).bfloat16().float(), torch.randn(32, 256)
+    plain = torch.nn.functional.linear(x, weight)
+    for how in ((BY_TOKEN, 0.0), ("fp8", 0.01)):
+        setattr(weight, INPUT, how)
+        with RoundedInputs():
+            right = torch.nn.functional.linear(x, weight)
+            with InBf16():
+                other = torch.nn.functional.linear(x, weight)
+        assert torch.equal(right, plain) == (how[0] == BY_TOKEN)
+        assert 0.01 < float((other - right).norm() / right.norm()) < 0.06

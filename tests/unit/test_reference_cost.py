@@ -61,3 +61,5 @@ def test_activations_are_those_that_a_target_serves(demo: Checkpoint, target: st
     assert activations_served(demo, load_target(target)) == kind
     weight_only = replace(demo, scheme=replace(demo.scheme, activations="bf16"))
     assert activations_served(weight_only, load_target(target)) == "bf16"
+    asked = {"--additional-config": {"nibble": {"nvfp4_activations": "bf16"}}}
+    assert activations_served(demo, load_target(target), asked) == "bf16"

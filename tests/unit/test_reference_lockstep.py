@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -59,3 +60,30 @@ def test_a_failure_is_raised_and_leaves_no_thread_behind(where: str) -> None:
     with pytest.raises(ValueError if where == "pass" else OSError):
         steps.run([lambda n=n: one(n) for n in range(3)])
     assert threading.active_count() == before
+
+
+def test_a_thread_that_begins_late_does_not_let_two_passes_run_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrive = Lockstep.arrive
+
+    def late(steps: Lockstep, unit: str) -> None:
+        if not unit and steps._own.number == 1:  # pyright: ignore[reportPrivateUsage]
+            time.sleep(0.05)
+        arrive(steps, unit)
+
+    monkeypatch.setattr(Lockstep, "arrive", late)
+    steps = Lockstep(lambda unit: None, lambda unit: None)
+    running: list[int] = []
+
+    def one(number: int) -> int:
+        for unit in ("", "a", "b"):
+            if unit:
+                steps.arrive(unit)
+            running.append(number)
+            time.sleep(0.1 if not unit else 0.01)
+            assert running == [number]
+            running.remove(number)
+        return number
+
+    assert steps.run([lambda n=n: one(n) for n in range(3)]) == [0, 1, 2]

@@ -79,7 +79,7 @@ def _entry(part: str, kind: str, results: list[Result]) -> dict[str, Any]:
         "kind": kind,
         "layers": len({result.name for result in results}),
         "compared": len({result.name for result in results if result.error is not None}),
-        "activations": sorted({result.form for result in results if result.form}),
+        "activations": sorted({one.form for one in results if one.form and not one.problem}),
         "worst_error": None
         if not errors
         else str(max(errors))
