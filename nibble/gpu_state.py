@@ -36,19 +36,28 @@ class GpuState:
 
 
 def gpu_states(indices: Iterable[int]) -> list[GpuState]:
-    """GPUs by their NVML index; none where the driver does not answer."""
+    """GPUs by their NVML index; without those that the driver has lost, none where it does not answer."""
+    return [found for found in _look(indices) if isinstance(found, GpuState)]
+
+
+def _look(indices: Iterable[int]) -> list[GpuState | str]:
+    """Each GPU's state, or what NVML says instead (`GPU 3: GPU is lost`)."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
+    found: list[GpuState | str] = []
     try:
-        return [_state(pynvml, index) for index in indices]
-    except pynvml.NVMLError:
-        return []
+        for index in indices:
+            try:
+                found.append(_state(pynvml, index))
+            except pynvml.NVMLError as error:
+                found.append(f"GPU {index}: {error}")
     finally:
         pynvml.nvmlShutdown()
+    return found
 
 
 class XidLog:
@@ -89,10 +98,10 @@ def gpu_report(indices: Sequence[int], xids: XidLog | None) -> list[str]:
 
     def ask() -> None:
         found.extend(xids.read() if xids else ())
-        states = gpu_states(indices)
-        found.extend(describe(state) for state in states)
+        states = _look(indices)
+        found.extend(state if isinstance(state, str) else describe(state) for state in states)
         if not states:
-            found.append("the NVIDIA driver does not tell the state of the GPUs")
+            found.append("NVML does not report the state of the GPUs")
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

@@ -39,7 +39,7 @@ class HangEnd:
         why = f"{stall.what} for {stall.waited_s:.0f} s"
         for state in ("ready", "paused"):
             self._admission.change(state, "paused", f"vLLM hangs: {why}")
-        self._say(f"vLLM hangs: {why}; new requests get 503, and it is ended")
+        self._say(f"vLLM hangs: {why}; new requests get 503; nibble ends it")
         for name, text in hang.stacks.items():
             for line in text.splitlines():
                 self._say(f"{name}: {line}")

@@ -82,7 +82,7 @@ class Stalls:
     """Adds up how long each process has not moved. `feed` takes looks in order."""
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self._limit_s = self.stopped_limit_s = limit_s
         self._last: Look | None = None
         self._waited: dict[tuple[Kind, int], float] = {}
 
@@ -101,7 +101,8 @@ class Stalls:
         self._waited = {key: self._waited.get(key, 0.0) + gap_s for key, _, _ in unmoved}
         found = []
         for key, what, more_s in unmoved:
-            waited_s, limit_s = self._waited[key], self._limit_s + more_s
+            of_kind_s = self.stopped_limit_s if key[0] == "stopped" else self._limit_s
+            waited_s, limit_s = self._waited[key], of_kind_s + more_s
             if waited_s >= limit_s:
                 found.append(Stall(key[0], key[1], waited_s, limit_s, what))
         return found
@@ -124,11 +125,11 @@ def _unmoved(look: Look, last: Look) -> Iterable[tuple[tuple[Kind, int], str, fl
         if one.doing != IDLE and not one.is_paused and one in still:
             name = names.get(one.pid, f"VLLM::EngineCore (pid {one.pid})")
             doing = f"a step with {one.tokens} token(s)" if one.doing == STEP else "a call"
-            yield ("step", one.pid), f"{name} does not end {doing}", one.tokens / PREFILL_TOKENS_PER_S
+            yield ("step", one.pid), f"{name} has not finished {doing}", one.tokens / PREFILL_TOKENS_PER_S
     waiting = sum(pulse.requests for pulse in look.pulses if pulse.kind == "api")
     idle = engines and all(one.doing == IDLE and not one.is_paused for one in engines)
     if waiting and idle and len(still) == len(look.pulses):
-        yield ("untaken", 0), f"the engine does not take {waiting} request(s)", 0.0
+        yield ("untaken", 0), f"the engine has not started {waiting} waiting request(s)", 0.0
     if look.answers is not None and look.answers == last.answers:
         yield ("api", 0), "the API server does not answer", 0.0
 

@@ -22,6 +22,7 @@ from nibble.stack_dump import dump_stacks
 
 _LOOKS = 12  # within the limit
 _SHORTEST_S, _LONGEST_S = 0.25, 5.0
+DRAIN_STOPPED_S = 5.0
 API = "API server"
 
 
@@ -63,6 +64,11 @@ class HangWatch:
     def environ(self) -> dict[str, str]:
         """For vLLM's processes."""
         return {FOLDER: str(self._folder)}
+
+    def hurry(self) -> None:
+        """A drain has begun: who stops the server does not wait long for a process that is stopped itself."""
+        self._stalls.stopped_limit_s = min(self.limit_s, DRAIN_STOPPED_S)
+        self._interval_s = min(self._interval_s, 1.0)
 
     def to_json(self) -> dict[str, Any]:
         """For /status."""

@@ -322,6 +322,7 @@ class Supervisor:
     def _drain(self, event: Stop) -> ExitCode:
         self._admission.set("draining", "drain")
         self._notifier.send("STOPPING=1")
+        self._hangs.hurry()
         end = drain(
             event,
             self._plan.settings,

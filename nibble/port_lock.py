@@ -11,12 +11,14 @@ import contextlib
 import errno
 import ipaddress
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
 
 _PREFIX = "nibble-port"
+_TURN_S = 2.0
 _TABLE = Path("/proc/net/unix")
 
 
@@ -25,11 +27,28 @@ def hold_port(host: str, port: int) -> Iterator[None]:
     """Hold `host`:`port` among nibble's servers. Raises CONFIG where one has it, or an address that overlaps."""
     addresses = _addresses(host)
     with contextlib.ExitStack() as held:
-        for address in addresses:
-            held.enter_context(_take(host, port, address))
-        others = [one for one in _held(port) if one not in addresses]
-        if any(overlap(one, other) for one in addresses for other in others):
-            raise _in_use(host, port)
+        with _one_at_a_time(port):
+            for address in addresses:
+                held.enter_context(_take(host, port, address))
+            others = [one for one in _held(port) if one not in addresses]
+            if any(overlap(one, other) for one in addresses for other in others):
+                raise _in_use(host, port)
+        yield
+
+
+@contextlib.contextmanager
+def _one_at_a_time(port: int) -> Iterator[None]:
+    """Of two servers that take overlapping addresses at one moment one has to get them."""
+    deadline = time.monotonic() + _TURN_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
+        while time.monotonic() < deadline:
+            try:
+                turn.bind(f"\0{_PREFIX}-turn-{port}")
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                time.sleep(0.005)
         yield
 
 

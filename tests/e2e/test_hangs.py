@@ -101,10 +101,10 @@ def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(start: Start, tmp
                 reasons.add(answer.decode())
         time.sleep(0.1)
     assert_ended_as_hung(
-        server, stream, began, r"VLLM::EngineCore \(pid \d+\) does not end a step with \d+ token"
+        server, stream, began, r"VLLM::EngineCore \(pid \d+\) has not finished a step with \d+ token"
     )
     assert stream.error
-    assert any('"ready": false' in one and "does not end a step" in one for one in reasons), reasons
+    assert any('"ready": false' in one and "has not finished a step" in one for one in reasons), reasons
     assert re.search(r"VLLM::Worker \(pid \d+\): +File .*hanging_worker.py", server.err.read_text())
 
 
@@ -116,6 +116,18 @@ def test_a_stopped_process_of_the_engine_is_found(title: str, is_busy: bool, sta
     stream = streaming(server) if is_busy else None
     os.kill(pid_of(server, title), signal.SIGSTOP)
     assert_ended_as_hung(server, stream, time.monotonic(), rf"{title} \(pid \d+\) is stopped \(state T\)")
+
+
+@pytest.mark.slow
+def test_a_stop_signal_does_not_wait_for_a_stopped_engine(start: Start) -> None:
+    server = start(NIBBLE_DRAIN_SECONDS="60", NIBBLE_HANG_SECONDS="60").wait_until_ready()
+    stream = streaming(server)
+    os.kill(pid_of(server, "VLLM::EngineCore"), signal.SIGSTOP)
+    began = time.monotonic()
+    server.signal()
+    assert server.wait(60) == 10
+    assert time.monotonic() - began < END_S + 12  # a last look after up to 5 s, 5 s of the limit
+    assert "is stopped (state T)" in server.err.read_text() and stream.error
 
 
 @pytest.mark.slow
@@ -147,7 +159,9 @@ def alive(pids: set[int]) -> set[int]:
 
 @pytest.mark.slow
 def test_half_a_request_does_not_hold_a_stop_up(start: Start) -> None:
-    server = start(NIBBLE_DRAIN_SECONDS="40", NIBBLE_API_KEY="a-key-of-the-test").wait_until_ready()
+    server = start(
+        NIBBLE_DRAIN_SECONDS="40", NIBBLE_API_KEY="a-key-of-the-test", NIBBLE_BODY_GAP_SECONDS="60"
+    ).wait_until_ready()
     with contextlib.ExitStack() as stack:
         clients = []
         for is_known in (True, True, False):

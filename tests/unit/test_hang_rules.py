@@ -15,7 +15,7 @@ API = Seen(1, "API server", "S", False, 1.0, 0)
 CORE = Seen(2, "VLLM::EngineCore", "S", False, 1.0, 0)
 WORKER = Seen(3, "VLLM::Worker", "S", False, 1.0, 0)
 ASKING = Pulse("api", 1, IDLE, False, 7, 1, 0)
-NOBODY = replace(ASKING, requests=0)
+NOT_ASKING = replace(ASKING, requests=0)
 IN_STEP = Pulse("engine", 2, STEP, False, 100, 1, 1)
 IDLING = Pulse("engine", 2, IDLE, False, 100, 0, 0)
 
@@ -44,7 +44,7 @@ def test_a_step_that_does_not_end_is_a_stall_after_the_limit() -> None:
     assert found is not None
     assert found[0] == 65  # the limit, and what one token may take
     assert (found[1].kind, found[1].pid) == ("step", 2)
-    assert found[1].what == "VLLM::EngineCore (pid 2) does not end a step with 1 token(s)"
+    assert found[1].what == "VLLM::EngineCore (pid 2) has not finished a step with 1 token(s)"
 
 
 def test_steps_that_end_are_none_however_slow() -> None:
@@ -65,7 +65,7 @@ def test_a_prompt_of_100k_tokens_in_chunks_is_progress() -> None:
 
 
 def test_an_idle_engine_is_none() -> None:
-    assert stall_of(look(at, NOBODY, IDLING) for at in every_5_s(100_000)) is None
+    assert stall_of(look(at, NOT_ASKING, IDLING) for at in every_5_s(100_000)) is None
 
 
 def test_a_request_that_the_engine_does_not_take_is_one() -> None:
@@ -80,14 +80,22 @@ def test_an_engine_that_sleeps_with_requests_is_none(pulse: Pulse) -> None:
 
 def test_a_stopped_process_is_a_stall_without_any_request() -> None:
     stopped = (API, CORE, replace(WORKER, state="T"))
-    found = stall_of(look(at, NOBODY, IDLING, seen=stopped) for at in every_5_s(300))
+    found = stall_of(look(at, NOT_ASKING, IDLING, seen=stopped) for at in every_5_s(300))
     assert found is not None and found[0] == 60
     assert found[1].what == "VLLM::Worker (pid 3) is stopped (state T)"
 
 
+def test_in_a_drain_a_stopped_process_has_5_s_and_a_step_as_long_as_ever() -> None:
+    stalls = Stalls(LIMIT_S)
+    stalls.stopped_limit_s = 5.0
+    stopped = (API, replace(CORE, state="T"), WORKER)
+    found = [stalls.feed(look(at, ASKING, IN_STEP, seen=stopped)) for at in (0.0, 1.0, 3.0, 5.0)]
+    assert [[one.kind for one in stall] for stall in found] == [[], [], [], ["stopped"]]
+
+
 def test_a_stop_that_ends_in_time_is_none() -> None:
     looks = [
-        look(at, NOBODY, IDLING, seen=(API, replace(CORE, state="T" if at % 60 else "S"), WORKER))
+        look(at, NOT_ASKING, IDLING, seen=(API, replace(CORE, state="T" if at % 60 else "S"), WORKER))
         for at in every_5_s(600)
     ]
     assert stall_of(looks) is None
@@ -99,9 +107,9 @@ def test_under_a_debugger_nothing_counts() -> None:
 
 
 def test_an_api_server_that_does_not_answer_is_one_and_before_it_serves_none() -> None:
-    found = stall_of(look(at, NOBODY, IDLING, answers=4) for at in every_5_s(300))
+    found = stall_of(look(at, NOT_ASKING, IDLING, answers=4) for at in every_5_s(300))
     assert found is not None and (found[0], found[1].kind) == (60, "api")
-    silent = (replace(look(at, NOBODY, IDLING), answers=None) for at in every_5_s(300))
+    silent = (replace(look(at, NOT_ASKING, IDLING), answers=None) for at in every_5_s(300))
     assert stall_of(silent) is None
 
 

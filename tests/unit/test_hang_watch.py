@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nibble_kernels.vllm_plugin import pulse as plugin
@@ -164,10 +166,53 @@ def test_a_driver_that_does_not_answer_or_is_not_there_is_told(monkeypatch: pyte
 
     xids = gpu_state.XidLog([7])  # no machine of the tests has that many
     assert xids.read() == []
-    assert gpu_state.gpu_report([7], xids) == ["the NVIDIA driver does not tell the state of the GPUs"]
-    monkeypatch.setattr(gpu_state, "gpu_states", hang)
+    assert gpu_state.gpu_report([7], xids) == ["NVML does not report the state of the GPUs"]
+    monkeypatch.setattr(gpu_state, "_look", hang)
     monkeypatch.setattr(gpu_state, "REPORT_S", 0.1)
     assert gpu_state.gpu_report([7], xids) == ["NVML did not answer within 0 s"]
+
+
+class Nvml:
+    """Two GPUs as NVML tells them, of which one can be lost."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = nvmlEventTypeXidCriticalError = 0
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()
+        self.events = [SimpleNamespace(device=1, eventData=79)]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.lost:
+            raise self.NVMLError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return SimpleNamespace(gpu=100)
+
+    def nvmlEventSetWait_v2(self, *_: Any) -> Any:
+        if not self.events:
+            raise self.NVMLError("Timeout")
+        return self.events.pop()
+
+
+def test_xids_and_each_gpus_state_are_told_also_where_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    xids = gpu_state.XidLog([0, 1])
+    nvml.lost = {1}
+    told = gpu_state.gpu_report([0, 1], xids)
+    assert told[0] == "GPU 1: Xid 79"
+    assert told[1].startswith("GPU 0: P2, ") and told[2] == "GPU 1: GPU is lost"
+    assert [one.index for one in gpu_state.gpu_states([0, 1])] == [0]
 
 
 @pytest.mark.parametrize("takes", [True, False])

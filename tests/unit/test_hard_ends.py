@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,25 @@ def test_the_second_server_on_an_address_is_refused(first: str, second: str, is_
             stack.enter_context(hold_port(second, port))
     with hold_port(second, port):  # free again
         pass
+
+
+def test_of_servers_that_take_overlapping_addresses_at_one_moment_one_gets_them() -> None:
+    for _ in range(20):
+        port, held, done = free_port(), [], threading.Barrier(4)
+
+        def take(host: str, port: int = port, held: list[str] = held, done: threading.Barrier = done) -> None:
+            with suppress(NibbleError), hold_port(host, port):
+                held.append(host)
+                time.sleep(0.05)
+            done.wait(10)
+
+        threads = [threading.Thread(target=take, args=(host,)) for host in ("127.0.0.1", "0.0.0.0", "::")]
+        for thread in threads:
+            thread.start()
+        done.wait(10)
+        for thread in threads:
+            thread.join()
+        assert len(held) == 1
 
 
 def test_vllms_own_bind_and_listen_work_beside_the_lock() -> None:
