@@ -1,6 +1,6 @@
 """Which faults a computed reference finds: each is put into one vLLM on this machine, in this process, and taken out again.
 
-    python benchmarks/reference_faults.py MODEL … [--out FILE]
+    python benchmarks/reference_faults.py MODEL … [--kv-cache-dtype fp8] [--out FILE]
 
 For each model `nibble reference` runs first. For each fault there is what the worker's layers said of the reference and how far
 the log-probs of the canary's texts are from it. Faults of requests and sampling are in tests/e2e/test_canary.py.
@@ -28,22 +28,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="+")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        one_model(asked.models[0], *asked.one)
+        one_model(asked.models[0], *asked.one, asked.kv_cache_dtype)
         return 0
     from machine import machine
 
     data: dict[str, Any] = {
         "command": f"python benchmarks/reference_faults.py {' '.join(asked.models)}",
+        "kv_cache_dtype": asked.kv_cache_dtype,
         "machine": machine(),
         "models": {},
     }
     for model in asked.models:
         with tempfile.TemporaryDirectory() as scratch:
-            found = run_model(model, Path(scratch))
+            found = run_model(model, Path(scratch), asked.kv_cache_dtype)
         data["models"][Path(model).name] = found
         if asked.out:
             asked.out.write_text(as_text(data))
@@ -62,7 +64,7 @@ def as_text(data: dict[str, Any]) -> str:
     return f'{head[:-1]}, "models": {{\n' + ",\n".join(models) + "\n}}\n"
 
 
-def run_model(model: str, folder: Path) -> dict[str, Any]:
+def run_model(model: str, folder: Path, kv_cache_dtype: str) -> dict[str, Any]:
     reference, proof = folder / "reference.json", folder / "proof"
     proof.mkdir()
     words = [sys.executable, "-m", "nibble", "reference", model, "--out", str(reference), "--json"]
@@ -72,7 +74,16 @@ def run_model(model: str, folder: Path) -> dict[str, Any]:
         "NIBBLE_PROOF": str(proof),
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    words = [sys.executable, __file__, told["path"], "--one", str(reference), str(proof)]
+    words = [
+        sys.executable,
+        __file__,
+        told["path"],
+        "--one",
+        str(reference),
+        str(proof),
+        "--kv-cache-dtype",
+        kv_cache_dtype,
+    ]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
     found = {}
     for line in child.stdout or ():
@@ -85,7 +96,7 @@ def run_model(model: str, folder: Path) -> dict[str, Any]:
     return {"reference": about, "faults": found}
 
 
-def one_model(model: str, reference: str, proof: str) -> None:
+def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> None:
     """In a process of its own; a line for each fault with its findings."""
     from nibble_kernels.vllm_plugin.proof.probes import Probes
     from vllm import LLM
@@ -97,6 +108,7 @@ def one_model(model: str, reference: str, proof: str) -> None:
         enforce_eager=True,
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
+        kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=False,
     )
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]

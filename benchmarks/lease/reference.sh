@@ -16,6 +16,7 @@ rate() {
 step gate_cost 150 taskset -c 0-3 python3 benchmarks/gate_cost.py --pairs 1000 --repeats 5 --out /tmp/R/gate_cost.json
 step rate 150 bash -c "$(declare -f rate); rate"
 step reference_faults 330 python3 benchmarks/reference_faults.py models/nibble-demo-nvfp4 models/nibble-demo-moe-nvfp4 --out /tmp/R/reference_faults.json &
+step reference_fp8 200 python3 benchmarks/reference_faults.py models/nibble-demo-nvfp4 --kv-cache-dtype fp8 --out /tmp/R/reference_faults_fp8_cache.json &
 step canary 400 python3 -m pytest -p no:cacheprovider -p instant -v --slow --tb=short tests/e2e/test_reference.py --junitxml /tmp/R/reference.xml &
 wait
 unset GPU_MEMORY_UTIL NIBBLE_KV_CACHE_BYTES OMP_NUM_THREADS

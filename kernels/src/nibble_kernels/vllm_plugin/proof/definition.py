@@ -82,7 +82,9 @@ def compare_layers(
 
 def cache_form(worker: Any) -> str:
     """bf16 or fp8: what rounding of the KV cache explains."""
-    return "fp8" if str(worker.vllm_config.cache_config.cache_dtype).startswith("fp8") else "bf16"
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    kinds = {str(getattr(layer, "kv_cache_dtype", "")) for layer in layers}
+    return "fp8" if any(kind.startswith("fp8") for kind in kinds) else "bf16"
 
 
 def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> dict[str, Any]:
