@@ -108,6 +108,7 @@ def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> No
         enforce_eager=True,
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
+        gpu_memory_utilization=float(os.environ.get("GPU_MEMORY_UTIL", "0.9")),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=False,
     )
@@ -116,7 +117,8 @@ def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> No
     import vllm_faults
 
     faults = {"none": vllm_faults.no_fault, **vllm_faults.FAULTS, **model_faults.FAULTS}
-    for name in [name for name in faults if name not in NOT_OF_THE_MODEL]:
+    only = os.environ.get("FAULTS", "").split(",")
+    for name in [name for name in faults if name not in NOT_OF_THE_MODEL and (only == [""] or name in only)]:
         print("\nRESULT " + json.dumps({name: one_fault(llm, worker, faults[name], files)}), flush=True)
 
 
