@@ -79,6 +79,7 @@ class Connections:
     def sweep(self) -> None:
         """Close what is late, and in a drain all that has sent no whole request. Runs every _SWEEP_S."""
         loop = asyncio.get_running_loop()
+        loop.call_later(_SWEEP_S, self.sweep)  # first, so that an exception below ends one sweep and not all
         now = loop.time()
         # After a standstill of the event loop, what arrived meanwhile is read first.
         is_late = now - self._last_sweep > 4 * _SWEEP_S
@@ -88,7 +89,6 @@ class Connections:
             for connection in list(self._waiting):
                 if connection.deadline < now or (drains and now - connection.waits_since > _DRAIN_AGE_S):
                     connection.expire("draining" if drains else "late")
-        loop.call_later(_SWEEP_S, self.sweep)
 
     def _close_oldest(self, waiting: dict[GuardedProtocol, None]) -> bool:
         oldest = next(iter(waiting), None)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from nibble.guard.connections import Connections
 
 _USED = (
-    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_headers_complete",
-    "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade",
+    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_header", "on_headers_complete",
+    "on_body", "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade",
 )  # fmt: skip
 # How long the rest of a refused request is read and thrown away: a connection that is closed on unread data loses
 # the answer (RFC 9112 section 9.6).
@@ -56,7 +56,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._max_head_bytes: int = self.config.h11_max_incomplete_event_size or 1 << 16
         self._max_headers: int = getattr(self.config, "h11_max_header_count", 256)
         self._stage: Literal["head", "body", "whole", "idle", "refused"] = "head"
-        self._head_bytes = self._piece_bytes = 0
+        self._head_bytes = self._piece_bytes = self._quiet_bytes = 0
+        self._has_message_ended = False
         self._problem: Refused | None = None
         self._body_deadline = math.inf
         self.address = ""
@@ -78,14 +79,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def expire(self, why: Literal["late", "draining"]) -> None:
         """No whole request came in time, or the server drains."""
         sent_something = self._head_bytes or self._stage == "body"
-        has_answered = self._stage == "body" and self.cycle.response_started
-        if self._stage == "refused" or has_answered or not sent_something:
+        if self._stage == "refused" or self._is_answering() or not sent_something:
             self.transport.close()
         elif why == "draining":
             self._refuse(Refused(503, "The server is draining."))
         else:
             what = "body" if self._stage == "body" else "head"
-            self._refuse(Refused(408, f"The {what} of the request did not come in time."))
+            self._refuse(Refused(408, f"The {what} of the request did not arrive in time."))
 
     # --- what comes ---
 
@@ -95,11 +95,27 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._stage in ("body", "idle"):
             self._extend_deadline()
         self._piece_bytes = len(data)
+        self._quiet_bytes += len(data)
+        self._has_message_ended = False
         super().data_received(data)
-        if self._stage == "head":
+        if self._stage == "head" and not self._has_message_ended:
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head_bytes:
                 self._refuse(self._head_too_large())
+        elif self._stage == "body" and self._quiet_bytes - len(data) > self._max_head_bytes:
+            self._refuse(self._head_too_large())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._stage != "body":  # the trailers of a chunked body: vLLM reads none
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        """httptools calls it, uvicorn has none. Chunk extensions and trailers are what stands between two of these."""
+        self._quiet_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._quiet_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -125,7 +141,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._guard.has_request(self)
-        self._stage, self._head_bytes = "whole", 0
+        self._stage, self._head_bytes, self._has_message_ended = "whole", 0, True
         if self.cycle is not None and self.cycle.response_complete:
             self._wait_for_next()
 
@@ -166,13 +182,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.deadline = self.waits_since + self._guard.limits.head_seconds
 
     def _start_body(self) -> None:
-        self._stage = "body"
+        self._stage, self._quiet_bytes = "body", 0
         self._body_deadline = self.loop.time() + self._guard.limits.body_seconds
         self._extend_deadline()
 
     def _wait_for_next(self) -> None:
-        """uvicorn closes it if nothing comes (timeout_keep_alive)."""
-        self._stage, self.deadline, self.waits_since = "idle", math.inf, self.loop.time()
+        """uvicorn's own timer has ended where the answer came before the end of the request."""
+        self._stage, self.waits_since = "idle", self.loop.time()
+        self.deadline = self.waits_since + self.timeout_keep_alive
         self._guard.wait_for_request(self)
 
     def _extend_deadline(self) -> None:
@@ -196,6 +213,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, refused: Refused) -> None:
         """Answer past the app, which learns that the client is gone, and close after a while."""
+        if self._is_answering():  # a second answer would be read as a part of the first
+            self._stage = "refused"
+            return self.transport.abort()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -206,6 +226,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(_raw_answer(refused))
             if self.transport.can_write_eof():
                 self.transport.write_eof()
+        return None
+
+    def _is_answering(self) -> bool:
+        """Whether bytes of an answer may follow, or have come before the end of their request."""
+        cycle = self.cycle  # None before the first request, complete between two
+        if cycle is None:
+            return False
+        is_open = cycle.response_started and (self._stage == "body" or not cycle.response_complete)
+        return is_open or bool(self.pipeline)  # what is in the pipeline waits for the answer before it
 
 
 def _raw_answer(refused: Refused) -> bytes:

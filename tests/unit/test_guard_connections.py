@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -10,10 +11,19 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 from websockets.sync.client import connect as connect_websocket
+
+from nibble.gate_state import GateState
+from nibble.guard.connections import Connections
+from nibble.guard.limits import RequestLimits
+from nibble.guard.protocol import GuardedProtocol
 
 LIMITS = {
     "NIBBLE_HEAD_SECONDS": "1",
@@ -23,6 +33,7 @@ LIMITS = {
     "NIBBLE_MAX_CONNECTIONS": "40",
     "NIBBLE_MAX_CONNECTIONS_PER_ADDRESS": "30",
 }
+KEEP_ALIVE_S = 1
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
 
@@ -37,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]:
             "NIBBLE_GATE_STATE": str(folder / "gate"),
         }.items():
             patch.setenv(name, value)
-        with guarded_server(folder) as running:
+        with guarded_server(folder, timeout_keep_alive=KEEP_ALIVE_S) as running:
             yield running
 
 
@@ -239,6 +250,123 @@ def test_a_drain_closes_what_has_sent_no_whole_request(server: GuardedServer) ->
         server.state.set("ready", "ready")
     for connection in (idle, half, running):
         connection.close()
+
+
+def test_trailers_count_as_headers(server: GuardedServer) -> None:
+    """Of a body that is being read, and of one whose request was refused: one long trailer, and many."""
+    chunked = "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    refused = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{chunked}"
+    long = {"one": b"X: " + b"x" * (8 << 20), "many": b"a:b\r\n" * 2_000_000}
+    for head, expected in ((HEAD + chunked, {431}), (refused, {0, 401})):
+        for name, trailers in long.items():
+            with server.connect() as connection:
+                connection.sendall(head.encode())
+                time.sleep(0.05)
+                sent, began = 0, time.monotonic()
+                with contextlib.suppress(OSError):
+                    for start in range(0, len(trailers), 1 << 16):
+                        sent += connection.send(trailers[start : start + (1 << 16)])
+                found = status(closed_after(connection)[0])
+                assert found in expected and time.monotonic() - began < 1.5, name
+                assert found == 431 or sent < len(trailers)
+    assert status(server.ask(HEALTH)) == 200
+
+
+def test_small_chunks_and_short_trailers_pass(server: GuardedServer) -> None:
+    body = b"1\r\nx\r\n" * 100_000 + b"0\r\nX-Sum: 1\r\nAuthorization: Bearer other\r\n\r\n"
+    head = HEAD.replace("application/json", "multipart/form-data").replace(
+        "completions", "audio/transcriptions"
+    )
+    answer = server.ask(f"{head}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + body)
+    assert status(answer) == 200 and b'"bytes":100000' in answer
+
+
+def test_a_request_that_ends_after_its_answer_leaves_no_idle_connection(server: GuardedServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        assert status(connection.recv(4096)) == 401
+        connection.sendall(b"12345")
+        assert closed_after(connection)[1] < KEEP_ALIVE_S + 1.5
+
+
+class Written(asyncio.Transport):
+    """In the place of a socket, so that a test decides what comes in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1)})
+        self.data = b""
+
+    def write(self, data: Any) -> None:
+        self.data += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+def test_half_a_head_behind_a_large_body_is_no_large_head() -> None:
+    async def app(_: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def run() -> bytes:
+        config = uvicorn.Config(app, access_log=False, lifespan="off", http=HttpToolsProtocol)
+        config.h11_max_incomplete_event_size = 65536
+        config.load()
+        connections = Connections(RequestLimits.from_environ({}), GateState.open(""))
+        protocol, transport = GuardedProtocol(config, ServerState(), {}, guard=connections), Written()
+        protocol.connection_made(transport)
+        protocol.data_received(f"{HEAD}Content-Length: 100000\r\n\r\n{{".encode())
+        await asyncio.sleep(0.05)
+        protocol.data_received(b" " * 99_998 + b"}" + HEALTH[:-2])
+        await asyncio.sleep(0.05)
+        protocol.data_received(HEALTH[-2:])
+        await asyncio.sleep(0.05)
+        return transport.data
+
+    assert asyncio.run(run()).count(b"HTTP/1.1 200") == 2
+
+
+def test_nonsense_behind_a_request_adds_nothing_to_its_answer(server: GuardedServer) -> None:
+    stream = post(b"{}", "/v1/chat/completions").replace(b"Connection: close\r\n", b"")
+    nonsense = b"\x16\x03nonsense\r\n\r\n"
+    for behind in (nonsense, post(b"{}").replace(b"Connection: close\r\n", b"") + nonsense):
+        with server.connect() as connection:
+            connection.sendall(stream)
+            connection.settimeout(5)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.sendall(behind)
+            assert b"HTTP/1.1" not in closed_after(connection)[0]
+
+
+def test_a_sweep_that_fails_is_followed_by_another() -> None:
+    class Odd:
+        address, deadline, waits_since, expired = "", 0.0, 0.0, 0
+
+        def expire(self, _: str) -> None:
+            self.expired += 1
+            raise RuntimeError("nothing that anything is prepared for")
+
+    async def run() -> int:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        connections = Connections(RequestLimits.from_environ({}), GateState.open(""))
+        odd = Odd()
+        connections.wait_for_request(odd)  # type: ignore[arg-type]
+        connections._last_sweep = asyncio.get_running_loop().time()
+        with contextlib.suppress(RuntimeError):
+            connections.sweep()
+        await asyncio.sleep(0.7)
+        return odd.expired
+
+    assert asyncio.run(run()) >= 2
 
 
 def test_the_limits_hold_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
