@@ -19,6 +19,7 @@ from structured_bodies import (
     OTHER_ROUTES,
     REFUSED,
     SMALL_SCHEMAS,
+    THINKING,
     schema,
     structured,
     tool,
@@ -33,7 +34,7 @@ GAP_S = 1.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("structured")
-    words = ["serve", "nibble-demo", "--max-model-len", "512"]
+    words = ["serve", "nibble-demo", "--max-model-len", "2048"]
     more = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     found = Server(folder, [*words, *more]).wait_until_ready()
     yield found
@@ -122,6 +123,15 @@ def test_the_other_routes_refuse_it_too(name: str, server: Server) -> None:
     status, answer = server.ask(path, {"model": "default", **body})
     assert status == 400, answer
     assert re.search("MiB|more than", answer["error"]["message"])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_tools_together_with_thinking_are_served(path: str, server: Server) -> None:
+    body = {**THINKING, "temperature": 0, "stop_sequences": ["e"]}
+    if path.endswith("count_tokens"):
+        del body["max_tokens"], body["stop_sequences"], body["temperature"]
+    status, answer = server.ask(path, {"model": "default", **body})
+    assert status == 200, answer
 
 
 @pytest.mark.parametrize("name", LARGE_BUT_SERVED)
