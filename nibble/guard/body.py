@@ -84,6 +84,11 @@ def parse(body: bytes) -> Any:
         raise Refused(400, f"The body is not valid JSON in UTF-8: {reason}") from None
 
 
+def with_field(body: bytes, name: str, value: int) -> bytes:
+    """The object with one more field, which replaces an equal one before it: parsers keep the last."""
+    return b'%s,"%s":%d}' % (body.rstrip()[:-1], name.encode(), value)
+
+
 def replayed(body: bytes, receive: Receive, turn: Turn | None = None) -> Receive:
     """A `receive` that gives the body in one message, when its `turn` has come, and then whatever `receive` gives."""
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]

@@ -6,13 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nibble.guard.body import BodyReader, Header, Receive, parse, replayed
-from nibble.guard.fields import ModelFacts, field_problem
+from nibble.guard.body import BodyReader, Header, Receive, parse, replayed, with_field
+from nibble.guard.contents import Body
+from nibble.guard.fields import ModelFacts, field_problem, sequences
 from nibble.guard.grammar_worker import Limits
 from nibble.guard.grammars import Grammars
 from nibble.guard.json_scan import JsonScan
 from nibble.guard.limits import RequestLimits
-from nibble.guard.pace import HEAVY_BYTES, HEAVY_ITEMS, Pace
+from nibble.guard.logprob_fields import answer_limit
+from nibble.guard.pace import HEAVY_BYTES, HEAVY_ITEMS, HEAVY_SEQUENCES, Pace
 from nibble.guard.refusal import Refused
 
 _MULTIPART_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
@@ -44,15 +46,21 @@ class RequestGuard:
         value = parse(body)
         if problem := scan.problem_of(value):
             raise Refused(400, problem)
+        if not isinstance(value, dict):
+            return replayed(body, receive)  # vLLM answers 400
         await self._check_fields(path, value, len(body), facts, scope)
-        is_heavy = len(body) > HEAVY_BYTES or scan.keys + scan.items > HEAVY_ITEMS
+        if limit := answer_limit(path, value, self.limits, facts.context_tokens):
+            body = with_field(body, *limit)
+        is_heavy = (
+            len(body) > HEAVY_BYTES
+            or scan.has_more_than(HEAVY_ITEMS)
+            or sequences(path, value) > HEAVY_SEQUENCES
+        )
         return replayed(body, receive, self._pace.turn if is_heavy else None)
 
     async def _check_fields(
-        self, path: str, body: Any, size: int, facts: ModelFacts, scope: dict[str, Any]
+        self, path: str, body: Body, size: int, facts: ModelFacts, scope: dict[str, Any]
     ) -> None:
-        if not isinstance(body, dict):
-            return  # vLLM answers 400
         if problem := field_problem(path, body, size, self.limits, facts):
             raise Refused(400, problem)
         if problem := await self._grammars.problem(path, body, scope.get("app")):
@@ -65,16 +73,20 @@ class RequestGuard:
 
 
 def _body_of(headers: list[Header]) -> tuple[bytes, int | None]:
-    """Media type in lower case, and the bytes declared: 0 for a chunked body, None without one (RFC 9112 section 6.3)."""
-    media_type, declared_bytes = b"", None
+    """Media type in lower case, and the bytes declared: 0 for a chunked body, None without one (RFC 9112 section 6.3).
+
+    Of several types the first counts, as for starlette 1.10 (datastructures.py Headers.__getitem__).
+    """
+    media_type, declared_bytes = None, None
     for name, value in headers:
         if name == b"content-type":
-            media_type = value.partition(b";")[0].strip().lower()
+            if media_type is None:
+                media_type = value.partition(b";")[0].strip().lower()
         elif name == b"content-length" and value != b"0":
             declared_bytes = int(value[:20]) if value.isdigit() else 0
         elif name == b"transfer-encoding":
             declared_bytes = declared_bytes or 0
-    return media_type, declared_bytes
+    return media_type or b"", declared_bytes
 
 
 def _expect(is_right: bool, media_type: str) -> None:

@@ -12,13 +12,15 @@ import pytest
 from nibble.guard.answers import MAX_ERROR_BYTES, with_short_errors
 from nibble.guard.fields import ModelFacts, field_problem
 from nibble.guard.limits import RequestLimits
+from nibble.guard.logprob_fields import answer_limit
 from nibble.guard.refusal import Refused
 from nibble.guard.request_guard import RequestGuard
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 LIMITS = RequestLimits.from_environ({})
 FACTS = ModelFacts(context_tokens=8192, longest_token_chars=16, takes_media=False)
 USER = {"role": "user", "content": "hello"}
+TEXT = {"type": "text", "text": "a"}
 
 
 def problem(path: str, facts: ModelFacts = FACTS, limits: RequestLimits = LIMITS, **body: Any) -> str | None:
@@ -33,14 +35,22 @@ REFUSED = [
     (COMPLETIONS, {"prompt": ["x"] * 600, "n": 2}, "sequences"),
     (COMPLETIONS, {"prompt": [[1]] * 600, "n": 2}, "sequences"),
     (COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 65}, "beam"),
-    ("/v1/embeddings", {"input": ["x"] * 3000}, "sequences"),
-    ("/v1/rerank", {"query": "x", "documents": ["x"] * 3000}, "sequences"),
+    (COMPLETIONS, {"prompt": "x", "n": "+16384"}, "sequences"),
+    (COMPLETIONS, {"prompt": "x", "n": "16384.0"}, "sequences"),
+    (COMPLETIONS, {"prompt": "x", "n": " 16_384 "}, "sequences"),
+    (COMPLETIONS, {"prompt": "x", "n": "0" * 30 + "16384"}, "sequences"),
+    ("/v1/embeddings", {"input": ["x"] * 2049}, "inputs"),
+    ("/v1/rerank", {"query": "x", "documents": ["x"] * 2049}, "inputs"),
     (CHAT, {"messages": [USER] * 20_000}, "messages"),
     ("/v1/messages", {"messages": [USER] * 20_000}, "messages"),
     ("/v1/responses", {"input": [USER] * 20_000}, "messages"),
     ("/v1/chat/completions/batch", {"messages": [[USER] * 100] * 100}, "messages"),
     ("/v1/chat/completions/batch", {"messages": [[USER]] * 100, "n": 100}, "sequences"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}]}, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}] * 3900}]}, "messages"),
+    (CHAT, {"messages": [USER], "documents": [{"text": "a"}] * 3000}, "messages"),
+    ("/v1/messages", {"messages": [{"content": [{"type": "tool_result", "content": [TEXT] * 9000}]}]}, "messages"),
+    ("/v1/messages", {"messages": [USER], "system": [TEXT] * 9000}, "messages"),
     (COMPLETIONS, {"prompt": "x", "stop": "y" * 5000}, "stop"),
     (COMPLETIONS, {"prompt": "x", "stop": ["y" * 2000] * 4}, "stop"),
     ("/v1/messages", {"messages": [USER], "stop_sequences": ["y" * 5000]}, "stop_sequences"),
@@ -49,13 +59,24 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "logit_bias": {str(n): 1 for n in range(2000)}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "x"}}, "kv_transfer_params"),
     (COMPLETIONS, {"prompt": "x", "vllm_xargs": {"ec_transfer_params": [1]}}, "ec_transfer_params"),
-    (COMPLETIONS, {"prompt": "word " * 60_000, "prompt_logprobs": 20}, "log-probs"),
-    (COMPLETIONS, {"prompt": [1] * 8000, "prompt_logprobs": 20}, "log-probs"),
-    (COMPLETIONS, {"prompt": [1] * 8000, "echo": True, "logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": ["word " * 60_000] * 2, "prompt_logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": [[1] * 8000] * 2, "prompt_logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": [[1] * 8000] * 2, "echo": True, "logprobs": 20}, "log-probs"),
     (COMPLETIONS, {"prompt": [1] * 8000, "prompt_logprobs": -1}, "log-probs"),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": 8000, "logprobs": 20}, "log-probs"),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": 1000, "n": 10, "logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": [1] * 8000, "prompt_logprobs": "-1"}, "log-probs"),
+    (COMPLETIONS, {"prompt": ["word " * 8000] * 50, "prompt_logprobs": 0}, "log-probs"),
+    (COMPLETIONS, {"prompt": ["word " * 8000] * 50, "echo": True, "logprobs": 0}, "log-probs"),
+    (COMPLETIONS, {"prompt": "word " * 1200, "n": 128, "echo": True, "logprobs": 7, "max_tokens": 0}, "log-probs"),
+    (COMPLETIONS, {"prompt": "x", "n": 1000, "logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": "x", "n": 1000, "logprobs": 20, "max_tokens": None}, "log-probs"),
+    (COMPLETIONS, {"prompt": ["x"] * 1024, "max_tokens": 16, "logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 100, "max_tokens": 700, "logprobs": 20}, "log-probs"),
+    (COMPLETIONS, {"prompt": "x", "n": 5, "max_tokens": 1000, "logprobs": 1, "logprob_token_ids": [1] * 128}, "log-probs"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 2000, "n": 10, "logprobs": 20}, "n 10, prompts 1, tokens of an answer 2000"),
     (CHAT, {"messages": [USER], "max_completion_tokens": 8000, "logprobs": True, "top_logprobs": 20}, "log-probs"),
+    (CHAT, {"messages": [USER], "n": 128, "logprobs": True, "top_logprobs": 20}, "log-probs"),
+    (BATCH, {"messages": [[USER]] * 1024, "max_tokens": 700, "logprobs": True, "top_logprobs": 20}, "log-probs"),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 8000, "top_logprobs": 20}, "log-probs"),
     (COMPLETIONS, {"prompt": "x" * (8192 * 16 + 1)}, "cannot fit"),
     ("/tokenize", {"prompt": "x" * (10 << 20)}, "cannot fit"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 140_000}]}]}, "cannot fit"),
@@ -76,7 +97,19 @@ PASSING = [
     (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 20, "max_tokens": 8000, "stream": True}),
     (CHAT, {"messages": [USER], "logprobs": False, "top_logprobs": None, "max_tokens": 8000}),
     (CHAT, {"messages": [USER] * 1000, "stop": ["a", "b"], "logit_bias": {"1": -100}, "user": "u"}),
-    ("/v1/embeddings", {"input": ["x"] * 1000}),
+    ("/v1/embeddings", {"input": ["x"] * 2048}),
+    ("/v1/embeddings", {"input": [[1]] * 2048}),
+    ("/v1/rerank", {"query": "q", "documents": ["x"] * 1200}),
+    ("/v1/responses", {"input": [USER] * 2048}),
+    (CHAT, {"messages": [USER], "documents": [{"text": "a"}] * 1100}),
+    (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 5, "max_tokens": 4096}),
+    (CHAT, {"messages": [USER], "logprobs": True, "max_tokens": 8192}),
+    (CHAT, {"messages": [USER], "n": 8, "logprobs": True, "top_logprobs": 5, "max_tokens": 512}),
+    (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 20}),
+    (COMPLETIONS, {"prompt": [[1] * 1000] * 16, "echo": True, "logprobs": 1, "max_tokens": 1}),
+    (COMPLETIONS, {"prompt": [[1] * 8192], "echo": True, "logprobs": 1, "max_tokens": 1}),
+    (COMPLETIONS, {"prompt": "x", "n": 16, "logprobs": 1, "max_tokens": 8192}),
+    (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}] * 1024}),
     (COMPLETIONS, {"n": None, "prompt": None, "stop": 7, "bad_words": 1, "logit_bias": [1], "messages": 5, "logprobs": "all"}),
     (COMPLETIONS, {"n": [1], "prompt": {}, "best_of": {}, "vllm_xargs": 3, "max_tokens": "many", "prompt_logprobs": [1]}),
 ]  # fmt: skip
@@ -98,7 +131,7 @@ def test_images_are_no_text_where_the_model_takes_them() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]}
     sees = ModelFacts(8192, 16, takes_media=True)
     assert problem(CHAT, sees, messages=[message]) is None
-    assert problem(CHAT, FACTS, messages=[message]) is not None
+    assert problem(CHAT, FACTS, messages=[message]) == "This model takes no images, audio or video."
 
 
 def test_limits_are_the_users() -> None:
@@ -112,6 +145,36 @@ def test_limits_are_the_users() -> None:
     assert problem(COMPLETIONS, limits=more, prompt="x", n=16384) is None
     assert "50000" in str(problem(COMPLETIONS, limits=more, prompt="x" * 50_001))
     assert "1000" in str(problem(COMPLETIONS, limits=more, prompt=[1] * 600, prompt_logprobs=1))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (CHAT, {"top_logprobs": 20, "logprobs": True}, {"max_completion_tokens": 262_144 // 4 // 21}),
+        (CHAT, {"logprobs": True, "max_tokens": None, "n": 4}, {"max_completion_tokens": 262_144 // 4 // 4}),
+        (
+            BATCH,
+            {"top_logprobs": 1, "logprobs": True, "messages": [[USER]] * 3},
+            {"max_completion_tokens": 10922},
+        ),
+        ("/v1/responses", {"input": "x", "top_logprobs": 5}, {"max_output_tokens": 10922}),
+        (CHAT, {"logprobs": True, "top_logprobs": 20, "max_tokens": 2000}, {}),
+        (CHAT, {"logprobs": True, "top_logprobs": 20, "stream": True}, {}),
+        (CHAT, {"logprobs": False}, {}),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 5}, {}),
+        ("/v1/messages", {"logprobs": True}, {}),
+    ],
+)
+def test_an_open_answer_with_log_probs_ends_at_their_limit(
+    path: str, body: dict[str, Any], expected: dict[str, int]
+) -> None:
+    text = json.dumps({"messages": [USER]} | body).encode() + b" \n"
+    reached = checked(path, text, JSON)
+    assert json.loads(reached) == json.loads(text) | expected
+    if not expected:
+        assert reached == text
+    small = ModelFacts(2048, 16)
+    assert answer_limit(path, {"messages": [USER]} | body, LIMITS, small.context_tokens) is None
 
 
 def test_facts_come_from_vllms_app() -> None:

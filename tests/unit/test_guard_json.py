@@ -81,11 +81,26 @@ def test_no_piece_takes_long(piece: bytes) -> None:
     assert best < 0.02  # 2 ms on a free core
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_heavy_texts_are_known_whether_or_not_they_were_counted(seed: int) -> None:
+    chance = random.Random(seed)
+    value = [random_value(chance) for _ in range(4)]
+    text = json.dumps(value).encode()
+    _, keys, items = count(value)
+    cut = chance.randrange(len(text))
+    for most in (10**6, len(text) // 2):  # uncounted, and counted while it came
+        for number in (keys + items - 1, keys + items, chance.randrange(len(text))):
+            scan = JsonScan(1 << 30, most, most)
+            scan.feed(text[:cut])
+            scan.feed(text[cut:])
+            assert scan.has_more_than(number) is (keys + items > number)
+
+
 def test_depth_is_refused_before_the_rest_comes() -> None:
     scan = JsonScan(64, 1000, 100_000)
     assert scan.feed(b" " * 4000) is None
     assert "nested deeper than 64" in str(scan.feed(b'{"a":' * 65))
-    assert "closes" in str(JsonScan(64, 10, 10).feed(b"[1] }  }}}}"))
+    assert "closing bracket" in str(JsonScan(64, 10, 10).feed(b"[1] }  }}}}"))
 
 
 @pytest.mark.parametrize(
