@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nibble.guard.body import BodyReader, Header, Receive, parse, replayed, with_field
+from nibble.guard.body import Bodies, Header, Held, Receive, parse, replayed, with_field
 from nibble.guard.contents import Body
 from nibble.guard.fields import ModelFacts, field_problem, sequences
 from nibble.guard.grammar_worker import Limits
@@ -25,24 +25,28 @@ class RequestGuard:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.limits = RequestLimits.from_environ(environ)
-        self._bodies = BodyReader(self.limits)
+        self._bodies = Bodies(self.limits)
         self._pace = Pace()
         self._facts: ModelFacts | None = None
         self._grammars = Grammars(Limits(self.limits.grammar_seconds, self.limits.grammar_memory_mib))
 
-    async def check(self, path: str, scope: dict[str, Any], receive: Receive) -> Receive:
+    def held(self) -> Held:
+        """A context to stay in from before `check` to the end of the answer."""
+        return Held(self._bodies)
+
+    async def check(self, path: str, scope: dict[str, Any], receive: Receive, held: Held) -> Receive:
         """The `receive` for vLLM. Raises Refused, and Disconnected where the client is gone."""
         media_type, declared_bytes = _body_of(scope["headers"])
         if declared_bytes is None:
             return receive
         if path in _MULTIPART_PATHS:
             _expect(media_type == b"multipart/form-data", "multipart/form-data")
-            return replayed(await self._bodies.read(declared_bytes, receive, None), receive)
+            return replayed(await held.read(declared_bytes, receive, None), receive)
         is_json = media_type == b"application/json" or media_type.endswith(b"+json")
         _expect(is_json, "application/json")
         facts = self._model_facts(scope)
         scan = JsonScan(self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(self.limits))
-        body = await self._bodies.read(declared_bytes, receive, scan)
+        body = await held.read(declared_bytes, receive, scan)
         value = parse(body)
         if problem := scan.problem_of(value):
             raise Refused(400, problem)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nibble.guard.answers import MAX_ERROR_BYTES, with_short_errors
 from nibble.guard.fields import ModelFacts, field_problem
 from nibble.guard.limits import RequestLimits
-from nibble.guard.logprob_fields import answer_limit
-from nibble.guard.refusal import Refused
-from nibble.guard.request_guard import RequestGuard
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 LIMITS = RequestLimits.from_environ({})
@@ -147,132 +142,9 @@ def test_limits_are_the_users() -> None:
     assert "1000" in str(problem(COMPLETIONS, limits=more, prompt=[1] * 600, prompt_logprobs=1))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "expected"),
-    [
-        (CHAT, {"top_logprobs": 20, "logprobs": True}, {"max_completion_tokens": 262_144 // 4 // 21}),
-        (CHAT, {"logprobs": True, "max_tokens": None, "n": 4}, {"max_completion_tokens": 262_144 // 4 // 4}),
-        (
-            BATCH,
-            {"top_logprobs": 1, "logprobs": True, "messages": [[USER]] * 3},
-            {"max_completion_tokens": 10922},
-        ),
-        ("/v1/responses", {"input": "x", "top_logprobs": 5}, {"max_output_tokens": 10922}),
-        (CHAT, {"logprobs": True, "top_logprobs": 20, "max_tokens": 2000}, {}),
-        (CHAT, {"logprobs": True, "top_logprobs": 20, "stream": True}, {}),
-        (CHAT, {"logprobs": False}, {}),
-        (COMPLETIONS, {"prompt": "x", "logprobs": 5}, {}),
-        ("/v1/messages", {"logprobs": True}, {}),
-    ],
-)
-def test_an_open_answer_with_log_probs_ends_at_their_limit(
-    path: str, body: dict[str, Any], expected: dict[str, int]
-) -> None:
-    text = json.dumps({"messages": [USER]} | body).encode() + b" \n"
-    reached = checked(path, text, JSON)
-    assert json.loads(reached) == json.loads(text) | expected
-    if not expected:
-        assert reached == text
-    small = ModelFacts(2048, 16)
-    assert answer_limit(path, {"messages": [USER]} | body, LIMITS, small.context_tokens) is None
-
-
 def test_facts_come_from_vllms_app() -> None:
     model_config = SimpleNamespace(max_model_len=4096, skip_tokenizer_init=False, is_multimodal_model=True)
     engine = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(max_chars_per_token=12))
     state = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config), engine_client=engine)
     assert ModelFacts.of_app(SimpleNamespace(state=state)) == ModelFacts(4096, 12, True)
     assert ModelFacts.of_app(None) == ModelFacts()
-
-
-def checked(path: str, body: bytes, *headers: tuple[bytes, bytes]) -> bytes:
-    """What vLLM would receive."""
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def run() -> bytes:
-        scope = {"headers": [(b"content-length", str(len(body)).encode()), *headers]}
-        given = await RequestGuard({}).check(path, scope, receive)
-        return (await given())["body"]
-
-    return asyncio.run(run())
-
-
-JSON = (b"content-type", b"application/json; charset=utf-8")
-
-
-def test_a_sound_body_reaches_vllm_unchanged() -> None:
-    body = b'{ "prompt": "x",\n "n": 2 }'
-    assert checked(COMPLETIONS, body, JSON) == body
-
-
-@pytest.mark.parametrize(
-    "content_type", [b"text/plain", b"application/x-www-form-urlencoded", b"", b"multipart/form-data"]
-)
-def test_other_media_types_are_refused_unread(content_type: bytes) -> None:
-    with pytest.raises(Refused) as refused:
-        checked(COMPLETIONS, b"{}", (b"content-type", content_type))
-    assert refused.value.status == 415
-
-
-def test_audio_comes_as_a_form() -> None:
-    body = b"\x00not json" * 100
-    assert (
-        checked("/v1/audio/transcriptions", body, (b"content-type", b"multipart/form-data; boundary=x"))
-        == body
-    )
-    with pytest.raises(Refused) as refused:
-        checked(
-            "/v1/audio/transcriptions",
-            b"a=1&" * 1000,
-            (b"content-type", b"application/x-www-form-urlencoded"),
-        )
-    assert refused.value.status == 415
-
-
-def test_a_request_without_a_body_passes() -> None:
-    assert checked("/v1/responses/resp_1/cancel", b"", (b"content-type", b"text/plain")) == b""
-
-
-def answered(status: int, *pieces: bytes) -> tuple[dict[str, Any], bytes]:
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    async def run() -> None:
-        short = with_short_errors(send)
-        length = (b"content-length", str(sum(map(len, pieces))).encode())
-        await short({"type": "http.response.start", "status": status, "headers": [length, (b"x-a", b"b")]})
-        for piece in pieces[:-1]:
-            await short({"type": "http.response.body", "body": piece, "more_body": True})
-        await short({"type": "http.response.body", "body": pieces[-1]})
-
-    asyncio.run(run())
-    body = b"".join(message.get("body", b"") for message in sent)
-    assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()
-    assert dict(sent[0]["headers"])[b"x-a"] == b"b"
-    return sent[0], body
-
-
-def test_errors_that_repeat_the_request_are_cut() -> None:
-    error = {
-        "message": "no such model: " + "é" * (1 << 20),
-        "type": "NotFoundError",
-        "param": None,
-        "code": 404,
-    }
-    start, body = answered(
-        404, *[json.dumps({"error": error}).encode()[n : n + 65536] for n in range(0, 7 << 20, 65536)]
-    )
-    cut = json.loads(body)["error"]
-    assert start["status"] == 404 and len(body) <= 2 * MAX_ERROR_BYTES
-    assert cut["message"].startswith("no such model: éé") and cut["message"].endswith("characters cut]")
-    assert (cut["type"], cut["param"], cut["code"]) == ("NotFoundError", None, 404)
-    assert json.loads(answered(400, b"x" * (1 << 20))[1])["error"]["message"].startswith("xxx")
-
-
-def test_good_answers_and_short_errors_are_unchanged() -> None:
-    assert answered(200, b"a" * (1 << 20), b"b")[1] == b"a" * (1 << 20) + b"b"
-    assert answered(400, b'{"error": {"message": "no"}}')[1] == b'{"error": {"message": "no"}}'
