@@ -14,6 +14,8 @@ from nibble.gate_state import GateState
 from nibble.guard.limits import RequestLimits
 from nibble.guard.protocol import GuardedProtocol, httptools_config
 
+# uvicorn's 16 MiB of JSON take vLLM's event loop 2.6 s to parse. 24 s of audio at 16 kHz in base64 are as large as this.
+WEBSOCKET_MESSAGE_BYTES = 1 << 20
 _SWEEP_S = 0.25
 # The age at which a connection without a whole request ends in a drain: nibble's own requests come whole.
 _DRAIN_AGE_S = 0.5
@@ -27,6 +29,7 @@ def guard_connections(app: Any, limits: RequestLimits, state: GateState) -> None
     """
     config = httptools_config(app)
     connections = Connections(limits, state)
+    config.ws_max_size = min(config.ws_max_size, WEBSOCKET_MESSAGE_BYTES)
     config.http_protocol_class = functools.partial(GuardedProtocol, guard=connections)
     connections.sweep()
 

@@ -1,4 +1,4 @@
-"""Structured outputs are compiled in a process of their own before vLLM sees them, and refused there where they cost too much.
+"""Structured outputs are compiled in a separate process before vLLM sees them, and refused there where they cost too much.
 
 vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its engine, both without a
 limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the machine. The worker (grammar_worker.py) has limits.
@@ -23,6 +23,7 @@ from nibble.guard.grammar_fields import grammar_fields
 from nibble.guard.grammar_worker import LENGTH, Limits
 
 REMEMBERED = 4096  # results, 100 bytes each and their reasons
+SLOW_SECONDS = 60.0  # a refusal for time is remembered so long: the machine may have been busy
 WAITING = 256  # different grammars at a time; more are refused with 503
 WAITING_BYTES = 32 << 20
 PATIENCE_SECONDS = 10.0  # for a turn in the worker; then 503
@@ -37,10 +38,11 @@ class Problem(str):
     """Why a request is refused, with the HTTP status."""
 
     status: int
+    is_of_time: bool
 
-    def __new__(cls, text: str, status: int = 400) -> Problem:
+    def __new__(cls, text: str, status: int = 400, is_of_time: bool = False) -> Problem:
         problem = super().__new__(cls, text)
-        problem.status = status
+        problem.status, problem.is_of_time = status, is_of_time
         return problem
 
 
@@ -115,18 +117,21 @@ class Grammars:
             self._results[key] = result
             if len(self._results) > REMEMBERED:
                 self._results.popitem(last=False)
+        if isinstance(result, Problem) and result.is_of_time:
+            asyncio.get_running_loop().call_later(SLOW_SECONDS, self._results.pop, key, None)
 
     async def _compiled(self, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
         what, text, loop_seconds = await self._ask(path, fields, app)
         if what == "served":
             return loop_seconds
-        if what == "refused":
-            return Problem(f"This structured output is refused. {text}")
+        if what in ("refused", "slow"):
+            return Problem(f"This structured output is refused. {text}", is_of_time=what == "slow")
         limits = self._limits
         if what == "time":
             return Problem(
-                f"This structured output takes more than {limits.seconds:g} s to compile. Make it smaller:"
-                " fewer values in enum and choice, smaller bounds of repetitions and lengths, less nesting."
+                f"This structured output takes more than {limits.seconds:g} s of CPU time to compile. Make it smaller:"
+                " fewer values in enum and choice, smaller bounds of repetitions and lengths, less nesting.",
+                is_of_time=True,
             )
         if what == "memory":
             return Problem(

@@ -18,6 +18,7 @@ import uvicorn
 from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_websocket
 
 from nibble.gate_state import GateState
@@ -216,6 +217,19 @@ def test_a_websocket_stays_open_beyond_all_limits(server: GuardedServer) -> None
     for _ in range(40):
         with connect_websocket(url, additional_headers=headers):
             pass
+
+
+def test_a_large_websocket_message_is_refused(server: GuardedServer) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    url = f"ws://127.0.0.1:{server.port}/v1/realtime"
+    with connect_websocket(url, additional_headers=headers, max_size=None) as websocket:
+        websocket.send("x" * (1 << 20))
+        assert len(websocket.recv(5)) == 1 << 20
+        with contextlib.suppress(ConnectionClosed):
+            websocket.send("x" * ((1 << 20) + 1))
+        with pytest.raises(ConnectionClosed) as closed:
+            websocket.recv(5)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
 
 
 def test_expect_100_continue_and_chunked_bodies_work(server: GuardedServer) -> None:
