@@ -20,6 +20,7 @@ LOOP_SECONDS = 0.1
 MASK_SECONDS = 0.1
 STEPS = 48  # tokens that are tried: deep enough for what a repetition or a nested rule costs at its start
 _STUB = "x"
+_MOST_TOKENS = 2**31 - 1  # vLLM refuses a request whose thinking.budget_tokens is not below its max_tokens
 _REASON_CHARS = 400
 _OF_THE_COMPILER = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")  # xgrammar: clock, file and line
 
@@ -183,7 +184,8 @@ def _of_anthropic(body: dict[str, Any]) -> Any:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-    request = AnthropicMessagesRequest.model_validate({"model": _STUB, "max_tokens": 16, **body})
+    stub = {"model": _STUB, "max_tokens": _MOST_TOKENS}
+    request = AnthropicMessagesRequest.model_validate({**stub, **body})
     return AnthropicServingMessages.to_chat_completion_request(request)
 
 

@@ -108,6 +108,10 @@ def body(path: str, **fields: Any) -> bytes:
     return post(json.dumps({"model": "default", **fields}).encode(), path)
 
 
+CHUNKED = (
+    f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+).encode()
 HEAVY: dict[str, tuple[bytes, int]] = {
     "a million keys": (body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(10**6)}), 400),
     "20,000 messages": (body(CHAT, messages=[USER] * 20_000, max_tokens=1), 400),
@@ -124,6 +128,10 @@ HEAVY: dict[str, tuple[bytes, int]] = {
     "a lone surrogate in bad_words": (post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()), 400),
     "kv_transfer_params of a wrong type": (body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}), 400),
     "a million items": (body(COMPLETIONS, prompt=[1] * 10**6, max_tokens=1), 400),
+    "one trailer of 100 MB": (CHUNKED + b"X: " + b"x" * 10**8, 431),
+    "ten million trailers": (CHUNKED + b"a:b\r\n" * 10**7, 431),
+    "log-probs of many answers": (body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=16, logprobs=20), 400),
+    "n of 16,384 as text": (body(COMPLETIONS, prompt="word1", n="16_384", max_tokens=1), 400),
     "one header of 100 MB": (b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 10**8, 431),
     "a million headers": (b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)), 431),
     "one header of 100 MB with the key": (
