@@ -138,10 +138,12 @@ class Settings(BaseSettings):
         "Log-probs of a request: tokens times (`logprobs` + 1) times `n`; one of a chat's answer counts 4; over it 400.",
         "NIBBLE_MAX_LOGPROB_ENTRIES", expected="a whole number from 1000 to 1000000000", ge=1000, le=10**9)
     grammar_seconds: int = _option(2, "Requests",
-        "Seconds that a structured output may take to compile, in a process beside the API's; over it 400.",
+        "Seconds of CPU time that a structured output may take to compile, in a process beside the API's; over it 400.",
         "NIBBLE_GRAMMAR_SECONDS", expected="a whole number of seconds from 1 to 60", ge=1, le=60)
     grammar_memory_mib: int = _option(256, "Requests", "MiB of memory that a structured output may take to compile; over it 400.",
         "NIBBLE_GRAMMAR_MEMORY_MIB", expected="a whole number of MiB from 16 to 65536", ge=16, le=65536)
+    grammar_bytes: int = _option(1048576, "Requests", "Bytes of the schemas, grammars and tools of a request; over it 400.",
+        "NIBBLE_GRAMMAR_BYTES", expected="a whole number from 1024 to 33554432", ge=1024, le=1 << 25)
 
 
     max_model_len: int | None = _option(None, "Engine", "Context length in tokens; 32K means 32768.", "MAX_MODEL_LEN",

@@ -42,10 +42,11 @@ _SLOTS = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one compile: seconds of CPU time, MiB above what the worker holds before it."""
+    """Of one compile: seconds of CPU time, MiB above what the worker holds before it, bytes of what is compiled."""
 
     seconds: float
     memory_mib: int
+    input_bytes: int = 1 << 20
 
     @property
     def longest_seconds(self) -> float:

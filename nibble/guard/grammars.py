@@ -27,7 +27,6 @@ SLOW_SECONDS = 60.0  # a refusal for time is remembered so long: the machine may
 WAITING = 256  # different grammars at a time; more are refused with 503
 WAITING_BYTES = 32 << 20
 PATIENCE_SECONDS = 10.0  # for a turn in the worker; then 503
-LARGEST_BYTES = 1 << 20  # of tools, schemas and grammars of one request
 _START_SECONDS = 20.0
 _CHEAP_SECONDS = 0.005
 _LOOP_SHARE = 4  # one part in four of the event loop's time for what vLLM reads there again
@@ -72,9 +71,9 @@ class Grammars:
             job = marshal.dumps((path, fields), _MARSHAL_WITHOUT_REFERENCES)
         except ValueError:
             return Problem("Structured outputs or tools nest too deeply.")
-        if len(job) > LARGEST_BYTES:
+        if len(job) > (most := self._limits.input_bytes):
             return Problem(
-                f"Structured outputs and tools take {len(job)} bytes; expected at most {LARGEST_BYTES}."
+                f"Structured outputs and tools take {len(job)} bytes; expected at most {most} (NIBBLE_GRAMMAR_BYTES)."
             )
         key = hashlib.blake2b(job, digest_size=16).digest()
         if key in self._results:

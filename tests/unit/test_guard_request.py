@@ -109,6 +109,13 @@ def test_each_check_is_asked(body: bytes, reason: str) -> None:
     assert refused.value.status == 400
 
 
+def test_the_size_of_tools_is_an_option() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 1000, "parameters": {}}}
+    body = json.dumps({"messages": [USER], "tools": [tool] * 20}).encode()
+    with pytest.raises(Refused, match=r"expected at most 10000 \(NIBBLE_GRAMMAR_BYTES\)"):
+        checked(CHAT, body, JSON, environ={"NIBBLE_GRAMMAR_BYTES": "10000"})
+
+
 def test_embeddings_of_token_ids_pass_as_openais_clients_send_them() -> None:
     body = json.dumps({"model": "m", "input": [[1234] * 250] * 1000}).encode()
     assert checked("/v1/embeddings", body, JSON) == body
