@@ -123,7 +123,7 @@ class Settings(BaseSettings):
         expected="a whole number from 100 to 10000000", ge=100, le=10**7)
     max_json_items: int | None = _option(None, "Requests",
         "Commas and opening brackets in a body, outside its strings; over it 400."
-        " Default: 1048576 plus twice the context length.",
+        " Default: 262144 (1048576 to embed or score) plus twice the context length.",
         "NIBBLE_MAX_JSON_ITEMS", expected="a whole number from 100 to 1000000000", ge=100, le=10**9)
     max_messages: int = _option(2048, "Requests",
         "Messages of a chat request; one of several parts or tool calls counts each; over it 400.",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibble.guard.contents import (
+    COMPLETIONS,
     MEDIA_KEYS,
     NO_TEXT_KEYS,
     Body,
@@ -27,9 +28,8 @@ MAX_BEAM_WIDTH = 64  # each step of a search asks for twice as many log-probs fo
 MAX_NAME_CHARS = 1024
 LEAST_TEXT_CHARS = 4 << 20
 TEXT_CHARS_PER_TOKEN = 8  # twice what English takes
-# OpenAI's clients send inputs of embeddings as token ids, 1000 x 250 at a time, and evaluations send batches of prompts. On
-# two busy cores vLLM reads 10^6 numbers in 0.1 s, and objects have a limit of their keys besides.
-LEAST_ITEMS = 1 << 20
+# Evaluations send batches of prompts as token ids, OpenAI's clients 1000 x 250 ids to embed at a time.
+LEAST_ITEMS, LEAST_POOLING_ITEMS = 1 << 18, 1 << 20
 POOLING_FACTOR = 2
 
 # What costs little however it is set, in a body of SMALL_BYTES.
@@ -70,9 +70,10 @@ class ModelFacts:
             takes_media=bool(config.model_config.is_multimodal_model),
         )
 
-    def max_items(self, limits: RequestLimits) -> int:
+    def max_items(self, path: str, limits: RequestLimits) -> int:
         """A prompt may come as token ids, so the context must fit."""
-        return limits.max_json_items or LEAST_ITEMS + 2 * (self.context_tokens or 0)
+        least = LEAST_POOLING_ITEMS if path in _POOLING else LEAST_ITEMS
+        return limits.max_json_items or least + 2 * (self.context_tokens or 0)
 
     def max_textchars(self, limits: RequestLimits) -> int:
         """Of all text of a request."""
@@ -101,6 +102,7 @@ def field_problem(path: str, body: Body, size: int, limits: RequestLimits, facts
         _bias_problem(body),
         _extra_arguments_problem(body),
         logprob_problem(path, body, limits, facts.context_tokens),
+        _token_problem(path, body, size, facts),
         _text_problem(body, size, limits, facts),
     )
     return next(filter(None, problems), None)
@@ -163,6 +165,30 @@ def _extra_arguments_problem(body: Body) -> str | None:
         if isinstance(extra, dict) and name in extra:
             return f"`vllm_xargs` contains {name}. Expected: `{name}` as a top-level object. Move it."
     return None
+
+
+def _token_problem(path: str, body: Body, size: int, facts: ModelFacts) -> str | None:
+    """vLLM refuses these too, after it has looked at each token."""
+    most, prompt = facts.context_tokens, body.get("prompt")
+    if (
+        most is None
+        or size <= 2 * most
+        or path != COMPLETIONS
+        or body.get("truncate_prompt_tokens") is not None
+    ):
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    tokens = len(prompt) if isinstance(prompt[0], int) else max(map(_length, prompt))
+    if tokens > most:
+        return (
+            f"A prompt of {tokens} tokens cannot fit: this model's maximum context length is {most} tokens."
+        )
+    return None
+
+
+def _length(tokens: Any) -> int:
+    return len(tokens) if isinstance(tokens, list) else 0
 
 
 def _text_problem(body: Body, size: int, limits: RequestLimits, facts: ModelFacts) -> str | None:

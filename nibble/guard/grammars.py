@@ -209,5 +209,5 @@ class Grammars:
 
 def _crowded() -> Problem:
     return Problem(
-        "The server compiles too many other structured outputs. Send the request again later.", 503
+        "The server is too busy to compile this structured output. Send the request again later.", 503
     )

@@ -48,7 +48,9 @@ class RequestGuard:
         is_json = media_type == b"application/json" or media_type.endswith(b"+json")
         _expect(is_json, "application/json")
         facts = self._model_facts(scope)
-        scan = JsonScan(self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(self.limits))
+        scan = JsonScan(
+            self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(path, self.limits)
+        )
         body = await held.read(declared_bytes, receive, scan)
         value = parse(body)
         if problem := scan.problem_of(value):

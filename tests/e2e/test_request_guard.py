@@ -66,7 +66,7 @@ class Watch:
         record("longest_health_s", round(max(self.health_s), 3))
         record("longest_gap_s", round(max(self.gaps_s), 3))
         assert self.statuses == {200}
-        assert len(self.health_s) > 3 and max(self.health_s) < HEALTH_S, sorted(self.health_s)[-5:]
+        assert len(self.health_s) > 2 and max(self.health_s) < HEALTH_S, sorted(self.health_s)[-5:]
         assert max(self.gaps_s) < gap_s, sorted(self.gaps_s)[-5:]
 
     def _ask(self) -> None:
@@ -166,7 +166,9 @@ ALLOWED: dict[str, bytes] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
-def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
+def test_the_most_that_is_allowed_stalls_no_other_request(
+    server: Server, name: str, record_property: Record
+) -> None:
     if "log-probs" in name:  # on a CPU the engine compiles what they need when they are first asked for
         send(server, ALLOWED[name], 120)
     with Watch(server) as watch:
@@ -236,7 +238,7 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
 
 
 @pytest.mark.slow
-def test_20_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
+def test_20_heavy_requests_at_once_stall_no_other_request(server: Server, record_property: Record) -> None:
     data = ALLOWED["2048 messages"]
     with Watch(server) as watch:
         threads = [threading.Thread(target=send, args=(server, data, 300)) for _ in range(20)]

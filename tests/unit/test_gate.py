@@ -397,7 +397,7 @@ def test_until_ready_while_paused_and_while_draining_listed_routes_are_503_with_
 
 
 @pytest.mark.parametrize("state", ["starting", "draining", "paused"])
-def test_without_the_key_nobody_learns_the_state_from_other_routes(door: Door, state) -> None:
+def test_without_the_key_no_client_learns_the_state_from_other_routes(door: Door, state) -> None:
     door.state.set(state, "load")
     reply = door.http("POST", CHAT)
     assert reply.status == 401
