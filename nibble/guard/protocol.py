@@ -42,6 +42,8 @@ def httptools_config(app: Any) -> Any:
         raise MissingAttribute(
             f"nibble's request guard: uvicorn's http_protocol_class is {found!r}, not HttpToolsProtocol"
         )
+    if not hasattr(config, "ws_max_size"):
+        raise MissingAttribute("nibble's request guard: uvicorn's Config has no ws_max_size")
     if missing := [name for name in _USED if not hasattr(HttpToolsProtocol, name)]:
         raise MissingAttribute(f"nibble's request guard: uvicorn's HttpToolsProtocol has no {missing[0]}")
     return config

@@ -159,7 +159,10 @@ ALLOWED: dict[str, bytes] = {
     "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
     "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
     "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=7),
-    "60,000 token ids": body(COMPLETIONS, prompt=[1] * 60_000, max_tokens=1),
+    "2048 messages of one part": body(
+        CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "word1"}]}] * 2048, max_tokens=1,
+    ),
+    "260,000 token ids": body(COMPLETIONS, prompt=[1] * 260_000, truncate_prompt_tokens=5, max_tokens=1),
     "4 MB of text": body(COMPLETIONS, prompt="word1 " * 690_000, truncate_prompt_tokens=5, max_tokens=1),
 }  # fmt: skip
 

@@ -541,7 +541,7 @@ def test_websocket_is_refused_unless_ready(door: Door, state) -> None:
 
 def test_lifespan_passes_whatever_the_state(door: Door) -> None:
     door.state.set("starting", "load")
-    config = SimpleNamespace(http_protocol_class=HttpToolsProtocol)
+    config = SimpleNamespace(http_protocol_class=HttpToolsProtocol, ws_max_size=1 << 24)
     state = SimpleNamespace(server=SimpleNamespace(config=config))
     scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
     door.send(scope)
