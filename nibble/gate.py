@@ -33,7 +33,7 @@ from nibble.guard.answers import with_short_errors
 from nibble.guard.body import Disconnected
 from nibble.guard.connections import guard_connections
 from nibble.guard.protocol import MissingAttribute
-from nibble.guard.refusal import Refused
+from nibble.guard.refusal import Refused, error_body
 from nibble.guard.request_guard import RequestGuard
 
 Scope = dict[str, Any]
@@ -68,9 +68,8 @@ class Caller:
 def error_answer(
     status: int, kind: str, message: str, headers: tuple[Header, ...] = (), **extra: str
 ) -> Answer:
-    """An error in the shape of OpenAI's API and of vLLM's ErrorResponse: message, type, param, code."""
-    error = {"message": message, "type": kind, "param": None, "code": status, **extra}
-    return Answer(status, json.dumps({"error": error}).encode(), headers)
+    """An error of the gate itself; `extra` stands beside its message."""
+    return Answer(status, error_body(status, kind, message, **extra), headers)
 
 
 UNAUTHORISED = error_answer(

@@ -7,13 +7,12 @@ joined to all before it. vLLM's --h11-max-incomplete-event-size and --h11-max-he
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nibble.guard.refusal import Refused
+from nibble.guard.refusal import Refused, error_body
 
 if TYPE_CHECKING:
     from nibble.guard.connections import Connections
@@ -240,8 +239,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _raw_answer(refused: Refused) -> bytes:
-    error = {"message": str(refused), "type": refused.kind, "param": None, "code": refused.status}
-    body = json.dumps({"error": error}).encode()
+    body = error_body(refused.status, refused.kind, str(refused))
     phrase = refused.kind.removesuffix("Error")
     head = (
         f"HTTP/1.1 {refused.status} {phrase}\r\ncontent-type: application/json\r\n"
