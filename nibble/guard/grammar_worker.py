@@ -16,18 +16,17 @@ import resource
 import selectors
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from nibble.guard.frames import packed, unpacked
 from nibble.guard.grammar_compile import Compiler, NeedsBackend, OutOfMemory, Refusal, TooSlow
 from nibble.guard.grammar_fields import CHAT
 
 # Its number, the route, the fields, the monotonic time after which a compile that has not begun is not begun.
 Job = tuple[int, str, dict[str, Any], float]
-LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NICE = 5
 _OOM_SCORE = b"1000"
@@ -94,7 +93,7 @@ def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits
         worker.run()
     except BaseException as error:
         with contextlib.suppress(BaseException):
-            control.sendall(_packed(-1, "failed", type(error).__name__))
+            control.sendall(packed((-1, "failed", type(error).__name__)))
     os._exit(0)
 
 
@@ -149,7 +148,7 @@ class Worker:
         self._selector.register(control, selectors.EVENT_READ)
         self._waiting: deque[Job] = deque()
         self._children: dict[int, Child] = {}  # by the pipe that a child answers through
-        self._received = b""
+        self._received = bytearray()
 
     def run(self) -> None:
         """Until the API process closes its end."""
@@ -178,12 +177,7 @@ class Worker:
     def _read_requests(self) -> bool:
         data = self._control.recv(1 << 20)
         self._received += data
-        while len(self._received) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            self._waiting.append(marshal.loads(self._received[LENGTH.size : end]))
-            self._received = self._received[end:]
+        self._waiting.extend(unpacked(self._received))
         return bool(data)
 
     def _begin(self, job: Job) -> None:
@@ -284,7 +278,7 @@ class Worker:
         return os.waitpid(child.pid, 0)[1]
 
     def _answer(self, number: int, what: str, text: str = "", loop_seconds: float = 0.0) -> None:
-        self._control.sendall(_packed(number, what, text, loop_seconds))
+        self._control.sendall(packed((number, what, text, loop_seconds)))
 
 
 def limit_data(more_bytes: int) -> None:
@@ -303,9 +297,3 @@ def cpu_seconds(pid: int) -> float:
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         numbers = file.read().rpartition(")")[2].split()
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _packed(number: int, what: str, text: str = "", loop_seconds: float = 0.0) -> bytes:
-    """One answer as it travels."""
-    answer = marshal.dumps((number, what, text, loop_seconds))
-    return LENGTH.pack(len(answer)) + answer

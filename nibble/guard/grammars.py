@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.guard import grammar_worker
+from nibble.guard.frames import MARSHAL_VERSION, packed, unpacked
 from nibble.guard.grammar_fields import grammar_fields
-from nibble.guard.grammar_worker import LENGTH, Limits
+from nibble.guard.grammar_worker import Limits
 
 REMEMBERED = 4096  # results, 100 bytes each and their reasons
 SLOW_SECONDS = 60.0  # a refusal for time is remembered so long: the machine may have been busy
@@ -30,7 +31,6 @@ PATIENCE_SECONDS = 10.0  # for a turn in the worker; then 503
 _START_SECONDS = 20.0
 _CHEAP_SECONDS = 0.005
 _LOOP_SHARE = 4  # one part in four of the event loop's time for what vLLM reads there again
-_MARSHAL_WITHOUT_REFERENCES = 2  # from version 3 on equal objects can have different bytes
 
 
 class Problem(str):
@@ -68,7 +68,7 @@ class Grammars:
         if fields is None:
             return None
         try:
-            job = marshal.dumps((path, fields), _MARSHAL_WITHOUT_REFERENCES)
+            job = marshal.dumps((path, fields), MARSHAL_VERSION)
         except ValueError:
             return Problem("Structured outputs or tools nest too deeply.")
         if len(job) > (most := self._limits.input_bytes):
@@ -155,12 +155,12 @@ class Grammars:
         answer = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         give_up = time.monotonic() + PATIENCE_SECONDS
-        job = marshal.dumps((number, path, fields, give_up), _MARSHAL_WITHOUT_REFERENCES)
+        job = packed((number, path, fields, give_up))
         self._waiting_bytes += len(job)
         try:
             async with asyncio.timeout(_START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds):
                 async with self._sending:
-                    await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
+                    await asyncio.get_running_loop().sock_sendall(self._socket, job)
                 return await answer
         except (OSError, TimeoutError) as error:
             self._stop()
@@ -176,16 +176,12 @@ class Grammars:
     async def _read(self, connection: socket.socket) -> None:
         """Pass the worker's answers on; once it is gone, what waits fails, and the next request starts another."""
         loop = asyncio.get_running_loop()
-        received = b""
+        received = bytearray()
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(connection, 1 << 16):
                 received += data
-                while len(received) >= LENGTH.size:
-                    end = LENGTH.size + LENGTH.unpack_from(received)[0]
-                    if len(received) < end:
-                        break
-                    self._pass_on(*marshal.loads(received[LENGTH.size : end]))
-                    received = received[end:]
+                for answer in unpacked(received):
+                    self._pass_on(*answer)
         if self._socket is connection:  # not the next worker's
             self._stop()
 
