@@ -110,11 +110,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._stage != "body":  # the trailers of a chunked body: vLLM reads none
             super().on_header(name, value)
 
-    def on_chunk_header(self) -> None:
-        """httptools calls it, uvicorn has none. Chunk extensions and trailers are what stands between two of these."""
-        self._quiet_bytes = 0
-
     def on_body(self, body: bytes) -> None:
+        """What comes after it is more of it, or chunk extensions and trailers, which are limited as a head is."""
         self._quiet_bytes = 0
         super().on_body(body)
 
