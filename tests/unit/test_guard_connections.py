@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_websocket
 
 from nibble.guard import protocol
+from nibble.guard.plan_limits import MEDIA_BODY_BYTES
 
 LIMITS = {
     "NIBBLE_HEAD_SECONDS": "1",
@@ -314,6 +315,24 @@ def test_nonsense_behind_a_request_adds_nothing_to_its_answer(server: GuardedSer
             assert connection.recv(12) == b"HTTP/1.1 200"
             connection.sendall(behind)
             assert b"HTTP/1.1" not in closed_after(connection)[0]
+
+
+def test_a_large_image_reaches_a_model_that_takes_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the limit of the plan for such a model, on a connection that is slower than the limits of 1 s."""
+    limits = {"NIBBLE_MAX_BODY_BYTES": str(MEDIA_BODY_BYTES), "NIBBLE_GATE_STATE": str(tmp_path / "gate")}
+    for name, value in {**LIMITS, **limits, "NIBBLE_API_KEY": KEY, "NIBBLE_BODY_SECONDS": "30"}.items():
+        monkeypatch.setenv(name, value)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (40 << 20)}}
+    body = json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode()
+    request = post(body)
+    with guarded_server(tmp_path) as server, server.connect() as connection:
+        for start in range(0, len(request), 10 << 20):
+            connection.sendall(request[start : start + (10 << 20)])
+            time.sleep(0.4)
+        answer, _ = closed_after(connection)
+    assert status(answer) == 200 and f'"bytes":{len(body)}'.encode() in answer
 
 
 def test_the_limits_hold_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
