@@ -33,7 +33,7 @@ from nibble.guard.answers import with_short_errors
 from nibble.guard.body import Disconnected
 from nibble.guard.connections import guard_connections
 from nibble.guard.protocol import MissingAttribute
-from nibble.guard.refusal import Refused
+from nibble.guard.refusal import Refused, error_body
 from nibble.guard.request_guard import RequestGuard
 
 Scope = dict[str, Any]
@@ -43,8 +43,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 INTERNAL_HEADER = b"x-nibble-internal"
-# Starting: the next phase may be the last. Draining: this process ends, whoever follows it needs its start-up
-# time. Paused: as long as a long answer takes, for what runs has to end first.
+# Starting: the next phase may be the last. Draining: this process ends, and the one that follows it needs its
+# start-up time. Paused: as long as a long answer takes, for what runs has to end first.
 RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30, "paused": 10}
 
 
@@ -68,9 +68,8 @@ class Caller:
 def error_answer(
     status: int, kind: str, message: str, headers: tuple[Header, ...] = (), **extra: str
 ) -> Answer:
-    """An error in the shape of OpenAI's API and of vLLM's ErrorResponse: message, type, param, code."""
-    error = {"message": message, "type": kind, "param": None, "code": status, **extra}
-    return Answer(status, json.dumps({"error": error}).encode(), headers)
+    """An error of the gate itself; `extra` stands beside its message."""
+    return Answer(status, error_body(status, kind, message, **extra), headers)
 
 
 UNAUTHORISED = error_answer(
@@ -88,7 +87,7 @@ def judge(verb: str, path: str, canonical: bool, caller: Caller, state: State, p
     """The gate's decision; None lets the request pass.
 
     `verb` is the HTTP method or WEBSOCKET, `path` the decoded path as the router sees it. The order matters:
-    without the key nobody learns which routes exist or what the server is doing, beyond what the two open
+    without the key a client learns neither the routes nor what the server is doing, beyond what the two open
     paths say.
     """
     is_open = canonical and path in OPEN_PATHS and verb in OPEN_METHODS
@@ -157,19 +156,25 @@ class Gate:
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         answer = judge(verb, router_path(scope), is_canonical(scope), caller, *self._state.get())
-        if answer is None and verb == "POST" and not caller.internal:
-            try:
-                receive = await self._guard.check(router_path(scope), scope, receive)
-            except Refused as refused:
-                answer = error_answer(refused.status, refused.kind, str(refused))
-            except Disconnected:
-                return None
-            send = with_short_errors(send)
         if answer is None:
-            return await self.app(_forwarded(scope, verb, marked), receive, send)
+            forwarded = _forwarded(scope, verb, marked)
+            if verb == "POST" and not caller.internal:
+                return await self._guarded(forwarded, receive, send)
+            return await self.app(forwarded, receive, send)
         if kind == "http":
             return await _send_http(send, answer, with_body=verb != "HEAD")
         return await _refuse_websocket(scope, receive, send, answer)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """To vLLM, with a body that was read and checked here."""
+        with self._guard.held() as held:
+            try:
+                receive = await self._guard.check(router_path(scope), scope, receive, held)
+            except Refused as refused:
+                return await _send_http(send, error_answer(refused.status, refused.kind, str(refused)))
+            except Disconnected:
+                return None
+            return await self.app(scope, receive, with_short_errors(send))
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's own, after the limits on connections are in uvicorn; without them no server starts."""

@@ -86,8 +86,8 @@ def router_path(scope: dict[str, Any]) -> str:
 def is_canonical(scope: dict[str, Any]) -> bool:
     """Whether the path came as it reads: nothing percent-encoded.
 
-    Every listed path is plain ASCII, so an encoded byte in it (%2e%2e, %2F, %00, %68ealth) is somebody
-    testing doors. Doubled slashes, dots, trailing slashes and other case need no rule: no listed path has
+    Every listed path is plain ASCII, so an encoded byte in it (%2e%2e, %2F, %00, %68ealth) is a
+    probe. Doubled slashes, dots, trailing slashes and other case need no rule: no listed path has
     them. Servers that do not send raw_path (it is optional in ASGI) leave the decoded path alone to decide.
     """
     raw_path: bytes | None = scope.get("raw_path")

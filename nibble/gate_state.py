@@ -76,7 +76,7 @@ class GateState:
             raise RuntimeError(f"the gate state {self.path} is not open for writing")
         text = phase.encode()[:PHASE_BYTES].decode(errors="ignore").encode()
         self._mapped[_PHASE_OFFSET:FILE_BYTES] = text.ljust(PHASE_BYTES, b"\0")
-        self._mapped[_STATE_OFFSET] = _CODES[state]  # last: whoever sees the new state finds its phase
+        self._mapped[_STATE_OFFSET] = _CODES[state]  # last: a reader of the new state finds its phase
 
     def get(self) -> tuple[State, str]:
         """The current (state, phase); ("starting", "") where there is nothing readable."""
@@ -92,7 +92,7 @@ class GateState:
         return self._last
 
     def close(self) -> None:
-        """Unmap. The file stays: it belongs to whoever made its folder."""
+        """Unmap. The file stays: its folder is not removed here."""
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None

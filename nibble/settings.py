@@ -88,7 +88,7 @@ class Settings(BaseSettings):
     stall_seconds: int = _option(300, "Server", "Silence of the engine that is reported as a stall, never killed.",
         "NIBBLE_STALL_SECONDS", flag="--stall-seconds", expected="a whole number of seconds from 1 to 86400", ge=1, le=86400)
     hang_seconds: int = _option(60, "Server",
-        "Seconds without any progress after which a hung vLLM is ended (exit 10); 0 switches the hang watch off.",
+        "Seconds without progress after which nibble ends a hung vLLM (exit 10); 0 disables the hang watch.",
         "NIBBLE_HANG_SECONDS", flag="--hang-seconds", expected="a whole number of seconds from 0 to 86400", ge=0, le=86400)
 
     max_header_bytes: int = _option(65536, "Requests", "Bytes of a request's first line and headers; over it 431.",
@@ -100,7 +100,8 @@ class Settings(BaseSettings):
         "Bytes of a request's body; over it 413. Default: 32 MiB, or 128 MiB where the model takes images, audio or video.",
         "NIBBLE_MAX_BODY_BYTES", expected="a whole number from 1024 to 17179869184", ge=1024, le=1 << 34)
     max_buffered_bytes: int | None = _option(None, "Requests",
-        "Bytes of all bodies that an API process reads at a time; over it 503. Default: 8 times NIBBLE_MAX_BODY_BYTES.",
+        "Bytes of all bodies that an API process holds until they are answered; over it 503 for bodies over 64 KiB."
+        " Default: 8 times NIBBLE_MAX_BODY_BYTES.",
         "NIBBLE_MAX_BUFFERED_BYTES", expected="a whole number from 1024 to 1099511627776", ge=1024, le=1 << 40)
     head_seconds: int = _option(10, "Requests",
         "Seconds from a connection, or from a request's first byte, to the end of its headers; over it 408.",
@@ -110,31 +111,39 @@ class Settings(BaseSettings):
     body_seconds: int = _option(120, "Requests", "Seconds for a whole body; over it 408.", "NIBBLE_BODY_SECONDS",
         expected="a whole number of seconds from 1 to 86400", ge=1, le=86400)
     max_connections: int = _option(4096, "Requests",
-        "Connections of an API process. Over it those without a whole request are closed, the oldest first; without such: 503.",
+        "Connections of an API process. Above it, nibble closes the oldest connection without a complete request;"
+        " if all have one, the new connection gets 503.",
         "NIBBLE_MAX_CONNECTIONS", expected="a whole number from 8 to 65536", ge=8, le=65536)
-    max_connections_per_address: int = _option(2048, "Requests", "The same for the connections from one address.",
+    max_connections_per_address: int = _option(2048, "Requests",
+        "Connections from one address to an API process; above it as for NIBBLE_MAX_CONNECTIONS.",
         "NIBBLE_MAX_CONNECTIONS_PER_ADDRESS", expected="a whole number from 1 to 65536", ge=1, le=65536)
     max_json_depth: int = _option(64, "Requests", "Levels of nested arrays and objects in a body; over it 400.",
         "NIBBLE_MAX_JSON_DEPTH", expected="a whole number from 8 to 500", ge=8, le=500)
     max_json_keys: int = _option(20000, "Requests", "Keys of all objects in a body; over it 400.", "NIBBLE_MAX_JSON_KEYS",
         expected="a whole number from 100 to 10000000", ge=100, le=10**7)
     max_json_items: int | None = _option(None, "Requests",
-        "Commas and opening brackets in a body, outside its strings; over it 400. Default: 65536 and twice the context length.",
+        "Commas and opening brackets in a body, outside its strings; over it 400."
+        " Default: 262144 (1048576 to embed or score) plus twice the context length.",
         "NIBBLE_MAX_JSON_ITEMS", expected="a whole number from 100 to 1000000000", ge=100, le=10**9)
-    max_messages: int = _option(2048, "Requests", "Messages and content parts of a chat request; over it 400.",
+    max_messages: int = _option(2048, "Requests",
+        "Messages of a chat request; one of several parts or tool calls counts each; over it 400.",
         "NIBBLE_MAX_MESSAGES", expected="a whole number from 1 to 1000000", ge=1, le=10**6)
-    max_sequences: int = _option(1024, "Requests", "Prompts of a request times `n` (or `best_of`); over it 400.",
+    max_sequences: int = _option(1024, "Requests",
+        "Prompts of a request times `n` (or `best_of`), or half the inputs to embed or score; over it 400.",
         "NIBBLE_MAX_SEQUENCES", expected="a whole number from 1 to 1000000", ge=1, le=10**6)
     max_text_chars: int | None = _option(None, "Requests",
-        "Characters of all text in a body; over it 400. Default: 4194304, or 8 for each token of context where that is more.",
+        "Characters of all text in a body; over it 400. Default: 4194304, or 8 per token of context, whichever is larger.",
         "NIBBLE_MAX_TEXT_CHARS", expected="a whole number from 1024 to 17179869184", ge=1024, le=1 << 34)
-    max_logprob_entries: int = _option(16384, "Requests", "Log-probs of a request: tokens times (`logprobs` + 1); over it 400.",
+    max_logprob_entries: int = _option(262144, "Requests",
+        "Log-probs of a request: tokens times (`logprobs` + 1) times `n`; one of a chat's answer counts 4; over it 400.",
         "NIBBLE_MAX_LOGPROB_ENTRIES", expected="a whole number from 1000 to 1000000000", ge=1000, le=10**9)
     grammar_seconds: int = _option(2, "Requests",
-        "Seconds that a structured output may take to compile, in a process beside the API's; over it 400.",
+        "Seconds of CPU time that a structured output may take to compile, in a process beside the API's; over it 400.",
         "NIBBLE_GRAMMAR_SECONDS", expected="a whole number of seconds from 1 to 60", ge=1, le=60)
     grammar_memory_mib: int = _option(256, "Requests", "MiB of memory that a structured output may take to compile; over it 400.",
         "NIBBLE_GRAMMAR_MEMORY_MIB", expected="a whole number of MiB from 16 to 65536", ge=16, le=65536)
+    grammar_bytes: int = _option(1048576, "Requests", "Bytes of the schemas, grammars and tools of a request; over it 400.",
+        "NIBBLE_GRAMMAR_BYTES", expected="a whole number from 1024 to 33554432", ge=1024, le=1 << 25)
 
 
     max_model_len: int | None = _option(None, "Engine", "Context length in tokens; 32K means 32768.", "MAX_MODEL_LEN",

@@ -14,6 +14,8 @@ from nibble.gate_state import GateState
 from nibble.guard.limits import RequestLimits
 from nibble.guard.protocol import GuardedProtocol, httptools_config
 
+# uvicorn's 16 MiB of JSON take vLLM's event loop 2.6 s to parse. 24 s of audio at 16 kHz in base64 are as large as this.
+WEBSOCKET_MESSAGE_BYTES = 1 << 20
 _SWEEP_S = 0.25
 # The age at which a connection without a whole request ends in a drain: nibble's own requests come whole.
 _DRAIN_AGE_S = 0.5
@@ -27,6 +29,7 @@ def guard_connections(app: Any, limits: RequestLimits, state: GateState) -> None
     """
     config = httptools_config(app)
     connections = Connections(limits, state)
+    config.ws_max_size = min(config.ws_max_size, WEBSOCKET_MESSAGE_BYTES)
     config.http_protocol_class = functools.partial(GuardedProtocol, guard=connections)
     connections.sweep()
 
@@ -79,6 +82,7 @@ class Connections:
     def sweep(self) -> None:
         """Close what is late, and in a drain all that has sent no whole request. Runs every _SWEEP_S."""
         loop = asyncio.get_running_loop()
+        loop.call_later(_SWEEP_S, self.sweep)  # first, so that an exception below ends one sweep and not all
         now = loop.time()
         # After a standstill of the event loop, what arrived meanwhile is read first.
         is_late = now - self._last_sweep > 4 * _SWEEP_S
@@ -88,7 +92,6 @@ class Connections:
             for connection in list(self._waiting):
                 if connection.deadline < now or (drains and now - connection.waits_since > _DRAIN_AGE_S):
                     connection.expire("draining" if drains else "late")
-        loop.call_later(_SWEEP_S, self.sweep)
 
     def _close_oldest(self, waiting: dict[GuardedProtocol, None]) -> bool:
         oldest = next(iter(waiting), None)

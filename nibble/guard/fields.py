@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nibble.guard.contents import (
+    COMPLETIONS,
+    MEDIA_KEYS,
+    NO_TEXT_KEYS,
+    Body,
+    answers,
+    chars,
+    messages,
+    prompts,
+    texts,
+)
 from nibble.guard.limits import SMALL_BYTES, RequestLimits
-
-Body = Mapping[str, Any]
+from nibble.guard.logprob_fields import logprob_problem
 
 # Each token of each answer is compared with them.
 MAX_STOP_CHARS = 4096
@@ -19,8 +28,9 @@ MAX_BEAM_WIDTH = 64  # each step of a search asks for twice as many log-probs fo
 MAX_NAME_CHARS = 1024
 LEAST_TEXT_CHARS = 4 << 20
 TEXT_CHARS_PER_TOKEN = 8  # twice what English takes
-CHARS_PER_LOGPROB_TOKEN = 3  # an estimate: the text is not tokenized yet
-LEAST_ITEMS = 1 << 16
+# Evaluations send batches of prompts as token ids, OpenAI's clients 1000 x 250 ids to embed at a time.
+LEAST_ITEMS, LEAST_POOLING_ITEMS = 1 << 18, 1 << 20
+POOLING_FACTOR = 2
 
 # What costs little however it is set, in a body of SMALL_BYTES.
 _PLAIN = frozenset({
@@ -30,17 +40,11 @@ _PLAIN = frozenset({
 })  # fmt: skip
 
 _NAMES = frozenset({"model", "user", "request_id", "cache_salt", "session_id", "previous_response_id"})
-_SEQUENCES = frozenset({
-    "prompt", "input", "inputs", "texts", "documents", "queries", "data_1", "data_2", "text_1", "text_2", "items",
+# One pass each and no token generated: OpenAI allows 2048 inputs of /v1/embeddings.
+_POOLING = frozenset({
+    "/v1/embeddings", "/v2/embed", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify",
 })  # fmt: skip
 _STOPS = frozenset({"stop", "stop_sequences"})
-_CONVERSATIONS = "/v1/chat/completions/batch"
-# What holds media in base64 or a URL, and constraints, which are no text of the prompt.
-_MEDIA_KEYS = frozenset({
-    "image_url", "audio_url", "video_url", "input_audio", "image_embeds", "audio_embeds", "image", "images", "audio",
-    "video", "videos", "source", "file_data", "data",
-})  # fmt: skip
-_NO_TEXT_KEYS = frozenset({"prompt_embeds", "structured_outputs", "response_format", "kv_transfer_params"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +70,17 @@ class ModelFacts:
             takes_media=bool(config.model_config.is_multimodal_model),
         )
 
-    def max_items(self, limits: RequestLimits) -> int:
+    def max_items(self, path: str, limits: RequestLimits) -> int:
         """A prompt may come as token ids, so the context must fit."""
-        return limits.max_json_items or LEAST_ITEMS + 2 * (self.context_tokens or 0)
+        least = LEAST_POOLING_ITEMS if path in _POOLING else LEAST_ITEMS
+        return limits.max_json_items or least + 2 * (self.context_tokens or 0)
 
-    def max_text_chars(self, limits: RequestLimits) -> int:
+    def max_textchars(self, limits: RequestLimits) -> int:
         """Of all text of a request."""
         least = max(LEAST_TEXT_CHARS, TEXT_CHARS_PER_TOKEN * (self.context_tokens or 0))
         return limits.max_text_chars or least
 
-    def max_prompt_chars(self) -> int | None:
+    def max_promptchars(self) -> int | None:
         """Of one text: what the context holds if each token is the vocabulary's longest.
 
         vLLM refuses longer texts by the same rule (vllm 0.32 renderers/params.py:384), but not for /tokenize.
@@ -96,7 +101,8 @@ def field_problem(path: str, body: Body, size: int, limits: RequestLimits, facts
         _bad_words_problem(body),
         _bias_problem(body),
         _extra_arguments_problem(body),
-        _logprobs_problem(body, limits, facts),
+        logprob_problem(path, body, limits, facts.context_tokens),
+        _token_problem(path, body, size, facts),
         _text_problem(body, size, limits, facts),
     )
     return next(filter(None, problems), None)
@@ -111,38 +117,27 @@ def _long_names(body: Body) -> str | None:
 
 
 def _too_many(body: Body, path: str, limits: RequestLimits) -> str | None:
-    messages = body.get("messages")
-    conversations = messages if path == _CONVERSATIONS and isinstance(messages, list) else [messages]
-    chats = [*conversations, body.get("input") if path == "/v1/responses" else None]
-    if sum(_messages(chat) for chat in chats) > limits.max_messages:
+    if messages(path, body, limits.max_messages) > limits.max_messages:
         return f"The request has more than {limits.max_messages} messages and parts (NIBBLE_MAX_MESSAGES)."
-    answers = max(1, _whole(body.get("n")), _whole(body.get("best_of")))
-    if body.get("use_beam_search") and answers > MAX_BEAM_WIDTH:
+    if body.get("use_beam_search") and answers(body) > MAX_BEAM_WIDTH:
         return f"`n` is above {MAX_BEAM_WIDTH}, the widest beam search."
-    prompts = max([len(conversations), *(_prompts(body[name]) for name in _SEQUENCES & body.keys())])
-    if answers * prompts > limits.max_sequences:
-        return f"The request asks for more than {limits.max_sequences} sequences (NIBBLE_MAX_SEQUENCES)."
+    most = limits.max_sequences
+    if path in _POOLING:
+        if prompts(path, body) > (most := most * POOLING_FACTOR):
+            return f"The request has more than {most} inputs ({POOLING_FACTOR} times NIBBLE_MAX_SEQUENCES)."
+    elif sequences(path, body) > most:
+        return f"The request asks for more than {most} sequences (NIBBLE_MAX_SEQUENCES)."
     return None
 
 
-def _messages(chat: Any) -> int:
-    """Messages of a conversation, and the parts that their contents are made of."""
-    if not isinstance(chat, list):
-        return 0
-    contents = [message.get("content") for message in chat if isinstance(message, dict)]
-    return len(chat) + sum(len(content) for content in contents if isinstance(content, list))
-
-
-def _prompts(value: Any) -> int:
-    """How many prompts a field holds: a list of numbers is one."""
-    if not isinstance(value, list) or not value or isinstance(value[0], int | float):
-        return 1
-    return len(value)
+def sequences(path: str, body: Body) -> int:
+    """Prompts times answers: what the engine runs for the request."""
+    return prompts(path, body) * answers(body)
 
 
 def _stop_problem(body: Body) -> str | None:
     for name in _STOPS & body.keys():
-        if _chars(body[name]) > MAX_STOP_CHARS:
+        if chars(body[name]) > MAX_STOP_CHARS:
             return f"`{name}` has more than {MAX_STOP_CHARS} characters."
     return None
 
@@ -151,7 +146,7 @@ def _bad_words_problem(body: Body) -> str | None:
     words = body.get("bad_words")
     if isinstance(words, list) and len(words) > MAX_BAD_WORDS:
         return f"`bad_words` has more than {MAX_BAD_WORDS} entries."
-    if _chars(words) > MAX_BAD_WORDS_CHARS:
+    if chars(words) > MAX_BAD_WORDS_CHARS:
         return f"`bad_words` has more than {MAX_BAD_WORDS_CHARS} characters."
     return None
 
@@ -168,63 +163,54 @@ def _extra_arguments_problem(body: Body) -> str | None:
     extra = body.get("vllm_xargs")
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if isinstance(extra, dict) and name in extra:
-            return f"`vllm_xargs` has {name}; give `{name}` beside it, as an object."
+            return f"`vllm_xargs` contains {name}. Expected: `{name}` as a top-level object. Move it."
     return None
 
 
-def _logprobs_problem(body: Body, limits: RequestLimits, facts: ModelFacts) -> str | None:
-    """Log-probs are put together in one step of the event loop when a request ends."""
-    output = _logprobs(body.get("logprobs"), body.get("top_logprobs"))
-    prompt = _logprobs(body.get("prompt_logprobs"))
-    if prompt is None and body.get("echo"):
-        prompt = output
-    entries = 0
-    if prompt is not None:
-        entries += (prompt + 1) * _prompt_tokens(body.get("prompt", body.get("messages")), facts)
-    if output is not None and not body.get("stream"):
-        tokens = max(
-            _whole(body.get(name)) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        )
-        entries += (output + 1) * min(tokens, facts.context_tokens or tokens) * max(1, _whole(body.get("n")))
-    if entries > limits.max_logprob_entries:
+def _token_problem(path: str, body: Body, size: int, facts: ModelFacts) -> str | None:
+    """vLLM refuses these too, after it has looked at each token."""
+    most, prompt = facts.context_tokens, body.get("prompt")
+    if (
+        most is None
+        or size <= 2 * most
+        or path != COMPLETIONS
+        or body.get("truncate_prompt_tokens") is not None
+    ):
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    tokens = len(prompt) if isinstance(prompt[0], int) else max(map(_length, prompt))
+    if tokens > most:
         return (
-            f"The request asks for more than {limits.max_logprob_entries} log-probs (NIBBLE_MAX_LOGPROB_ENTRIES);"
-            " ask for fewer, for fewer tokens, or with `stream`."
+            f"A prompt of {tokens} tokens cannot fit: this model's maximum context length is {most} tokens."
         )
     return None
 
 
-def _logprobs(*values: Any) -> int | None:
-    """The largest number given; None where log-probs are not asked for. -1: the whole vocabulary."""
-    asked = [
-        int(v) if isinstance(v, bool) else _whole(v) if v != -1 else 1 << 17
-        for v in values
-        if v not in (None, False)
-    ]
-    return max(asked) if asked else None
-
-
-def _prompt_tokens(prompt: Any, facts: ModelFacts) -> int:
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return len(prompt)
-    texts = prompt if isinstance(prompt, list) else [prompt]
-    most = facts.context_tokens or 1 << 31
-    return sum(
-        len(one)
-        if isinstance(one, list)
-        else min(most, sum(len(text) for text in _texts(one, frozenset())) // CHARS_PER_LOGPROB_TOKEN)
-        for one in texts
-    )
+def _length(tokens: Any) -> int:
+    return len(tokens) if isinstance(tokens, list) else 0
 
 
 def _text_problem(body: Body, size: int, limits: RequestLimits, facts: ModelFacts) -> str | None:
-    all_chars, one_chars = facts.max_text_chars(limits), facts.max_prompt_chars()
+    all_chars, one_chars = facts.max_textchars(limits), facts.max_promptchars()
     if size <= min(all_chars, one_chars or all_chars):
         return None
-    skipped = _NO_TEXT_KEYS | _MEDIA_KEYS if facts.takes_media else _NO_TEXT_KEYS
+    problem = _long_text(body, NO_TEXT_KEYS | MEDIA_KEYS, all_chars, one_chars, facts)
+    if (
+        problem is None
+        and not facts.takes_media
+        and _long_text(body, NO_TEXT_KEYS, all_chars, one_chars, facts)
+    ):
+        return "This model takes no images, audio or video."
+    return problem
+
+
+def _long_text(
+    body: Body, skipped: frozenset[str], all_chars: int, one_chars: int | None, facts: ModelFacts
+) -> str | None:
     truncated = body.get("truncate_prompt_tokens") is not None
     total = 0
-    for text in _texts(body, skipped):
+    for text in texts(body, skipped):
         total += len(text)
         if one_chars is not None and len(text) > one_chars and not truncated:
             return (
@@ -234,30 +220,3 @@ def _text_problem(body: Body, size: int, limits: RequestLimits, facts: ModelFact
         if total > all_chars:
             return f"The text of the request is longer than {all_chars} characters (NIBBLE_MAX_TEXT_CHARS)."
     return None
-
-
-def _texts(value: Any, skipped: frozenset[str]) -> Iterator[str]:
-    """All strings in `value` that are no keys, without what stands under the keys `skipped`."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += [inner for key, inner in one.items() if key not in skipped]
-
-
-def _chars(value: Any) -> int:
-    """Characters of a string or of a list of strings."""
-    texts = value if isinstance(value, list) else [value]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _whole(value: Any) -> int:
-    """A number as vLLM would take it; 0 for what is none (vLLM refuses that itself)."""
-    if isinstance(value, str):
-        value = value.strip()
-        return int(value) if value.isdecimal() and len(value) < 20 else 0
-    return int(value) if isinstance(value, int | float) else 0

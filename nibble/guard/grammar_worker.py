@@ -16,23 +16,22 @@ import resource
 import selectors
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from nibble.guard.grammar_compile import Compiler, NeedsBackend, OutOfMemory, Refusal
+from nibble.guard.frames import packed, unpacked
+from nibble.guard.grammar_compile import Compiler, NeedsBackend, OutOfMemory, Refusal, TooSlow
 from nibble.guard.grammar_fields import CHAT
 
 # Its number, the route, the fields, the monotonic time after which a compile that has not begun is not begun.
 Job = tuple[int, str, dict[str, Any], float]
-LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NICE = 5
 _OOM_SCORE = b"1000"
-_BUSY_GRACE = 1.5  # a child that got less than a quarter of a core has this many times its seconds
-_STARVED = 0.25
+_BUSY_GRACE = 3  # where other processes take the cores, a child has this many times its seconds by the clock
+_CLOCK_S = 0.05  # the resolution of what a child has used
 _MIB = 1 << 20
 _STACK_BYTES = 4 << 20
 _SLOTS = (
@@ -42,10 +41,11 @@ _SLOTS = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one compile: seconds by the clock, MiB above what the worker holds before it."""
+    """Of one compile: seconds of CPU time, MiB above what the worker holds before it, bytes of what is compiled."""
 
     seconds: float
     memory_mib: int
+    input_bytes: int = 1 << 20
 
     @property
     def longest_seconds(self) -> float:
@@ -59,8 +59,8 @@ class Child:
 
     pid: int
     job: Job
+    began: float
     deadline: float
-    extended: bool = False
     answer: bytes = b""
 
     @property
@@ -93,7 +93,7 @@ def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits
         worker.run()
     except BaseException as error:
         with contextlib.suppress(BaseException):
-            control.sendall(_packed(-1, "failed", type(error).__name__))
+            control.sendall(packed((-1, "failed", type(error).__name__)))
     os._exit(0)
 
 
@@ -148,12 +148,13 @@ class Worker:
         self._selector.register(control, selectors.EVENT_READ)
         self._waiting: deque[Job] = deque()
         self._children: dict[int, Child] = {}  # by the pipe that a child answers through
-        self._received = b""
+        self._received = bytearray()
 
     def run(self) -> None:
         """Until the API process closes its end."""
         configured = self._compiler.vllm_config.structured_outputs_config.backend
         self._compiler.first = None if configured == "auto" else configured
+        self._compiler.warm()
         self._build("xgrammar" if configured == "auto" else configured)
         # The children find imported what the first request would import: once, in the mother, on harmless input.
         self._outcome(CHAT, {"response_format": {"type": "json_object"}})
@@ -176,12 +177,7 @@ class Worker:
     def _read_requests(self) -> bool:
         data = self._control.recv(1 << 20)
         self._received += data
-        while len(self._received) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            self._waiting.append(marshal.loads(self._received[LENGTH.size : end]))
-            self._received = self._received[end:]
+        self._waiting.extend(unpacked(self._received))
         return bool(data)
 
     def _begin(self, job: Job) -> None:
@@ -197,7 +193,7 @@ class Worker:
         if pid == 0:
             self._become_child(kept, path, fields)
         os.close(kept)
-        self._children[reader] = Child(pid, job, time.monotonic() + self._limits.seconds)
+        self._children[reader] = Child(pid, job, now := time.monotonic(), now + self._limits.seconds)
         self._selector.register(reader, selectors.EVENT_READ)
         return None
 
@@ -218,6 +214,8 @@ class Worker:
         try:
             backend, loop_seconds = self._compiler.check(path, fields)
             return "served", backend or "", loop_seconds
+        except TooSlow as refusal:
+            return "slow", str(refusal), 0.0
         except Refusal as refusal:
             return "refused", str(refusal), 0.0
         except NeedsBackend as needed:
@@ -263,13 +261,13 @@ class Worker:
         for reader, child in list(self._children.items()):
             if child.deadline > now:
                 continue
-            starved = cpu_seconds(child.pid) < self._limits.seconds * _STARVED
-            if starved and not child.extended:
-                child.extended = True
-                child.deadline += self._limits.longest_seconds - self._limits.seconds
+            missing = self._limits.seconds - cpu_seconds(child.pid)
+            latest = child.began + self._limits.longest_seconds
+            if missing > _CLOCK_S and now < latest:
+                child.deadline = min(now + missing, latest)
                 continue
             self._bury(reader, kill=True)
-            self._answer(child.number, "busy" if starved else "time")
+            self._answer(child.number, "busy" if missing > _CLOCK_S else "time")
 
     def _bury(self, reader: int, kill: bool = False) -> int:
         child = self._children.pop(reader)
@@ -280,7 +278,7 @@ class Worker:
         return os.waitpid(child.pid, 0)[1]
 
     def _answer(self, number: int, what: str, text: str = "", loop_seconds: float = 0.0) -> None:
-        self._control.sendall(_packed(number, what, text, loop_seconds))
+        self._control.sendall(packed((number, what, text, loop_seconds)))
 
 
 def limit_data(more_bytes: int) -> None:
@@ -299,9 +297,3 @@ def cpu_seconds(pid: int) -> float:
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         numbers = file.read().rpartition(")")[2].split()
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _packed(number: int, what: str, text: str = "", loop_seconds: float = 0.0) -> bytes:
-    """One answer as it travels."""
-    answer = marshal.dumps((number, what, text, loop_seconds))
-    return LENGTH.pack(len(answer)) + answer

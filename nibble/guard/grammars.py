@@ -1,4 +1,4 @@
-"""Structured outputs are compiled in a process of their own before vLLM sees them, and refused there where they cost too much.
+"""Structured outputs are compiled in a separate process before vLLM sees them, and refused there where they cost too much.
 
 vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its engine, both without a
 limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the machine. The worker (grammar_worker.py) has limits.
@@ -19,28 +19,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.guard import grammar_worker
+from nibble.guard.frames import MARSHAL_VERSION, packed, unpacked
 from nibble.guard.grammar_fields import grammar_fields
-from nibble.guard.grammar_worker import LENGTH, Limits
+from nibble.guard.grammar_worker import Limits
 
 REMEMBERED = 4096  # results, 100 bytes each and their reasons
+SLOW_SECONDS = 60.0  # a refusal for time is remembered so long: the machine may have been busy
 WAITING = 256  # different grammars at a time; more are refused with 503
 WAITING_BYTES = 32 << 20
 PATIENCE_SECONDS = 10.0  # for a turn in the worker; then 503
-LARGEST_BYTES = 1 << 20  # of tools, schemas and grammars of one request
 _START_SECONDS = 20.0
 _CHEAP_SECONDS = 0.005
 _LOOP_SHARE = 4  # one part in four of the event loop's time for what vLLM reads there again
-_MARSHAL_WITHOUT_REFERENCES = 2  # from version 3 on equal objects can have different bytes
 
 
 class Problem(str):
     """Why a request is refused, with the HTTP status."""
 
     status: int
+    is_of_time: bool
 
-    def __new__(cls, text: str, status: int = 400) -> Problem:
+    def __new__(cls, text: str, status: int = 400, is_of_time: bool = False) -> Problem:
         problem = super().__new__(cls, text)
-        problem.status = status
+        problem.status, problem.is_of_time = status, is_of_time
         return problem
 
 
@@ -67,12 +68,12 @@ class Grammars:
         if fields is None:
             return None
         try:
-            job = marshal.dumps((path, fields), _MARSHAL_WITHOUT_REFERENCES)
+            job = marshal.dumps((path, fields), MARSHAL_VERSION)
         except ValueError:
             return Problem("Structured outputs or tools nest too deeply.")
-        if len(job) > LARGEST_BYTES:
+        if len(job) > (most := self._limits.input_bytes):
             return Problem(
-                f"Structured outputs and tools take {len(job)} bytes; expected at most {LARGEST_BYTES}."
+                f"Structured outputs and tools take {len(job)} bytes; expected at most {most} (NIBBLE_GRAMMAR_BYTES)."
             )
         key = hashlib.blake2b(job, digest_size=16).digest()
         if key in self._results:
@@ -115,18 +116,21 @@ class Grammars:
             self._results[key] = result
             if len(self._results) > REMEMBERED:
                 self._results.popitem(last=False)
+        if isinstance(result, Problem) and result.is_of_time:
+            asyncio.get_running_loop().call_later(SLOW_SECONDS, self._results.pop, key, None)
 
     async def _compiled(self, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
         what, text, loop_seconds = await self._ask(path, fields, app)
         if what == "served":
             return loop_seconds
-        if what == "refused":
-            return Problem(f"This structured output is refused. {text}")
+        if what in ("refused", "slow"):
+            return Problem(f"This structured output is refused. {text}", is_of_time=what == "slow")
         limits = self._limits
         if what == "time":
             return Problem(
-                f"This structured output takes more than {limits.seconds:g} s to compile. Make it smaller:"
-                " fewer values in enum and choice, smaller bounds of repetitions and lengths, less nesting."
+                f"This structured output takes more than {limits.seconds:g} s of CPU time to compile. Make it smaller:"
+                " fewer values in enum and choice, smaller bounds of repetitions and lengths, less nesting.",
+                is_of_time=True,
             )
         if what == "memory":
             return Problem(
@@ -151,12 +155,12 @@ class Grammars:
         answer = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         give_up = time.monotonic() + PATIENCE_SECONDS
-        job = marshal.dumps((number, path, fields, give_up), _MARSHAL_WITHOUT_REFERENCES)
+        job = packed((number, path, fields, give_up))
         self._waiting_bytes += len(job)
         try:
             async with asyncio.timeout(_START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds):
                 async with self._sending:
-                    await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
+                    await asyncio.get_running_loop().sock_sendall(self._socket, job)
                 return await answer
         except (OSError, TimeoutError) as error:
             self._stop()
@@ -172,16 +176,12 @@ class Grammars:
     async def _read(self, connection: socket.socket) -> None:
         """Pass the worker's answers on; once it is gone, what waits fails, and the next request starts another."""
         loop = asyncio.get_running_loop()
-        received = b""
+        received = bytearray()
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(connection, 1 << 16):
                 received += data
-                while len(received) >= LENGTH.size:
-                    end = LENGTH.size + LENGTH.unpack_from(received)[0]
-                    if len(received) < end:
-                        break
-                    self._pass_on(*marshal.loads(received[LENGTH.size : end]))
-                    received = received[end:]
+                for answer in unpacked(received):
+                    self._pass_on(*answer)
         if self._socket is connection:  # not the next worker's
             self._stop()
 
@@ -205,5 +205,5 @@ class Grammars:
 
 def _crowded() -> Problem:
     return Problem(
-        "The server compiles too many other structured outputs. Send the request again later.", 503
+        "The server is too busy to compile this structured output. Send the request again later.", 503
     )

@@ -33,6 +33,7 @@ class RequestLimits:
     max_logprob_entries: int
     grammar_seconds: int
     grammar_memory_mib: int
+    grammar_bytes: int
 
     @functools.cached_property
     def allow_small_bodies(self) -> bool:

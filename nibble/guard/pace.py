@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 
 HEAVY_BYTES = 1 << 18
-HEAVY_ITEMS = 2000
+HEAVY_ITEMS = 2000  # keys, commas and opening brackets
+HEAVY_SEQUENCES = 64
 LEAST_PAUSE_S = 0.02
 PAUSE_PER_STEP = 4  # what vLLM does next with such a body (its template, its tokens) takes as long again
 

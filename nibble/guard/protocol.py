@@ -7,20 +7,19 @@ joined to all before it. vLLM's --h11-max-incomplete-event-size and --h11-max-he
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nibble.guard.refusal import Refused
+from nibble.guard.refusal import Refused, error_body
 
 if TYPE_CHECKING:
     from nibble.guard.connections import Connections
 
 _USED = (
-    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_headers_complete",
-    "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade",
+    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_header", "on_headers_complete",
+    "on_body", "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade",
 )  # fmt: skip
 # How long the rest of a refused request is read and thrown away: a connection that is closed on unread data loses
 # the answer (RFC 9112 section 9.6).
@@ -42,6 +41,8 @@ def httptools_config(app: Any) -> Any:
         raise MissingAttribute(
             f"nibble's request guard: uvicorn's http_protocol_class is {found!r}, not HttpToolsProtocol"
         )
+    if not hasattr(config, "ws_max_size"):
+        raise MissingAttribute("nibble's request guard: uvicorn's Config has no ws_max_size")
     if missing := [name for name in _USED if not hasattr(HttpToolsProtocol, name)]:
         raise MissingAttribute(f"nibble's request guard: uvicorn's HttpToolsProtocol has no {missing[0]}")
     return config
@@ -56,7 +57,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._max_head_bytes: int = self.config.h11_max_incomplete_event_size or 1 << 16
         self._max_headers: int = getattr(self.config, "h11_max_header_count", 256)
         self._stage: Literal["head", "body", "whole", "idle", "refused"] = "head"
-        self._head_bytes = self._piece_bytes = 0
+        self._head_bytes = self._piece_bytes = self._quiet_bytes = 0
+        self._has_message_ended = False
         self._problem: Refused | None = None
         self._body_deadline = math.inf
         self.address = ""
@@ -78,14 +80,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def expire(self, why: Literal["late", "draining"]) -> None:
         """No whole request came in time, or the server drains."""
         sent_something = self._head_bytes or self._stage == "body"
-        has_answered = self._stage == "body" and self.cycle.response_started
-        if self._stage == "refused" or has_answered or not sent_something:
+        if self._stage == "refused" or self._is_answering() or not sent_something:
             self.transport.close()
         elif why == "draining":
             self._refuse(Refused(503, "The server is draining."))
         else:
             what = "body" if self._stage == "body" else "head"
-            self._refuse(Refused(408, f"The {what} of the request did not come in time."))
+            self._refuse(Refused(408, f"The {what} of the request did not arrive in time."))
 
     # --- what comes ---
 
@@ -95,11 +96,24 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._stage in ("body", "idle"):
             self._extend_deadline()
         self._piece_bytes = len(data)
+        self._quiet_bytes += len(data)
+        self._has_message_ended = False
         super().data_received(data)
-        if self._stage == "head":
+        if self._stage == "head" and not self._has_message_ended:
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head_bytes:
                 self._refuse(self._head_too_large())
+        elif self._stage == "body" and self._quiet_bytes - len(data) > self._max_head_bytes:
+            self._refuse(self._head_too_large())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._stage != "body":  # the trailers of a chunked body: vLLM reads none
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """What comes after it is more of it, or chunk extensions and trailers, which are limited as a head is."""
+        self._quiet_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -125,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._guard.has_request(self)
-        self._stage, self._head_bytes = "whole", 0
+        self._stage, self._head_bytes, self._has_message_ended = "whole", 0, True
         if self.cycle is not None and self.cycle.response_complete:
             self._wait_for_next()
 
@@ -166,13 +180,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.deadline = self.waits_since + self._guard.limits.head_seconds
 
     def _start_body(self) -> None:
-        self._stage = "body"
+        self._stage, self._quiet_bytes = "body", 0
         self._body_deadline = self.loop.time() + self._guard.limits.body_seconds
         self._extend_deadline()
 
     def _wait_for_next(self) -> None:
-        """uvicorn closes it if nothing comes (timeout_keep_alive)."""
-        self._stage, self.deadline, self.waits_since = "idle", math.inf, self.loop.time()
+        """uvicorn's own timer has ended where the answer came before the end of the request."""
+        self._stage, self.waits_since = "idle", self.loop.time()
+        self.deadline = self.waits_since + self.timeout_keep_alive
         self._guard.wait_for_request(self)
 
     def _extend_deadline(self) -> None:
@@ -196,6 +211,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, refused: Refused) -> None:
         """Answer past the app, which learns that the client is gone, and close after a while."""
+        if self._is_answering():  # a second answer would be read as a part of the first
+            self._stage = "refused"
+            return self.transport.abort()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -206,11 +224,19 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(_raw_answer(refused))
             if self.transport.can_write_eof():
                 self.transport.write_eof()
+        return None
+
+    def _is_answering(self) -> bool:
+        """Whether bytes of an answer may follow, or have come before the end of their request."""
+        cycle = self.cycle  # None before the first request, complete between two
+        if cycle is None:
+            return False
+        is_open = cycle.response_started and (self._stage == "body" or not cycle.response_complete)
+        return is_open or bool(self.pipeline)  # what is in the pipeline waits for the answer before it
 
 
 def _raw_answer(refused: Refused) -> bytes:
-    error = {"message": str(refused), "type": refused.kind, "param": None, "code": refused.status}
-    body = json.dumps({"error": error}).encode()
+    body = error_body(refused.status, refused.kind, str(refused))
     phrase = refused.kind.removesuffix("Error")
     head = (
         f"HTTP/1.1 {refused.status} {phrase}\r\ncontent-type: application/json\r\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 # What OpenAI's clients and vLLM call these errors (vllm 0.32 serve/exception_handling/error_response.py).
 KINDS = {
     400: "BadRequestError",
@@ -19,9 +21,14 @@ class Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
 
     @property
     def kind(self) -> str:
         """The `type` of the error."""
         return KINDS[self.status]
+
+
+def error_body(status: int, kind: str, message: str, **extra: str) -> bytes:
+    """An error in the shape of OpenAI's API and of vLLM's ErrorResponse: message, type, param, code."""
+    error = {"message": message, "type": kind, "param": None, "code": status, **extra}
+    return json.dumps({"error": error}).encode()

@@ -66,7 +66,7 @@ class Watch:
         record("longest_health_s", round(max(self.health_s), 3))
         record("longest_gap_s", round(max(self.gaps_s), 3))
         assert self.statuses == {200}
-        assert len(self.health_s) > 3 and max(self.health_s) < HEALTH_S, sorted(self.health_s)[-5:]
+        assert len(self.health_s) > 2 and max(self.health_s) < HEALTH_S, sorted(self.health_s)[-5:]
         assert max(self.gaps_s) < gap_s, sorted(self.gaps_s)[-5:]
 
     def _ask(self) -> None:
@@ -108,6 +108,10 @@ def body(path: str, **fields: Any) -> bytes:
     return post(json.dumps({"model": "default", **fields}).encode(), path)
 
 
+CHUNKED = (
+    f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+).encode()
 HEAVY: dict[str, tuple[bytes, int]] = {
     "a million keys": (body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(10**6)}), 400),
     "20,000 messages": (body(CHAT, messages=[USER] * 20_000, max_tokens=1), 400),
@@ -124,6 +128,10 @@ HEAVY: dict[str, tuple[bytes, int]] = {
     "a lone surrogate in bad_words": (post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()), 400),
     "kv_transfer_params of a wrong type": (body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}), 400),
     "a million items": (body(COMPLETIONS, prompt=[1] * 10**6, max_tokens=1), 400),
+    "one trailer of 100 MB": (CHUNKED + b"X: " + b"x" * 10**8, 431),
+    "ten million trailers": (CHUNKED + b"a:b\r\n" * 10**7, 431),
+    "log-probs of many answers": (body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=16, logprobs=20), 400),
+    "n of 16,384 as text": (body(COMPLETIONS, prompt="word1", n="16_384", max_tokens=1), 400),
     "one header of 100 MB": (b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 10**8, 431),
     "a million headers": (b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)), 431),
     "one header of 100 MB with the key": (
@@ -151,14 +159,19 @@ ALLOWED: dict[str, bytes] = {
     "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
     "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
     "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=7),
-    "60,000 token ids": body(COMPLETIONS, prompt=[1] * 60_000, max_tokens=1),
+    "2048 messages of one part": body(
+        CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "word1"}]}] * 2048, max_tokens=1,
+    ),
+    "260,000 token ids": body(COMPLETIONS, prompt=[1] * 260_000, truncate_prompt_tokens=5, max_tokens=1),
     "4 MB of text": body(COMPLETIONS, prompt="word1 " * 690_000, truncate_prompt_tokens=5, max_tokens=1),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
-def test_the_most_that_is_allowed_stalls_nobody(server: Server, name: str, record_property: Record) -> None:
+def test_the_most_that_is_allowed_stalls_no_other_request(
+    server: Server, name: str, record_property: Record
+) -> None:
     if "log-probs" in name:  # on a CPU the engine compiles what they need when they are first asked for
         send(server, ALLOWED[name], 120)
     with Watch(server) as watch:
@@ -228,7 +241,7 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
 
 
 @pytest.mark.slow
-def test_20_heavy_requests_at_once_stall_nobody(server: Server, record_property: Record) -> None:
+def test_20_heavy_requests_at_once_stall_no_other_request(server: Server, record_property: Record) -> None:
     data = ALLOWED["2048 messages"]
     with Watch(server) as watch:
         threads = [threading.Thread(target=send, args=(server, data, 300)) for _ in range(20)]

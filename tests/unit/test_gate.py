@@ -397,7 +397,7 @@ def test_until_ready_while_paused_and_while_draining_listed_routes_are_503_with_
 
 
 @pytest.mark.parametrize("state", ["starting", "draining", "paused"])
-def test_without_the_key_nobody_learns_the_state_from_other_routes(door: Door, state) -> None:
+def test_without_the_key_no_client_learns_the_state_from_other_routes(door: Door, state) -> None:
     door.state.set(state, "load")
     reply = door.http("POST", CHAT)
     assert reply.status == 401
@@ -541,7 +541,7 @@ def test_websocket_is_refused_unless_ready(door: Door, state) -> None:
 
 def test_lifespan_passes_whatever_the_state(door: Door) -> None:
     door.state.set("starting", "load")
-    config = SimpleNamespace(http_protocol_class=HttpToolsProtocol)
+    config = SimpleNamespace(http_protocol_class=HttpToolsProtocol, ws_max_size=1 << 24)
     state = SimpleNamespace(server=SimpleNamespace(config=config))
     scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
     door.send(scope)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nibble.guard import grammar_worker, grammars
-from nibble.guard.grammar_compile import NeedsBackend, Refusal
+from nibble.guard.grammar_compile import NeedsBackend, Refusal, TooSlow
 from nibble.guard.grammar_fields import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES, grammar_fields
 from nibble.guard.grammar_worker import Limits
 from nibble.guard.grammars import Grammars, Problem
@@ -46,6 +46,9 @@ class Misbehaving:
     def build(self, name: str) -> None:
         self.built.add(name)
 
+    def warm(self) -> None:
+        self.built.add("tokenizer")
+
     def check(self, path: str, fields: dict[str, Any]) -> tuple[str | None, float]:
         if "response_format" in fields:
             return None, 0.0  # the worker's own first look
@@ -59,13 +62,19 @@ class Misbehaving:
             "abort": os.abort,
             "refuse": self._refuse,
             "needs": self._needs,
+            "read slowly": self._read_slowly,
+            "warm?": lambda: None if "tokenizer" in self.built else self._refuse(),
             "slow": lambda: time.sleep(0.2),
+            "stopped": lambda: time.sleep(1),
         }
         actions.get(act, lambda: None)()
         return self.first, 0.05 if act == "long to read" else 0.0
 
     def _refuse(self) -> None:
         raise Refusal("It allows no token at all.")
+
+    def _read_slowly(self) -> None:
+        raise TooSlow("It takes 0.11 s to read; expected at most 0.1 s.")
 
     def _needs(self) -> None:
         if "guidance" not in self.built:
@@ -155,6 +164,32 @@ def test_the_limit_of_time(log: Path) -> None:
         (503, False),
     }  # 503: a starved machine
     assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("act", ["spin", "read slowly"])
+def test_a_refusal_for_time_is_forgotten_after_a_while(
+    act: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "SLOW_SECONDS", 0.3)
+
+    async def work(found: Grammars) -> list[Problem | None]:
+        results = [await found.problem(CHAT, regex(act), None) for _ in range(2)]
+        await asyncio.sleep(0.4)
+        return [*results, await found.problem(CHAT, regex(act), None)]
+
+    found = run(work, Limits(0.1, 128))
+    assert None not in found
+    if all(problem.status == 400 for problem in found):  # 503 for "spin" on a machine without a free core
+        assert log.read_text() == f"{act}\n{act}\n"
+
+
+def test_a_child_that_gets_no_core_has_more_time(log: Path) -> None:
+    """Twice its seconds pass, and it uses none of them."""
+    assert problem_of("stopped") is None
+
+
+def test_the_tokenizer_is_warmed_in_the_mother(log: Path) -> None:
+    assert problem_of("warm?") is None
 
 
 @pytest.mark.parametrize("act", ["eat", "crash in C", "abort"])
