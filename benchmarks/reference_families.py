@@ -3,7 +3,8 @@
     python benchmarks/reference_families.py [FAMILY …] [--jobs 1] [--out FILE]
 
 For each family of transformers: whether its layers could be followed, whether products within them were fed the
-reference's inputs, and how far the worst of them was off. What vLLM cannot serve on this machine is named. 1 where a healthy model failed.
+reference's inputs, and how far the worst of them was off. What vLLM cannot serve on this machine is named. Exit code 1 where
+a healthy model failed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": ALTERNATING, "exaone4": ALTERNATING, "olmo2": {}, "olmo3": ALTERNATING, "seed_oss": {}, "starcoder2": {},
     "nemotron": {}, "stablelm": {}, "ernie4_5": {}, "hunyuan_v1_dense": {},
     "qwen2_moe": MOE, "qwen3_moe": MOE, "mixtral": MOE, "olmoe": MOE, "granitemoe": MOE, "phimoe": MOE,
-    "gpt_oss": MOE | ALTERNATING, "glm4_moe": MOE, "ernie4_5_moe": MOE | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}, "dots1": MOE,
+    "gpt_oss": MOE | ALTERNATING, "glm4_moe": MOE, "dots1": MOE,
+    "ernie4_5_moe": MOE | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1},
     "deepseek_v2": MOE | LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": MOE | LATENT | {"q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen3_next": MOE | LINEAR, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": MOE | LINEAR,

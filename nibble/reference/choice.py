@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.hardware import Hardware
 from nibble.nvfp4_options import with_served_activations
 from nibble.reference.cost import affordable
 from nibble.targets import Target
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
     from nibble.precedence import Choice, Ingredients
 
 # Under these the server's model is another one than the checkpoint's.
@@ -29,10 +30,15 @@ def activations_served(
     return "fp4" if is_w4a4 and (target.device == "cpu" or target.features.has_fp4_mma) else "bf16"
 
 
-def is_beside(plan: Plan) -> bool:
+def is_beside(target: Target, asked: str) -> bool:
     """Whether the engine loads meanwhile. Where both would share memory and cores, the engine's memory is what was measured
-    as available before, and neither would be faster."""
-    return plan.target.memory.kind == "discrete" and plan.settings.reference != "always"
+    as available before, and neither would be faster. `asked`: NIBBLE_REFERENCE."""
+    return target.memory.kind == "discrete" and asked != "always"
+
+
+def cores_for(target: Target, asked: str, hardware: Hardware) -> int:
+    """Beside a load and its compilation, half of the cores."""
+    return max(1, hardware.cpu_cores // 2) if is_beside(target, asked) else max(1, hardware.cpu_cores)
 
 
 def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:
@@ -54,5 +60,6 @@ def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:
         return Choice("use", OURS, "unknown until pull")
     if settings.reference == "always":
         return Choice("make", str(origins["reference"]), "however long it takes")
-    cost, why = affordable(parts.checkpoint, parts.hardware)
+    cores = cores_for(parts.target, settings.reference, parts.hardware)
+    cost, why = affordable(parts.checkpoint, replace(parts.hardware, cpu_cores=cores))
     return Choice("make" if cost else "use", OURS, why)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.paths import cache_dir
 from nibble.precedence import values_of
 from nibble.prepare import plan_for, read_wishes
-from nibble.reference.choice import activations_served, is_beside
+from nibble.reference.choice import activations_served, cores_for, is_beside
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
 from nibble.reference.make import Ended, NoReference, Say, make_request, run
 from nibble.reference.prompts import ANSWER_TOKENS
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nibble.checkpoint import Checkpoint
     from nibble.plan import Plan
 
-PATIENCE = 3.0  # a start waits so many times as long as was estimated
+LIMIT_S = 1.5 * AUTO_SECONDS  # of what a start computes by itself
 
 
 def make(
@@ -138,14 +139,17 @@ def _make_for_a_start(
             f"`nibble reference {plan.settings.model}` computes one for later starts"
         )
         return
-    cost = estimate(checkpoint, plan.hardware) if always else affordable(checkpoint, plan.hardware)[0]
+    cores = cores_for(plan.target, plan.settings.reference, plan.hardware)
+    hardware = replace(plan.hardware, cpu_cores=cores)
+    cost = estimate(checkpoint, hardware) if always else affordable(checkpoint, hardware)[0]
     tokens, keeps = (cost.answer_tokens, cost.keeps) if cost else (ANSWER_TOKENS, False)
     request = make_request(checkpoint, place, wanted, tokens, keeps, "cpu", "float32")
-    where = " beside the load" if is_beside(plan) else ""
+    where = " beside the load" if is_beside(plan.target, plan.settings.reference) else ""
     say(f"computing a reference of {checkpoint.id} for the canary{where}, once: {choice.reason}")
     try:
         with phase():
-            done = run(request, environ, say, None if always else AUTO_SECONDS * PATIENCE)
+            environ = {**environ, "OMP_NUM_THREADS": str(cores)}
+            done = run(request, environ, say, None if always else LIMIT_S)
         say(f"the reference was computed in {done['seconds']:.0f} s")
     except Ended as why:
         say(f"{checkpoint.id} has no computed reference: {why}; the next start tries again")

@@ -13,8 +13,11 @@ STARTUP_S = 12.0  # imports of torch and transformers, the module
 # Seconds for a weight on one core: 4.2e-9 and 2 / 64e9 were measured (a cloud machine's core, torch 2.13, 2026-11-23).
 DEQUANTIZE_S = 6e-9
 PRODUCT_S = 2 / 50e9  # a multiplication and an addition, for each token
+# A weight in float32, read for each token of an answer, by all cores together (16 of an H200 machine beside a load, 2026-11-23).
+WEIGHT_READ_S = 4 / 20e9
 READ_S = 1.0 / (1 << 30)  # a byte of the checkpoint, from a disk of 1 GiB/s
 PROMPT_TOKENS = 40  # of a question with its template
+PROBE_PASSES = 3  # of the longer text: one, and two that measure rounding
 PROCESS_BYTES = 1 << 30  # torch, transformers and the module without weights
 MEMORY_SHARE = 0.5  # of what is available, at most
 
@@ -35,17 +38,18 @@ def estimate(checkpoint: Checkpoint, hardware: Hardware, answer_tokens: int = AN
     if weights is None or not layers:
         return None
     prompts = len(QUESTIONS) + 1
-    tokens = prompts * PROMPT_TOKENS + PROBE_TOKENS
+    tokens = prompts * PROMPT_TOKENS + PROBE_PASSES * PROBE_TOKENS
     active = weights.active_parameters or weights.parameters
     cores = max(1, hardware.cpu_cores)
     head = 4 * (checkpoint.vocab_size or 0) * tokens  # logits
     stream = 4 * layers * (checkpoint.hidden_size or 0) * PROBE_TOKENS
     whole = 4 * weights.parameters + PROCESS_BYTES + head + stream
-    keeps = whole <= hardware.memory_available_bytes * MEMORY_SHARE
+    keeps = answer_tokens > 1 and whole <= hardware.memory_available_bytes * MEMORY_SHARE
     one_pass = weights.total_bytes * READ_S + weights.parameters * DEQUANTIZE_S / cores
     product = active * PRODUCT_S / cores
     again = answer_tokens - 1
-    seconds = STARTUP_S + one_pass * (1 if keeps else 1 + again) + product * (tokens + again * prompts * 4)
+    answers = again * prompts * active * max(WEIGHT_READ_S, PRODUCT_S / cores)
+    seconds = STARTUP_S + one_pass * (1 if keeps else 1 + again) + product * tokens + answers
     peak = whole if keeps else 8 * weights.parameters // layers + PROCESS_BYTES + head + stream
     return Cost(round(seconds, 1), peak, answer_tokens, keeps)
 

@@ -8,17 +8,17 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nibble.errors import ExitCode, NibbleError
+from nibble.hardware import detect
 from nibble.paths import demo_models
 from nibble.plan import Plan
 from nibble.prepare import plan_for, read_wishes
 from nibble.reference import command
-from nibble.reference.choice import is_beside
+from nibble.reference.choice import cores_for, is_beside
 from nibble.reference.make import Ended, NoReference, make_request, run
 from nibble.reference.store import FORMAT, Request, identity, reference_path
 from nibble.targets import load_target
@@ -129,8 +129,9 @@ def test_a_reference_that_is_computed_beside_the_load_is_waited_for(tmp_path: Pa
 def test_it_is_beside_the_load_where_the_engine_has_memory_of_its_own(
     target: str, reference: str, beside: bool
 ) -> None:
-    plan: Any = SimpleNamespace(target=load_target(target), settings=SimpleNamespace(reference=reference))
-    assert is_beside(plan) == beside
+    assert is_beside(load_target(target), reference) == beside
+    machine = dataclasses.replace(detect(), cpu_cores=16)
+    assert cores_for(load_target(target), reference, machine) == (8 if beside else 16)
 
 
 def test_a_start_that_would_take_too_long_says_the_command(tmp_path: Path, computed: list[Request]) -> None:

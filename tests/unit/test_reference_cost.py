@@ -45,6 +45,18 @@ def test_a_model_that_memory_does_not_hold_gets_the_first_token_alone(demo: Chec
     assert cost.seconds <= AUTO_SECONDS and cost.peak_bytes < 20 * GIB
 
 
+def test_an_8b_model_on_8_cores_gets_the_first_token_and_no_16_that_would_take_minutes(
+    demo: Checkpoint,
+) -> None:
+    """16 tokens did not end within 180 s beside a load on 16 cores of an H200 machine."""
+    model, cores = larger(demo, 8_200_000_000, 36), machine(8, 120)
+    whole = estimate(model, cores)
+    assert whole is not None and whole.seconds > 150
+    cost, _ = affordable(model, cores)
+    assert cost is not None and (cost.answer_tokens, cost.keeps) == (1, False) and cost.seconds < 60
+    assert cost.peak_bytes < 8 * GIB
+
+
 def test_what_takes_too_long_or_too_much_is_left_to_the_user(demo: Checkpoint) -> None:
     cost, why = affordable(larger(demo, 70_000_000_000), machine(2, 40))
     assert cost is None and why.startswith("it would take about ") and why.endswith("more than 60 s")

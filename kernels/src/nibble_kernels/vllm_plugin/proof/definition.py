@@ -151,7 +151,7 @@ def _hooks(
         seen.append(_sum(hidden, residual))
         if fed is None:
             return None
-        value = fed[place].to(hidden.dtype, copy=True)  # kernels write into it
+        value = fed[place].to(hidden.dtype, copy=True).view_as(hidden)  # kernels write into it
         # vLLM's layers add both before their first norm (vllm 0.32 qwen3.py:242)
         given["hidden_states"] = value if residual is None else torch.zeros_like(hidden)
         if residual is not None:
@@ -163,7 +163,7 @@ def _hooks(
         seen.append(_sum(pair[0], pair[1]))
         if fed is None or not is_last:
             return None
-        value = fed[place + 1].to(pair[0].dtype, copy=True)
+        value = fed[place + 1].to(pair[0].dtype, copy=True).view_as(pair[0])
         if not isinstance(output, tuple):
             return value
         return (
@@ -176,8 +176,9 @@ def _hooks(
 
 
 def _sum(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """The residual stream; a copy, because kernels add in place."""
-    return hidden.float().clone() if residual is None else hidden.float() + residual.float()
+    """The residual stream [tokens, hidden size]; a copy, because kernels add in place."""
+    found = hidden.float().clone() if residual is None else hidden.float() + residual.float()
+    return found.view(-1, found.shape[-1])  # vLLM's Transformers backend has a batch of one
 
 
 def check_followed(worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, own: list[Stream]) -> None:

@@ -89,10 +89,11 @@ def module_of(layer: nn.Module, names: list[str], joined: dict[str, str]) -> tup
 
 
 def rows_in(args: Any, kwargs: Any, count: int, width: int) -> Tensor | None:
-    """The first floating argument that is [count, width]."""
+    """The first floating argument, where it is [count, width] or a batch of one such."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value if value.shape == (count, width) else None
+            fits = value.shape[-1] == width and value.numel() == count * width and value.is_contiguous()
+            return value.view(count, width) if fits else None
     return None
 
 
