@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ def layer_problems(
         return ()
     found = [*_absent(prefix, stack, num_layers, family), *_beyond(prefix, stack, num_layers, text, tensors)]
     shapes = {w.weight.name: (w.rows, w.columns) for w in weights if not w.experts}
-    found += _misfits(prefix, tensors, shapes, family, _sizes(text, model_type))
+    misfits = _misfits(prefix, tensors, shapes, family, _sizes(text, model_type))
+    found += [replace(p, is_draft=kind_of(p.tensor, num_layers) == "draft") for p in misfits]
     return gather(found)
 
 
@@ -223,7 +224,7 @@ def _misfits(
             continue
         keys = ", ".join(dict.fromkeys(key for symbol in symbols for key in _keys(symbol)))
         what = f"is a weight of shape {list(stored)}"
-        yield _problem("misfit", name, tensor.file, what, f"{list(expected)} ({keys} of config.json)")
+        yield Problem.of("misfit", tensor, what, f"{list(expected)} ({keys} of config.json)")
 
 
 def _symbols(name: str, prefix: str, family: Family) -> tuple[str, ...] | None:

@@ -10,7 +10,6 @@ from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Problem, gather
 from nibble.checkpoint.scale_values import TensorFiles
 from nibble.checkpoint.weights import is_scale, kind_of
-from nibble.errors import ExitCode
 
 SMALL_BYTES = (
     4 << 20
@@ -32,17 +31,7 @@ def check_plain_values(
             if place is not None:
                 is_draft = kind_of(tensor.name, num_layers) == "draft"
                 what = f"holds NaN or infinity at element {place}"
-                problems.append(
-                    Problem(
-                        "plain value",
-                        ExitCode.MODEL,
-                        tensor.name,
-                        tensor.file,
-                        what,
-                        "finite numbers",
-                        is_draft,
-                    )
-                )
+                problems.append(Problem.of("plain value", tensor, what, "finite numbers", is_draft))
     return gather(problems)
 
 

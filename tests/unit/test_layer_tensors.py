@@ -186,6 +186,12 @@ def test_a_weight_one_row_short_is_named(form: str, tmp_path: Path) -> None:
     assert found.expected.startswith("[128, 64] (intermediate_size, hidden_size")
 
 
+def test_a_weight_of_a_draft_layer_that_does_not_fit_is_the_drafts_problem(tmp_path: Path) -> None:
+    weights = qwen3() | linear(f"model.layers.{COUNT}.mlp.up_proj", 127, 64, "bf16")
+    (found,) = problems(tmp_path / "m", weights, num_nextn_predict_layers=1)
+    assert found.tensor == f"model.layers.{COUNT}.mlp.up_proj.weight" and found.is_draft
+
+
 @pytest.mark.parametrize("value", [None, 0, -64, "64", 64.0, True, [64], 10**30])
 @pytest.mark.parametrize("key", [*WRONG_SIZES, "num_hidden_layers", "num_experts"])
 def test_odd_sizes_end_in_no_traceback(key: str, value: Any) -> None:
