@@ -315,19 +315,29 @@ def _compressed_tensors(declared: Config) -> Scheme:
     detail = str(declared.get("format", ""))
     scheme = Scheme(name, "compressed-tensors", min(bits for _, bits, _ in kinds), activations, kv_cache, detail,
                     is_nvfp4=is_nvfp4)  # fmt: skip
-    reason = next((reason for group in groups if (reason := _unread_weights(group))), "")
+    reason = next((reason for group in groups if (reason := _unread_weights(group, detail))), "")
     return replace(scheme, unsupported_reason=reason)
 
 
-def _unread_weights(group: Config) -> str:
-    """Why vLLM 0.32 has no scheme for the weights of a group of floats (compressed_tensors.py:420), or nothing."""
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping) or weights.get("type") != "float":
+def _unread_weights(group: Config, packing: object) -> str:
+    """Why vLLM 0.32 has no scheme for the weights of a group (compressed_tensors.py:420, 529, 581, 706), or nothing."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, Mapping):
         return ""
     if weights.get("dynamic"):
         return "its config says that weights are quantized dynamically, and vLLM 0.32 reads stored scales"
-    if weights.get("symmetric") is False:
-        return "its config says that weights are quantized asymmetrically, and vLLM 0.32 reads none such in floats"
+    # Integers may be asymmetric in packed weights and where outputs are quantized too.
+    is_w8a8 = (
+        inputs
+        and not group.get("output_activations")
+        and (group.get("format") or packing) != "pack-quantized"
+    )
+    is_float = weights.get("type") == "float"
+    if weights.get("symmetric") is False and (is_float or is_w8a8):
+        kind = "floats" if is_float else "integers with quantized activations"
+        return (
+            f"its config says that weights are quantized asymmetrically, and vLLM 0.32 reads no such {kind}"
+        )
     return ""
 
 
