@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,18 @@ def without(*starts: str) -> Callable[[Tensors], None]:
     return change
 
 
+def matching(pattern: str) -> Callable[[Tensors], None]:
+    """Without the tensors of those names."""
+
+    def change(tensors: Tensors) -> None:
+        gone = [name for name in tensors if re.search(pattern, name)]
+        assert gone
+        for name in gone:
+            del tensors[name]
+
+    return change
+
+
 def cut(name: str) -> Callable[[Tensors], None]:
     """One row less."""
 
@@ -103,6 +116,11 @@ DAMAGES = {
     "embedding": Damage(DENSE, without("model.embed"), "model.embed_tokens.weight"),
     "up of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_"), f"{L}1.mlp.experts.routed_experts.2.w13"),
     "an expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"),
+    "up of every expert of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.\d+\.up_"),
+                                            f"{L}1.mlp.experts.routed_experts.0.w13"),
+    "up of every expert": Damage(EXPERTS, matching(r"\.experts\.\d+\.up_"), f"{L}0.mlp.experts.routed_experts.0.w13"),
+    "most experts of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.[0-2]\."),
+                                      f"{L}1.mlp.experts.routed_experts.0.w13"),
     "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
     "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
                                 f"{L}7.self_attn.q_proj.weight (bfloat16 of shape [64])"),
