@@ -20,7 +20,7 @@ from typing import Any
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.layers import DEFAULT_HEAD_DIM, head_dim, kv_heads
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
-from nibble.checkpoint.weights import SCALE, kind_of
+from nibble.checkpoint.weights import PACKING, SCALE, kind_of
 from nibble.errors import ExitCode
 
 FILE = Path(__file__).with_suffix(".json")
@@ -34,7 +34,6 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 _WHOLE = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # one element a weight
 _LAYER = re.compile(r"^(.*?\blayers\.)([0-9]{1,6})\.(.+)$")
 _EXPERT = re.compile(r"(?<=experts\.)[0-9]+(?=\.)")
-_PACKED = re.compile(r"(?:_packed)$|(?<=\.)q(?=weight$)")
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _NEVER_NULL = (*_NEEDED, "intermediate_size")
 _FEED_FORWARD = ("mlp.", "block_sparse_moe.")
@@ -139,7 +138,7 @@ def _stack(tensors: Iterable[str], family: Family) -> tuple[str, Stack]:
     stacks: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in tensors:
         if (match := _LAYER.match(name)) and not SCALE.search(name):
-            stacks[match[1]][int(match[2])].add(_PACKED.sub("", match[3]))
+            stacks[match[1]][int(match[2])].add(PACKING.sub("", match[3]))
     known = {
         prefix: sum(_kind(leaf) in family.layer for leaves in stack.values() for leaf in leaves)
         for prefix, stack in stacks.items()
@@ -230,8 +229,8 @@ def _misfits(
 def _symbols(name: str, prefix: str, family: Family) -> tuple[str, ...] | None:
     root = prefix.removesuffix("layers.")
     if match := _LAYER.match(name):
-        return family.layer.get(_kind(_PACKED.sub("", match[3]))) if match[1] == prefix else None
-    plain = _PACKED.sub("", name)
+        return family.layer.get(_kind(PACKING.sub("", match[3]))) if match[1] == prefix else None
+    plain = PACKING.sub("", name)
     return family.beside.get(plain.removeprefix(root)) if plain.startswith((root, "lm_head.")) else None
 
 

@@ -102,9 +102,10 @@ def test_block_scales_are_read_before_a_global_scale_is_called_too_large(tmp_pat
 
 
 @pytest.mark.parametrize("value", [1e-40, 2e-39, 3.3e38])
-@pytest.mark.parametrize("leaf", ["weight_global_scale"])
+@pytest.mark.parametrize("leaf", ["weight_global_scale", "input_global_scale"])
 def test_a_divisor_whose_reciprocal_overflows_is_refused(leaf: str, value: float, tmp_path: Path) -> None:
-    error = refused(model(tmp_path / "m", "ct", {f"{UP}.{leaf}": f32(value)}))
+    name = f"{UP}.{leaf}"
+    error = refused(model(tmp_path / "m", "ct", {name: f32(value)}, {name: ("F32", [1])}))
     assert f"{UP}.{leaf}" in error.what and "reciprocal" in error.what
 
 
