@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from nibble_kernels.vllm_plugin.options import weights_are_real
@@ -66,9 +66,9 @@ def check_loads() -> None:
 
 def _shares_with_target(model_config: Any) -> bool:
     """Whether this is a draft that is no full model: those share nothing (vllm 0.32 v1/spec_decode/draft_model.py:115)."""
-    speculation = get_current_vllm_config().speculative_config
-    is_draft = model_config.runner_type == "draft" and speculation is not None
-    return is_draft and not speculation.uses_draft_model()
+    config = get_current_vllm_config_or_none()
+    speculation = config.speculative_config if config is not None else None
+    return model_config.runner_type == "draft" and not (speculation and speculation.uses_draft_model())
 
 
 def _is_from_target(model: nn.Module, name: str) -> bool:
