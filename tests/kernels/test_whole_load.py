@@ -121,6 +121,7 @@ DAMAGES = {
     "up of every expert": Damage(EXPERTS, matching(r"\.experts\.\d+\.up_"), f"{L}0.mlp.experts.routed_experts.0.w13"),
     "most experts of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.[0-2]\."),
                                       f"{L}1.mlp.experts.routed_experts.0.w13"),
+    "a row of one expert too few": Damage(EXPERTS, cut(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"),
     "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
     "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
                                 f"{L}7.self_attn.q_proj.weight (bfloat16 of shape [64])"),

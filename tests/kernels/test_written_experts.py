@@ -48,6 +48,12 @@ def test_padded_halves_are_whole_and_a_half_alone_is_not(rows: int, columns: int
     assert short(parameter, halves(parameter, (1,), rows, columns)) == [0, 2, 3]
 
 
+def test_an_expert_with_a_row_less_than_the_others_is_short() -> None:
+    parameter = weight(EXPERTS, ROWS, COLUMNS)
+    views = halves(parameter, (0, 1, 3)) + halves(parameter, (2,), rows=5)
+    assert short(parameter, views) == [2]
+
+
 def test_halves_of_columns_where_the_weight_is_transposed() -> None:
     parameter = weight(EXPERTS, COLUMNS, ROWS)
     parameter.is_transposed = True

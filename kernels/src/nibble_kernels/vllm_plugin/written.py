@@ -7,7 +7,9 @@ only for unquantized models (default_loader.py:507). What no tensor writes keeps
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,9 +167,10 @@ def _touches(region: Region, parameter: Any, dim: int, low: int, high: int) -> b
 
 
 def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[int]:
-    """Experts of which gate, up or all is missing. `is_pair`: gate and up lie in the halves of one dimension.
+    """Experts of which gate, up, all or some rows are missing. `is_pair`: gate and up lie in the halves of one dimension.
 
-    vLLM may pad each half at its end (vllm 0.32 fused_moe/routed_experts.py:523), so that sizes tell nothing.
+    vLLM may pad each half at its end and takes weights that are too small (vllm 0.32 fused_moe/routed_experts.py:523), so
+    that an expert's size tells only beside the others'.
     """
     dim = 2 if getattr(parameter, "is_transposed", False) and parameter.ndim > 2 else 1
     size = parameter.shape[dim]
@@ -176,7 +179,20 @@ def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[
         {expert for region in regions for expert in _experts_in(region, parameter, dim, low, high)}
         for low, high in parts
     ]
-    return [expert for expert in range(parameter.shape[0]) if not all(expert in found for found in touched)]
+    experts, elements = range(parameter.shape[0]), _elements(parameter, regions)
+    usual = Counter(elements[expert] for expert in experts).most_common(1)[0][0]
+    return [e for e in experts if elements[e] < usual or not all(e in found for found in touched)]
+
+
+def _elements(parameter: Any, regions: set[Region]) -> Counter[int]:
+    """Expert -> how many of its elements were written. A region that is no view by experts counts for its first."""
+    step, found = parameter.stride(0), Counter[int]()
+    for offset, sizes, strides in regions:
+        count = next((size for size, stride in zip(sizes, strides, strict=True) if stride == step), 1)
+        first = (offset - parameter.storage_offset()) // step
+        for number in range(count):
+            found[first + number] += math.prod(sizes) // count
+    return found
 
 
 def _experts_in(region: Region, parameter: Any, dim: int, low: int, high: int) -> Iterator[int]:
