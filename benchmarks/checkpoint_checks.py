@@ -42,7 +42,6 @@ def before_a_load(folder: Path) -> dict[str, Any]:
         found.text_config,
         found.model_type,
         found.num_layers,
-        found.head_dim,
     )
     return {
         "tensors": len(found.tensors),

@@ -117,7 +117,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
     doubts: tuple[str, ...] = ()
     if folder is not None:
         model_type = str(checkpoint.text_config.get("model_type") or checkpoint.model_type)
-        plausible = check_plausible(folder, checkpoint.tensors, nvfp4, model_type)
+        plausible = check_plausible(folder, checkpoint.tensors, nvfp4, model_type, checkpoint.num_layers)
         problems, doubts = [*problems, *plausible.problems], plausible.doubts
     if reads_all and folder is not None:
         problems += check_values(folder, nvfp4).problems

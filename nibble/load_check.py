@@ -1,7 +1,8 @@
 """`--model-loader-extra-config`: vLLM looks for weights that no tensor filled, where a checkpoint seems to lack some. Pure.
 
-vLLM 0.32 does that of itself for unquantized models only; for others it serves what happens to be in memory
-(model_loader/default_loader.py:507).
+vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be in memory
+(model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of fused weights too (whole_load.py); this
+flag is for a vLLM without it, which compares names alone.
 """
 
 from __future__ import annotations
@@ -38,9 +39,5 @@ def load_check_notices(checkpoint: Checkpoint | None, args: Mapping[str, Choice]
         return ()
     given = args[FLAG].value if FLAG in args else None
     looks = isinstance(given, Mapping) and given.get(KEY) is True
-    end = (
-        "vLLM ends the load where a weight is left empty, but sees no part of a fused one (q/k/v, gate/up)"
-        if looks
-        else "vLLM is not told to look"
-    )
+    end = "vLLM ends the load where a weight is left empty" if looks else "vLLM is not told to look"
     return (f"{checkpoint.id} seems to lack {some_of(checkpoint.missing)}; {end}",)

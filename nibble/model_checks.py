@@ -37,9 +37,10 @@ def check_values(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
         return []
     weights = [weight for weight in checkpoint.nvfp4 if with_draft or not weight.is_draft]
     model_type = str(checkpoint.text_config.get("model_type") or checkpoint.model_type)
-    found = check_plausible(checkpoint.path, checkpoint.tensors, weights, model_type)
+    found = check_plausible(checkpoint.path, checkpoint.tensors, weights, model_type, checkpoint.num_layers)
     for problem in found.problems:
-        raise problem.error(checkpoint.where)
+        if with_draft or not problem.is_draft:
+            raise problem.error(checkpoint.where)
     return [f"warning: {doubt}" for doubt in found.doubts]
 
 

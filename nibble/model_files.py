@@ -115,7 +115,7 @@ def _missing_files(storage: Path, snapshot: Path, load_format: str) -> list[str]
     """Files the snapshot lacks, by the Hub's listing if it is cached, else by the weights' index."""
     listed = _cached_listing(storage, snapshot.name)
     if listed is not None:
-        # A dangling link counts as present: `unreadable_file` names it, a download would not mend it.
+        # A dangling link counts as present: `unreadable_file` names it, a download would not fix it.
         wanted = [file.path for file in select(listed, load_format)]
         return [
             path for path in wanted if not (snapshot / path).exists() and not (snapshot / path).is_symlink()
@@ -163,7 +163,7 @@ _VOCABULARIES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has a vocabulary, or a tokenizer that needs no file: one of its own code, or of bytes."""
+    """Whether a model folder has a vocabulary, or a tokenizer that needs no file: its own code, or bytes."""
     names = [path.name for path in folder.iterdir()]
     if any(_matches(name, _VOCABULARIES) for name in names):
         return True

@@ -196,8 +196,8 @@ def _assemble(
         detect_scheme(config, hf_quant, tensors), config, hf_quant, tensors, count
     )
     if tensors:
-        model_type, dim = str(text.get("model_type") or _model_type(config)), _known_head_dim(text)
-        problems += layer_problems(tensors, nvfp4, text, model_type, count, dim)
+        model_type = str(text.get("model_type") or _model_type(config))
+        problems += layer_problems(tensors, nvfp4, text, model_type, count)
     needed = config_for_vllm(config, hf_quant, scheme)
     return Checkpoint(
         id=source.id,

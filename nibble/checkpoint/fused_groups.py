@@ -1,8 +1,9 @@
 """Weights that vLLM 0.32 computes as one: of one format, with fp32 scales that are equal, to be merged exactly, or wrong.
 
-Unmended, vLLM takes one scale for all parts of a fused layer: the largest multiplier in ModelOpt's format (modelopt.py
-KNvfp4Static.process), the smallest in compressed-tensors' (the largest divisor, compressed_tensors_w4a4_nvfp4.py:105), and of an
-expert's gate and up the gate's. The error is a gain: a part is multiplied by (scale taken) / (its own).
+Without nibble's plugin, vLLM takes one scale for all parts of a fused layer: the largest multiplier in ModelOpt's format
+(modelopt.py KNvfp4Static.process), the smallest in compressed-tensors' (the largest divisor,
+compressed_tensors_w4a4_nvfp4.py:105), and of an expert's gate and up the gate's. The error is a gain: a part is multiplied by
+(scale taken) / (its own).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ the expert's second weight. "unread": the scales differ by a ratio that may fold
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """One fused layer: its parts, their multipliers, how they merge, and the gain error of the worst part in unmended vLLM."""
+    """One fused layer: its parts, their multipliers, how they merge, and the worst part's gain error without the plugin."""
 
     name: str
     parts: tuple[Nvfp4Weight, ...]

@@ -69,7 +69,7 @@ def parse_header(file: str, header: bytes, file_bytes: int, path: str = "") -> d
     except (ValueError, RecursionError):
         raise corrupt(file, "its header is not JSON", "a safetensors header") from None
     if not isinstance(data, dict):
-        raise corrupt(file, "its header is no JSON object", "a safetensors header")
+        raise corrupt(file, "its header is not a JSON object", "a safetensors header")
     data.pop("__metadata__", None)
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, TensorInfo] = {}

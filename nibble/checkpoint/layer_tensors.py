@@ -11,21 +11,22 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.layers import DEFAULT_HEAD_DIM, head_dim, kv_heads
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
-from nibble.checkpoint.weights import SCALE, kind_of
+from nibble.checkpoint.weights import PACKING, SCALE, kind_of
 from nibble.errors import ExitCode
 
 FILE = Path(__file__).with_suffix(".json")
-# Symbol -> keys of config.json, the first that is there counts.
+# Symbol -> keys of config.json, the first with a number counts.
 SIZES: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size",), "heads": ("num_attention_heads",), "kv": ("num_key_value_heads", "num_attention_heads"),
+    "hidden": ("hidden_size",), "heads": ("num_attention_heads",), "kv": ("num_key_value_heads",),
     "head": ("head_dim",), "intermediate": ("intermediate_size",), "vocabulary": ("vocab_size",),
     "expert": ("moe_intermediate_size",), "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "shared": ("shared_expert_intermediate_size",), "shared_experts": ("n_shared_experts",),
@@ -33,8 +34,8 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 _WHOLE = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # one element a weight
 _LAYER = re.compile(r"^(.*?\blayers\.)([0-9]{1,6})\.(.+)$")
 _EXPERT = re.compile(r"(?<=experts\.)[0-9]+(?=\.)")
-_PACKED = re.compile(r"(?:_packed)$|(?<=\.)q(?=weight$)")
-_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_NEVER_NULL = (*_NEEDED, "intermediate_size")
 _FEED_FORWARD = ("mlp.", "block_sparse_moe.")
 
 
@@ -63,42 +64,68 @@ def layer_problems(
     text: Mapping[str, Any],
     model_type: str,
     num_layers: int | None,
-    head_dim: int | None,
 ) -> tuple[Problem, ...]:
     """What is wrong with the tensors of a known family; nothing for any other."""
     family = families().get(model_type)
     if (
         family is None or "fc.weight" in tensors
-    ):  # a draft (EAGLE) under its target's model_type, with a vocabulary of its own
-        return ()
-    if odd := tuple(_odd_sizes(text)):
-        return odd
-    if not num_layers:
+    ):  # a draft (EAGLE) with its target's model_type and its own vocabulary
         return ()
     prefix, stack = _stack(tensors, family)
-    if not stack:
+    if odd := tuple(_odd_sizes(text, _used(tensors, prefix, family))):
+        return odd
+    if not stack or not num_layers:
         return ()
     found = [*_absent(prefix, stack, num_layers, family), *_beyond(prefix, stack, num_layers, text, tensors)]
-    sizes = {symbol: _size(text, keys) for symbol, keys in SIZES.items()} | {"head": head_dim or 0, "1": 1}
     shapes = {w.weight.name: (w.rows, w.columns) for w in weights if not w.experts}
-    found += _misfits(prefix, tensors, shapes, family, sizes)
+    misfits = _misfits(prefix, tensors, shapes, family, _sizes(text, model_type))
+    found += [replace(p, is_draft=kind_of(p.tensor, num_layers) == "draft") for p in misfits]
     return gather(found)
 
 
-def _odd_sizes(text: Mapping[str, Any]) -> Iterator[Problem]:
-    """Sizes that are no whole numbers above 0. One that is not there is transformers' default; some may be null."""
-    keys = dict.fromkeys(("num_hidden_layers", *(key for keys in SIZES.values() for key in keys)))
-    for key in keys:
-        value = text.get(key, 1)
-        if (value is None and key not in _NEEDED) or (type(value) is int and value > 0):
+def _used(tensors: Iterable[str], prefix: str, family: Family) -> set[str]:
+    """Symbols in the shapes of the tensors that are stored."""
+    shapes = {_symbols(name, prefix, family) for name in tensors} if prefix else set()
+    terms = [term for shape in shapes for symbol in shape or () for term in _terms(symbol)]
+    return {part for factors, divisors in terms for part in (*factors, *divisors)}
+
+
+def _odd_sizes(text: Mapping[str, Any], used: Set[str]) -> Iterator[Problem]:
+    """Sizes that are not whole numbers above 0. An absent size means transformers' default; null follows from other sizes.
+
+    What no stored tensor has as a size may be anything: some dense models have `num_experts: 0`.
+    """
+    wanted = [SIZES[symbol] for symbol in SIZES if symbol in used]
+    for keys in dict.fromkeys((*((key,) for key in _NEEDED), *wanted)):
+        stated = [key for key in keys if key in text]
+        if not stated or any(_is_size(text[key]) for key in stated):
             continue
-        shown = json.dumps(value)[:40]
-        yield _problem("size", key, "config.json", f"is {shown}", "a whole number above 0")
+        key = next((key for key in stated if text[key] is not None), stated[0])
+        if text[key] is not None or key in _NEVER_NULL:
+            yield _problem(
+                "size", key, "config.json", f"is {json.dumps(text[key])[:40]}", "a whole number above 0"
+            )
 
 
-def _size(text: Mapping[str, Any], keys: Sequence[str]) -> int:
-    value = next((text[key] for key in keys if text.get(key) is not None), 0)
-    return value if type(value) is int else 0
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _sizes(text: Mapping[str, Any], model_type: str) -> dict[str, int]:
+    """Symbol -> its number, 0 where config.json does not say."""
+    sizes = {
+        symbol: next((text[key] for key in keys if _is_size(text.get(key))), 0)
+        for symbol, keys in SIZES.items()
+    }
+    given = {**text, "model_type": model_type}
+    for symbol, of in (("kv", kv_heads), ("head", head_dim)):
+        try:
+            sizes[symbol] = of(given)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            sizes[symbol] = 0
+    if "head_dim" in text and text["head_dim"] is None and model_type in DEFAULT_HEAD_DIM:
+        sizes["head"] = 0  # classes differ in what null is: their default, or hidden_size over heads
+    return sizes
 
 
 Stack = Mapping[
@@ -111,7 +138,7 @@ def _stack(tensors: Iterable[str], family: Family) -> tuple[str, Stack]:
     stacks: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in tensors:
         if (match := _LAYER.match(name)) and not SCALE.search(name):
-            stacks[match[1]][int(match[2])].add(_PACKED.sub("", match[3]))
+            stacks[match[1]][int(match[2])].add(PACKING.sub("", match[3]))
     known = {
         prefix: sum(_kind(leaf) in family.layer for leaves in stack.values() for leaf in leaves)
         for prefix, stack in stacks.items()
@@ -142,19 +169,25 @@ def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Itera
         for leaf in leaves:
             if _kind(leaf) in family.layer:
                 holders[leaf].add(number)
+    # Modules with a leaf that the family does not know: in another format, or all experts in one tensor.
+    otherwise = {
+        number: {_module(leaf) for leaf in leaves if _kind(leaf) not in family.layer}
+        for number, leaves in layers.items()
+    }
     for leaf, holding in holders.items():
         alike = set(layers)
         if leaf.startswith(_FEED_FORWARD):
             alike = with_experts if holding & with_experts else alike - with_experts
         for number in sorted(alike - holding):
-            if ".experts." not in leaf or not _stores_otherwise(layers[number], family):
+            if _module(leaf) not in otherwise[number]:
                 what, expected = "is missing", f"it in every layer, as in layer {min(holding)}"
                 yield _problem("absent", f"{prefix}{number}.{leaf}", "", what, expected)
 
 
-def _stores_otherwise(leaves: Iterable[str], family: Family) -> bool:
-    """Whether a layer has its experts in a form of their own, such as all in one tensor."""
-    return any(".experts." in leaf and _kind(leaf) not in family.layer for leaf in leaves)
+def _module(leaf: str) -> str:
+    """The module of a tensor; all experts of a layer count as one."""
+    before, experts, _ = leaf.partition(".experts.")
+    return before + experts if experts else leaf.rpartition(".")[0]
 
 
 def _beyond(
@@ -180,9 +213,8 @@ def _misfits(
     sizes: Mapping[str, int],
 ) -> Iterator[Problem]:
     """Tensors of another shape than the sizes in config.json give."""
-    root = prefix.removesuffix("layers.")
     for name, tensor in tensors.items():
-        symbols = _symbols(name, prefix, root, family)
+        symbols = _symbols(name, prefix, family)
         stored = shapes.get(name) or (tensor.shape if tensor.dtype in _WHOLE else None)
         if symbols is None or stored is None:
             continue
@@ -191,13 +223,14 @@ def _misfits(
             continue
         keys = ", ".join(dict.fromkeys(key for symbol in symbols for key in _keys(symbol)))
         what = f"is a weight of shape {list(stored)}"
-        yield _problem("misfit", name, tensor.file, what, f"{list(expected)} ({keys} of config.json)")
+        yield Problem.of("misfit", tensor, what, f"{list(expected)} ({keys} of config.json)")
 
 
-def _symbols(name: str, prefix: str, root: str, family: Family) -> tuple[str, ...] | None:
+def _symbols(name: str, prefix: str, family: Family) -> tuple[str, ...] | None:
+    root = prefix.removesuffix("layers.")
     if match := _LAYER.match(name):
-        return family.layer.get(_kind(_PACKED.sub("", match[3]))) if match[1] == prefix else None
-    plain = _PACKED.sub("", name)
+        return family.layer.get(_kind(PACKING.sub("", match[3]))) if match[1] == prefix else None
+    plain = PACKING.sub("", name)
     return family.beside.get(plain.removeprefix(root)) if plain.startswith((root, "lm_head.")) else None
 
 

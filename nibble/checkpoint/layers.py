@@ -88,17 +88,31 @@ def head_dim(text: Config) -> int:
     )
 
 
-def _kv_heads(text: Config) -> int:
-    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+def kv_heads(text: Config) -> int:
+    """Heads of K and V: stated, or transformers' default where config.json does not name them; null is all heads."""
+    default = 0 if "num_key_value_heads" in text else DEFAULT_KV_HEADS.get(text["model_type"])
+    return int(text.get("num_key_value_heads") or default or text["num_attention_heads"])
 
 
 def _count(text: Config) -> int:
     return int(text["num_hidden_layers"])
 
 
+# Transformers leaves a value out of a nested config where it equals the class's default.
 DEFAULT_HEAD_DIM = {
     "gemma": 256, "gemma2": 256, "gemma3_text": 256, "gemma3n_text": 256, "gemma4_text": 256, "gemma4_unified_text": 256,
-    "qwen3": 128, "qwen3_next": 256, "qwen3_5_text": 256, "qwen3_5_moe_text": 256, "gpt_oss": 64, "glm4_moe": 128,
+    "qwen3": 128, "qwen3_vl_text": 128, "qwen3_next": 256, "qwen3_5_text": 256, "qwen3_5_moe_text": 256, "gpt_oss": 64,
+    "ministral3": 128, "glm4": 128, "seed_oss": 128, "ernie4_5": 128, "minimax_m2": 128, "afmoe": 128, "laguna": 128,
+    "hy_v3": 128, "step3p5": 128, "muse_glimmer_text": 128, "nemotron_h": 128,
+}  # fmt: skip
+# Of families whose default is a number; in all others it is num_attention_heads.
+DEFAULT_KV_HEADS = {
+    "mistral": 8, "ministral3": 8, "mixtral": 8, "seed_oss": 8, "gpt_oss": 8, "glm4_moe": 8, "qwen2": 32, "qwen3": 32,
+    "exaone4": 32, "gemma": 16, "qwen2_moe": 16, "gemma2": 4, "gemma3_text": 4, "gemma4_text": 4, "gemma4_unified_text": 4,
+    "gemma3n_text": 2, "smollm3": 4, "qwen3_moe": 4, "glm4": 2, "ernie4_5": 2, "starcoder2": 2, "qwen2_vl_text": 8,
+    "qwen2_5_vl_text": 8, "qwen3_vl_text": 32, "qwen3_vl_moe_text": 16, "minimax_m2": 8, "laguna": 8, "hy_v3": 8,
+    "qwen3_next": 2, "qwen3_5_text": 4, "qwen3_5_moe_text": 2, "step3p5": 8, "muse_glimmer_text": 2, "nemotron_h": 8,
+    "jamba": 8, "lfm2": 8, "lfm2_moe": 8,
 }  # fmt: skip
 
 
@@ -107,7 +121,7 @@ DEFAULT_HEAD_DIM = {
 
 def _attention(text: Config) -> list[LayerMemory]:
     """Every layer keeps K and V, over all tokens or over a window."""
-    heads, dim = _kv_heads(text), head_dim(text)
+    heads, dim = kv_heads(text), head_dim(text)
     windows = _windows(text)
     found = [
         LayerMemory(i, "full" if window is None else "sliding", heads, dim, dim, window)
@@ -166,7 +180,7 @@ def _step(text: Config) -> list[LayerMemory]:
 
 def _muse(text: Config) -> list[LayerMemory]:
     """Muse Glimmer: a window where a layer has rotary positions (1), all tokens where it has none."""
-    heads, dim, window = _kv_heads(text), head_dim(text), int(text["sliding_window"])
+    heads, dim, window = kv_heads(text), head_dim(text), int(text["sliding_window"])
     return [
         LayerMemory(i, "sliding" if rotary else "full", heads, dim, dim, window if rotary else None)
         for i, rotary in enumerate(text["no_rope_layers"][: _count(text)])
@@ -227,7 +241,7 @@ def _delta_net(text: Config) -> list[LayerMemory]:
         if "qwen3_5" in text["model_type"]
         else None,
     )
-    heads, dim = _kv_heads(text), head_dim(text)
+    heads, dim = kv_heads(text), head_dim(text)
     found = [_state_or_attention(i, kind, state, heads, dim) for i, kind in enumerate(types)]
     return found + _attention_drafts(text, count, heads, dim)
 
@@ -269,7 +283,7 @@ def _nemotron_h(text: Config) -> list[LayerMemory]:
         groups=int(text["n_groups"]),
         group_size=size,
     )
-    heads, dim = _kv_heads(text), int(text.get("attention_head_dim") or head_dim(text))
+    heads, dim = kv_heads(text), int(text.get("attention_head_dim") or head_dim(text))
     found = []
     for index, name in enumerate([*names, *drafts]):
         layer = (
@@ -333,7 +347,7 @@ def _jamba(text: Config) -> list[LayerMemory]:
     period, offset = int(text["attn_layer_period"]), int(text["attn_layer_offset"])
     types = ["attention" if i % period == offset else "mamba" for i in range(_count(text))]
     return [
-        _state_or_attention(i, kind, state, _kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
+        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
     ]
 
 
@@ -350,7 +364,7 @@ def _granite_hybrid(text: Config) -> list[LayerMemory]:
     )
     types = text.get("layer_types") or text["layers_block_type"]
     return [
-        _state_or_attention(i, kind, state, _kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
+        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
     ]
 
 
@@ -362,7 +376,7 @@ def _short_conv(text: Config) -> list[LayerMemory]:
         "full_attention" if i in text["full_attn_idxs"] else "conv" for i in range(_count(text))
     ]
     return [
-        _state_or_attention(i, kind, state, _kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
+        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
     ]
 
 

@@ -9,13 +9,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from nibble.checkpoint.weights import SCALE, kind_of
+from nibble.checkpoint.weights import PACKING, SCALE, kind_of
 
 EMBEDDING, LAST_NORM = "the embedding", "the last norm"
 SHOWN = 3
 FEW = 20  # one layer in so many may lack what all others have
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.([0-9]{1,6})\.")
-_PACKING = re.compile(r"(?:_packed|_blocks)$|(?<=\.)q(?=weight$)")  # a layer in another format lacks nothing
 _IS_EMBEDDING = re.compile(r"embed|wte|(?:^|\.)(?:emb|shared)\.", re.I)
 _IS_NORM = re.compile(r"norm|ln", re.I)
 _BUFFER = "inv_freq"  # older exporters stored it; vLLM makes it
@@ -34,8 +33,8 @@ def missing_tensors(
     stored = set(names)
     promised = set(index) - stored
     if promised:
-        forms = {_PACKING.sub("", name) for name in stored}
-        promised = {name for name in promised if _PACKING.sub("", name) not in forms and _BUFFER not in name}
+        forms = {PACKING.sub("", name) for name in stored}
+        promised = {name for name in promised if PACKING.sub("", name) not in forms and _BUFFER not in name}
     named = stored | promised
     found = sorted(promised)
     prefix, stack = _decoder(named, num_layers or 0)
@@ -71,8 +70,9 @@ def _layers(prefix: str, stack: Stack, num_layers: int) -> Iterator[str]:
     yield from (f"{prefix}{number}" for number in range(num_layers) if number not in present)
     together: defaultdict[str, set[int]] = defaultdict(set)
     for end, layers in stack.items():
-        if not SCALE.search(end) and _BUFFER not in end:  # nvfp4.py looks after scales
-            together[_PACKING.sub("", end)] |= layers
+        if not SCALE.search(end) and _BUFFER not in end:  # nvfp4.py checks scales
+            # A layer in another format lacks nothing.
+            together[PACKING.sub("", end)] |= layers
     ends: defaultdict[frozenset[int], list[str]] = defaultdict(list)
     for end, layers in together.items():
         ends[frozenset(layers)].append(end)
@@ -96,7 +96,7 @@ def _holes(layers: Set[int], present: Set[int]) -> list[int]:
 
 
 def _ends(names: Set[str]) -> Iterator[str]:
-    """What a model has beside its layers. A draft in a repository of its own takes both from its target."""
+    """What a model has beside its layers. A draft in its own repository takes both from its target."""
     if "fc.weight" in names:
         return
     beside = [name for name in names if not _LAYER.search(name) and kind_of(name) not in ("vision", "draft")]

@@ -72,6 +72,11 @@ class Problem:
     is_draft: bool = False
     others: int = 0
 
+    @classmethod
+    def of(cls, kind: str, tensor: TensorInfo, what: str, expected: str, is_draft: bool = False) -> Problem:
+        """A damaged tensor."""
+        return cls(kind, ExitCode.MODEL, tensor.name, tensor.file, what, expected, is_draft)
+
     def error(self, where: str) -> NibbleError:
         """As an error; `where` is the folder or id that the file is in."""
         more = f" ({self.others} more like it)" if self.others else ""

@@ -10,7 +10,6 @@ from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Problem, gather
 from nibble.checkpoint.scale_values import TensorFiles
 from nibble.checkpoint.weights import is_scale, kind_of
-from nibble.errors import ExitCode
 
 SMALL_BYTES = (
     4 << 20
@@ -22,7 +21,7 @@ _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
 def check_plain_values(
     folder: Path, tensors: Iterable[TensorInfo], num_layers: int | None
 ) -> tuple[Problem, ...]:
-    """The first of `tensors` in `folder` that holds a value which is no finite number, and how many more there are."""
+    """The first of `tensors` in `folder` that holds NaN or infinity, and how many more there are."""
     small = [tensor for tensor in tensors if _is_looked_at(tensor)]
     small.sort(key=lambda tensor: (tensor.file, tensor.offset))
     problems = []
@@ -32,17 +31,7 @@ def check_plain_values(
             if place is not None:
                 is_draft = kind_of(tensor.name, num_layers) == "draft"
                 what = f"holds NaN or infinity at element {place}"
-                problems.append(
-                    Problem(
-                        "plain value",
-                        ExitCode.MODEL,
-                        tensor.name,
-                        tensor.file,
-                        what,
-                        "finite numbers",
-                        is_draft,
-                    )
-                )
+                problems.append(Problem.of("plain value", tensor, what, "finite numbers", is_draft))
     return gather(problems)
 
 

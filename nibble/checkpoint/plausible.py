@@ -13,24 +13,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.layer_tensors import families
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
 from nibble.checkpoint.plain_values import SMALL_BYTES
 from nibble.checkpoint.scale_values import TensorFiles, floats, largest_scale, numbers
-from nibble.errors import ExitCode
+from nibble.checkpoint.weights import kind_of
 
 LARGEST_CODE, LARGEST_SCALE = 6.0, 448.0
 LARGEST_WEIGHT = 2.0**14  # a reciprocal makes less of a weight whose largest value is above 440
 FAR = 200.0  # from the median of a weight's namesakes in other layers
 FAR_CACHE = 100.0  # a cache's scale
 MIN_NEIGHBOURS = 3
-_CACHE_SCALE = re.compile(r"\.(?:k|v|q)_scale$")
+_START_BYTES = 4096  # nearly all tensors have a value other than 0 there
+# The names that vLLM takes for scales of the KV cache (vllm 0.32 model_loader/weight_utils.py:1622).
+_CACHE_SCALE = re.compile(r"\.(?:[kvq]|kv)_scale$|\.(?:q|[kv]_cache)\.scale$")
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 _NORM = re.compile(r"norm[^.]*\.weight$")
 # Norms that multiply by 1 + weight, where 0 is the value they begin with (vllm 0.32 layernorm.py GemmaRMSNorm).
-ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5")
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,11 @@ class Plausibility:
 
 
 def check_plausible(
-    folder: Path, tensors: Mapping[str, TensorInfo], weights: Sequence[Nvfp4Weight], model_type: str
+    folder: Path,
+    tensors: Mapping[str, TensorInfo],
+    weights: Sequence[Nvfp4Weight],
+    model_type: str,
+    num_layers: int | None = None,
 ) -> Plausibility:
     """Read the scales of the KV cache, the global scales of `weights`, and norms; block scales where a global scale is large."""
     with TensorFiles(folder) as files:
@@ -50,10 +58,13 @@ def check_plausible(
             name: _values(files, tensor) for name, tensor in tensors.items() if _CACHE_SCALE.search(name)
         }
         multipliers = {weight.module: _multipliers(files, weight) for weight in weights}
+        norms = _zero_norms(files, tensors, num_layers)
+        scales = [weight for weight in weights if weight.scale and _is_zero(files, weight.scale)]
         problems = [
-            *_cache_problems(cache, tensors),
+            *_cache_problems(cache, tensors, num_layers),
             *_too_large(files, weights, multipliers),
-            *_zeros(files, tensors, weights, model_type),
+            *_norm_problems(norms, model_type, num_layers),
+            *_scale_problems(scales, weights),
         ]
     largest = {
         module: LARGEST_CODE * LARGEST_SCALE * max(found) for module, found in multipliers.items() if found
@@ -61,6 +72,8 @@ def check_plausible(
     doubts = (
         *_far({name: max(values) for name, values in cache.items() if values}, FAR_CACHE, ""),
         *_far(largest, FAR, "weights of up to "),
+        *_norm_doubts(norms, tensors, model_type),
+        *_scale_doubts(scales),
     )
     return Plausibility(gather(problems), doubts)
 
@@ -70,12 +83,14 @@ def _values(files: TensorFiles, tensor: TensorInfo) -> tuple[float, ...]:
 
 
 def _cache_problems(
-    cache: Mapping[str, tuple[float, ...]], tensors: Mapping[str, TensorInfo]
+    cache: Mapping[str, tuple[float, ...]], tensors: Mapping[str, TensorInfo], num_layers: int | None
 ) -> Iterator[Problem]:
     for name, values in cache.items():
         if bad := [value for value in values if not 0 < value < math.inf]:
             what, expected = f"is {bad[0]}", "a finite number above 0"
-            yield Problem("cache scale", ExitCode.MODEL, name, tensors[name].file, what, expected)
+            yield Problem.of(
+                "cache scale", tensors[name], what, expected, kind_of(name, num_layers) == "draft"
+            )
 
 
 def _multipliers(files: TensorFiles, weight: Nvfp4Weight) -> tuple[float, ...]:
@@ -101,33 +116,67 @@ def _too_large(
             value = floats(files.read(weight.global_scale, 0, 4))[0]
             what = f"is {value:.4g}, which makes weights of up to {largest:.3g} with its block scales"
             expected = f"weights of at most {LARGEST_WEIGHT:g}; the scale may be stored as its reciprocal"
-            yield Problem("global scale", ExitCode.MODEL, weight.global_scale.name, weight.global_scale.file, what, expected,
-                          weight.is_draft)  # fmt: skip
+            yield Problem.of("global scale", weight.global_scale, what, expected, weight.is_draft)
 
 
-def _zeros(
-    files: TensorFiles, tensors: Mapping[str, TensorInfo], weights: Sequence[Nvfp4Weight], model_type: str
-) -> Iterator[Problem]:
-    """Norms of zeros, where a norm multiplies by its weight; block scales of zeros in every weight."""
+def _zero_norms(
+    files: TensorFiles, tensors: Mapping[str, TensorInfo], num_layers: int | None
+) -> Sequence[TensorInfo]:
+    """Norms of the language model and its drafts that hold only zeros."""
+    return [
+        tensor
+        for name, tensor in tensors.items()
+        if 0 < tensor.nbytes <= SMALL_BYTES
+        and _NORM.search(name)
+        and kind_of(name, num_layers) != "vision"
+        and _is_zero(files, tensor)
+    ]
+
+
+def _norm_problems(norms: Iterable[TensorInfo], model_type: str, num_layers: int | None) -> Iterator[Problem]:
+    """Of families whose norms multiply by their weight."""
     if model_type in families() and model_type not in ONE_PLUS:
-        for name, tensor in tensors.items():
-            small = 0 < tensor.nbytes <= SMALL_BYTES
-            if small and _NORM.search(name) and _is_zero(files, tensor):
-                yield Problem(
-                    "zero norm", ExitCode.MODEL, name, tensor.file, "holds zeros alone", "a norm's factors"
-                )
-    scales = [weight.scale for weight in weights if weight.scale is not None]
-    if scales and all(_is_zero(files, scale) for scale in scales):
-        what, expected = "holds zeros alone, as all block scales do", "scales above 0"
-        yield Problem("zero scales", ExitCode.MODEL, scales[0].name, scales[0].file, what, expected)
+        for norm in norms:
+            is_draft = kind_of(norm.name, num_layers) == "draft"
+            yield Problem.of("zero norm", norm, "holds only zeros", "factors other than 0", is_draft)
+
+
+def _norm_doubts(
+    norms: Sequence[TensorInfo], tensors: Mapping[str, TensorInfo], model_type: str
+) -> Iterator[str]:
+    """Of other families, whose norms may multiply by 1 + weight: all of them zero are unlikely after training."""
+    count = sum(_NORM.search(name) is not None and kind_of(name) != "vision" for name in tensors)
+    if model_type not in families() and len(norms) == count > 1:
+        yield f"{norms[0].name} and the {count - 1} other norms hold only zeros"
+
+
+def _scale_problems(zeros: Sequence[Nvfp4Weight], weights: Sequence[Nvfp4Weight]) -> Iterator[Problem]:
+    if zeros and len(zeros) == sum(weight.scale is not None for weight in weights) and zeros[0].scale:
+        what, expected = "holds only zeros, as all block scales do", "scales above 0"
+        yield Problem.of("zero scales", zeros[0].scale, what, expected, all(w.is_draft for w in weights))
+
+
+def _scale_doubts(zeros: Iterable[Nvfp4Weight]) -> Iterator[str]:
+    """An expert that no token reached in training may be zero."""
+    found = [weight.scale.name for weight in zeros if weight.scale and _EXPERTS not in weight.module]
+    if found:
+        yield f"{found[0]} holds only zeros{_more(found)}, so that the weight is 0"
 
 
 def _is_zero(files: TensorFiles, tensor: TensorInfo) -> bool:
-    return all(data.count(0) == len(data) for data in files.chunks(tensor))
+    start = files.read(tensor, 0, min(tensor.nbytes, _START_BYTES))
+    return not any(start) and all(data.count(0) == len(data) for data in files.chunks(tensor))
+
+
+def _more(found: Sequence[Any]) -> str:
+    return f" ({len(found) - 1} more like it)" if found[1:] else ""
 
 
 def _far(values: Mapping[str, float], ratio: float, what: str) -> Iterator[str]:
-    """Sentences about values far from the median of their namesakes in other layers."""
+    """Sentences about values far from the median of their namesakes in other layers.
+
+    Experts far below it are usual: no token reached them in training.
+    """
     groups: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, value in values.items():
         groups[_NUMBER.sub(".*", name)][name] = value
@@ -135,8 +184,12 @@ def _far(values: Mapping[str, float], ratio: float, what: str) -> Iterator[str]:
     for named in groups.values():
         middle = median(named.values())
         if len(named) > MIN_NEIGHBOURS and 0 < middle < math.inf:
-            found += [(n, v, middle) for n, v in named.items() if not middle / ratio < v < middle * ratio]
+            found += [
+                (name, value, middle)
+                for name, value in named.items()
+                if value > middle * ratio or (value < middle / ratio and _EXPERTS not in name)
+            ]
     if found:
         name, value, middle = found[0]
-        more = f" ({len(found) - 1} more like it)" if found[1:] else ""
-        yield f"{name} has {what}{value:.3g}, and the median of its namesakes in other layers is {middle:.3g}{more}"
+        median_of = "the median of its namesakes in other layers"
+        yield f"{name} has {what}{value:.3g}, and {median_of} is {middle:.3g}{_more(found)}"

@@ -86,9 +86,7 @@ def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
         for tensor, is_draft in scales:
             if damage := _damage(tensor, files.chunks(tensor), tensor.name in divisors):
                 kind, what, expected = damage
-                problems.append(
-                    Problem(kind, ExitCode.MODEL, tensor.name, tensor.file, what, expected, is_draft)
-                )
+                problems.append(Problem.of(kind, tensor, what, expected, is_draft))
     return ScaleCheck(gather(problems), len(scales), sum(tensor.nbytes for tensor, _ in scales))
 
 
@@ -109,7 +107,7 @@ def _damage(tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool) -> tu
                 value for value in floats(data) if is_divisor and not LEAST_F32 <= 1 / value <= LARGEST_F32
             ]
             if bad:
-                what = f"is a divisor of {bad[0]:.4g}, whose reciprocal is no normal float32"
+                what = f"is a divisor of {bad[0]:.4g}, whose reciprocal is not a normal float32"
                 return "divisor", what, f"a number from {1 / LARGEST_F32:.3g} to {1 / LEAST_F32:.3g}"
         start += len(data)
     return None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nibble.checkpoint.compressed_tensors import group_kind, unread_weights
 from nibble.checkpoint.headers import TensorInfo
 
 Config = Mapping[str, Any]
@@ -301,7 +302,7 @@ def modelopt_kv_cache(declared: Config) -> str | None:
 
 def _compressed_tensors(declared: Config) -> Scheme:
     groups = [group for group in (declared.get("config_groups") or {}).values() if isinstance(group, Mapping)]
-    kinds = [_compressed_group(group) for group in groups]
+    kinds = [group_kind(group) for group in groups]
     scheme_kv = declared.get("kv_cache_scheme")
     # vllm 0.32 attention.py:263: any scheme there turns an `auto` cache into fp8.
     kv_cache = "fp8" if isinstance(scheme_kv, Mapping) else None
@@ -315,45 +316,8 @@ def _compressed_tensors(declared: Config) -> Scheme:
     detail = str(declared.get("format", ""))
     scheme = Scheme(name, "compressed-tensors", min(bits for _, bits, _ in kinds), activations, kv_cache, detail,
                     is_nvfp4=is_nvfp4)  # fmt: skip
-    reason = next((reason for group in groups if (reason := _unread_weights(group))), "")
+    reason = next((reason for group in groups if (reason := unread_weights(group, detail))), "")
     return replace(scheme, unsupported_reason=reason)
-
-
-def _unread_weights(group: Config) -> str:
-    """Why vLLM 0.32 has no scheme for the weights of a group of floats (compressed_tensors.py:420), or nothing."""
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping) or weights.get("type") != "float":
-        return ""
-    if weights.get("dynamic"):
-        return "its config says that weights are quantized dynamically, and vLLM 0.32 reads stored scales"
-    if weights.get("symmetric") is False:
-        return "its config says that weights are quantized asymmetrically, and vLLM 0.32 reads none such in floats"
-    return ""
-
-
-def _compressed_group(group: Config) -> tuple[str, int, str]:
-    """(name, weight bits, activations) of one config group."""
-    weights: Config = group.get("weights") or {}
-    inputs: Config = group.get("input_activations") or {}
-    bits, kind = int(weights.get("num_bits") or 16), weights.get("type")
-    activation = "bf16"
-    if inputs:
-        activation = f"{'fp' if inputs.get('type') == 'float' else 'int'}{inputs.get('num_bits')}"
-    # vllm 0.32 compressed_tensors.py recognises NVFP4 by exactly these four.
-    if (
-        bits == 4
-        and kind == "float"
-        and weights.get("strategy") == "tensor_group"
-        and weights.get("group_size") == 16
-    ):
-        return {"bf16": "NVFP4A16", "fp4": "NVFP4"}.get(activation, f"NVFP4A-{activation}"), 4, activation
-    if bits == 4 and kind == "float" and weights.get("group_size") == 32:
-        return "MXFP4", 4, activation
-    if kind == "float":
-        strategy = str(weights.get("strategy", ""))
-        name = "MXFP8" if weights.get("group_size") == 32 else "FP8"
-        return f"{name}_BLOCK" if strategy == "block" else name, bits, activation
-    return f"W{bits}A{activation[3:] if activation.startswith('int') else 16}", bits, activation
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

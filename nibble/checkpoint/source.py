@@ -121,7 +121,7 @@ def open_source(
     """Find `model`: the folder `path`, a folder named `model`, the cache, or the Hub, in this order.
 
     The cache is used when it needs no question (offline, or `revision` is a commit that is there) and when the Hub
-    cannot be reached. Raises MODEL (4); `unreachable` is set on the error where a network would mend it.
+    cannot be reached. Raises MODEL (4); `unreachable` is set on the error where a network connection would fix it.
     """
     if path is not None:
         return _folder(model, path, "cache")  # an id whose snapshot the caller has fetched

@@ -21,6 +21,8 @@ SCALE = re.compile(
     r"(_scale(_2|_inv)?|_scales|scale_inv|\.scales|qzeros|g_idx|zero_point|_global_scale|input_scale|absmax"
     r"|quant_map|weight_shape|k_scale|v_scale|q_scale|SCB)$"
 )
+# What a packed format adds to the name of a weight.
+PACKING = re.compile(r"(?:_packed|_blocks)$|(?<=\.)q(?=weight$)")
 # Weights vLLM divides along their input (its RowParallelLinear), by the names checkpoints give them.
 SPLIT_ALONG_INPUT = re.compile(
     r"\.(o_proj|down_proj|out_proj|wo|w2|c_proj|dense|dense_4h_to_h|fc2)\.weight(_packed)?$"

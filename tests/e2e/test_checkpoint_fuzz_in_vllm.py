@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -37,6 +38,8 @@ SECONDS = float(os.environ.get("NIBBLE_FUZZ_SECONDS", "600"))
 SEED = int(os.environ.get("NIBBLE_FUZZ_SEED", "1"))
 PROGRAM = Path(__file__).parents[1] / "fixtures/fuzz_in_vllm.py"
 BOUND = 1e-3  # nats
+ANSWER_SECONDS = 120
+ENDED = "the process ended with"
 # Loaded even where the checks refuse it: families that these do not know depend on the load to find it.
 SEEN_WHILE_LOADING = ("absent tensor", "renamed tensor", "a row less")
 
@@ -64,12 +67,17 @@ class Vllm:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps({"folder": str(folder), "overrides": overrides}) + "\n")
         self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
+        limit = threading.Timer(ANSWER_SECONDS, self.process.kill)
+        limit.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("RESULT "):
+                    return json.loads(line.removeprefix("RESULT "))
+        finally:
+            limit.cancel()
         code = self.process.wait()
         self.process = self._start()
-        return {"error": f"the process ended with {code}", "logprobs": []}
+        return {"error": f"{ENDED} {code}", "logprobs": []}
 
     def end(self) -> None:
         """Close its input and wait."""
@@ -107,11 +115,11 @@ def sound(tmp_path: Path) -> list[Path]:
 
 def wrong(found: dict[str, Any], healthy: list[float], done: Damage) -> str:
     """How an answer breaks the rule of its damage."""
+    if done.rule == "safe":  # vLLM may refuse a value that it does not know, in its own words
+        return found["error"] if found["error"].startswith(ENDED) else ""
     if found["error"]:
         told = engine_died("load", "exit code 1", found["error"], "", None)
-        return "" if told.code is ExitCode.MODEL or done.rule == "safe" else found["error"][:400]
-    if done.rule != "exact":
-        return ""
+        return "" if told.code is ExitCode.MODEL else found["error"][:400]
     far = max(abs(one - other) for one, other in zip(found["logprobs"], healthy, strict=True))
     return "" if math.isfinite(far) and far <= BOUND else f"log-probs differ by {far}"
 
@@ -130,8 +138,8 @@ def test_damage_is_refused_by_name_or_does_nothing(sound: list[Path], vllm: Vllm
         folder, model = tmp_path / "damaged", sound[seed * 7 % len(sound)]
         done = damage(model, folder, seed)
         plan = outcome(folder).plan
-        if (plan is not None and done.rule == "exact") or done.kind in SEEN_WHILE_LOADING:
-            compared += 1
+        if (plan is not None and done.rule in ("exact", "safe")) or done.kind in SEEN_WHILE_LOADING:
+            compared += done.rule == "exact"
             if fault := wrong(vllm.ask(folder, plan or plans[model]), healthy[model], done):
                 faults.append(f"seed {seed}, {model.name}, {done}: {fault}")
         shutil.rmtree(folder)

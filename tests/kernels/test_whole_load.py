@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
+from tiny_drafts import DRAFTS, write_draft
 from torch import Tensor
 
 pytestmark = pytest.mark.vllm
@@ -44,10 +46,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3n_text": ALTERNATING | {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
         "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2, "laurel_rank": 8,
         "intermediate_size": [128] * 4, "tie_word_embeddings": True},
+    "laguna": MOE,
 }  # fmt: skip
-UNTIED = ("mamba2", "jamba", "phi3", "qwen2", "deepseek_v3", "qwen3_next", "gpt_oss", "glm4_moe")
+UNTIED = ("mamba2", "jamba", "phi3", "qwen2", "deepseek_v3", "qwen3_next", "gpt_oss", "glm4_moe", "laguna")
+ROUTER_BIAS = "mlp.experts.e_score_correction_bias"
 
 Tensors = dict[str, Tensor]
+Loads = dict[str, dict[str, Any]]  # folder's name -> what was said of it
 
 
 def write_family(folder: Path, model_type: str) -> Path:
@@ -64,6 +69,18 @@ def write_family(folder: Path, model_type: str) -> Path:
 def without(*starts: str) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
         gone = [name for name in tensors if name.startswith(starts)]
+        assert gone
+        for name in gone:
+            del tensors[name]
+
+    return change
+
+
+def matching(pattern: str) -> Callable[[Tensors], None]:
+    """Without the tensors of those names."""
+
+    def change(tensors: Tensors) -> None:
+        gone = [name for name in tensors if re.search(pattern, name)]
         assert gone
         for name in gone:
             del tensors[name]
@@ -99,6 +116,12 @@ DAMAGES = {
     "embedding": Damage(DENSE, without("model.embed"), "model.embed_tokens.weight"),
     "up of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_"), f"{L}1.mlp.experts.routed_experts.2.w13"),
     "an expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"),
+    "up of every expert of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.\d+\.up_"),
+                                            f"{L}1.mlp.experts.routed_experts.0.w13"),
+    "up of every expert": Damage(EXPERTS, matching(r"\.experts\.\d+\.up_"), f"{L}0.mlp.experts.routed_experts.0.w13"),
+    "most experts of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.[0-2]\."),
+                                      f"{L}1.mlp.experts.routed_experts.0.w13"),
+    "a row of one expert too few": Damage(EXPERTS, cut(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"),
     "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
     "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
                                 f"{L}7.self_attn.q_proj.weight (bfloat16 of shape [64])"),
@@ -114,37 +137,77 @@ def damaged(folder: Path, kind: str, form: Any) -> Path:
     return folder
 
 
+def change_family(folder: Path, family: str, change: Callable[[Tensors], None]) -> Path:
+    write_family(folder, family)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def with_router_biases(tensors: Tensors) -> None:
+    for number in (1, 2, 3):
+        tensors[f"{L}{number}.{ROUTER_BIAS}"] = torch.arange(4.0) + number
+
+
+# Family, what is done to it, and the name that ends its load.
+FAMILY_DAMAGES = {
+    "one bias of queries": ("qwen2", without(f"{L}1.self_attn.q_proj.bias"), f"{L}1.self_attn.q_proj.bias"),
+    "one bias of a router": ("laguna", without(f"{L}2.{ROUTER_BIAS}"), f"{L}2.mlp.experts.routed_experts.e_score"),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def errors(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folder's name -> what ended its load; all of them in one process."""
+def loads(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Loads:
+    """Folder's name -> what was said of its load; all of them in one process."""
     root = tmp_path_factory.mktemp("models")
     folders = [write_family(root / name, name) for name in FAMILIES]
     folders += [write_checkpoint(root / f"dense {form}", DENSE, form) for form in FORMS]
     folders += [write_checkpoint(root / f"experts {form}", EXPERTS, form) for form in FORMS]
     folders += [damaged(root / f"{kind} {form}", kind, form) for kind in DAMAGES for form in FORMS]
+    folders += [
+        change_family(root / name, family, change) for name, (family, change, _) in FAMILY_DAMAGES.items()
+    ]
+    wishes: list[dict[str, Any]] = [{"folder": str(folder)} for folder in folders]
+    biased = change_family(root / "router biases", "laguna", with_router_biases)
+    wishes.append({"folder": str(biased), "show": f"{L}2.mlp.experts.routed_experts.e_score_correction_bias"})
+    wishes += [write_draft(root / name, name, root / draft.target) for name, draft in DRAFTS.items()]
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(FIXTURES / "loads_in_vllm.py")], env=os.environ | {"PYTHONPATH": path},
-        input=json.dumps([str(folder) for folder in folders]), capture_output=True, text=True, timeout=400, check=False,
+        input=json.dumps(wishes), capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"folder"')]
-    assert len(found) == len(folders), done.stderr[-3000:]
-    return {Path(entry["folder"]).name: entry["error"] for entry in found}
+    assert len(found) == len(wishes), done.stderr[-3000:]
+    return {Path(entry["folder"]).name: entry for entry in found}
 
 
 @pytest.mark.parametrize(
     "family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)]
 )
-def test_a_whole_model_loads(family: str, errors: dict[str, str]) -> None:
-    assert errors[family] == ""
+def test_a_whole_model_loads(family: str, loads: Loads) -> None:
+    assert loads[family]["error"] == ""
+
+
+def test_the_values_of_a_router_bias_beside_the_experts_arrive(loads: Loads) -> None:
+    assert loads["router biases"]["values"] == [2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("name", FAMILY_DAMAGES)
+def test_a_family_that_lacks_a_bias_ends_its_load_by_name(name: str, loads: Loads) -> None:
+    assert FAMILY_DAMAGES[name][2] in loads[name]["error"]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_may_lack_what_it_takes_from_its_target_and_nothing_else(name: str, loads: Loads) -> None:
+    error = loads[name]["error"]
+    assert DRAFTS[name].named in error if DRAFTS[name].named else error == ""
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_model_that_is_not_whole_ends_its_load_by_name(
-    kind: str, form: str, errors: dict[str, str]
-) -> None:
-    error = errors[f"{kind} {form}"]
+def test_a_model_that_is_not_whole_ends_its_load_by_name(kind: str, form: str, loads: Loads) -> None:
+    error = loads[f"{kind} {form}"]["error"]
     assert DAMAGES[kind].named in error
     assert error.startswith(
         ("ValueError: Following weights were not initialized from checkpoint: {", "TensorError: ")

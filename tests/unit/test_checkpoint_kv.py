@@ -35,6 +35,23 @@ def test_a_full_layer_keeps_k_and_v_of_every_token_in_whole_blocks() -> None:
     assert sequence_memory((FULL,), 100).total_bytes == 112 * 2 * 8 * 128 * 2
 
 
+@pytest.mark.parametrize(
+    ("stated", "heads"), [({}, 8), ({"num_key_value_heads": 4}, 4), ({"num_key_value_heads": None}, 16)]
+)
+def test_kv_heads_that_config_json_leaves_out_are_the_default_of_the_class(
+    stated: dict[str, Any], heads: int
+) -> None:
+    """As transformers writes the text model of Mistral 3."""
+    text = {
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "hidden_size": 64,
+    } | stated
+    found = layers({"model_type": "mistral3", "text_config": text})
+    assert found and [layer.num_kv_heads for layer in found] == [heads, heads]
+
+
 def test_a_window_bounds_a_sliding_layer() -> None:
     short, long = (
         sequence_memory((SLIDING,), 512).total_bytes,

@@ -236,3 +236,24 @@ def test_quantized_lm_head_does_not_change_the_scheme(tmp_path: Path) -> None:
     del weights["lm_head.weight"]
     weights |= linear("lm_head", 128, 64, "nvfp4")
     assert scheme(tmp_path, weights, MODELOPT_NVFP4).name == "NVFP4"
+
+
+INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+UNREAD: dict[str, tuple[dict[str, Any], Any, str, str]] = {
+    "int4, dynamic": ({"num_bits": 4, "dynamic": True}, None, "pack-quantized", "dynamically"),
+    "int8, dynamic": ({"num_bits": 8, "dynamic": True}, INT8_TOKENS, "int-quantized", "dynamically"),
+    "w8a8, asymmetric": ({"num_bits": 8, "symmetric": False}, INT8_TOKENS, "int-quantized", "asymmetrically"),
+    "w8a8, symmetric": ({"num_bits": 8, "symmetric": True}, INT8_TOKENS, "int-quantized", ""),
+    "w4a16, asymmetric (AWQ)": ({"num_bits": 4, "symmetric": False}, None, "pack-quantized", ""),
+    "packed w4a8, asymmetric": ({"num_bits": 4, "symmetric": False}, INT8_TOKENS, "pack-quantized", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_integer_weights_that_vllm_has_no_scheme_for_are_refused(kind: str) -> None:
+    weights, inputs, packing, word = UNREAD[kind]
+    given = {"type": "int", "strategy": "channel"} | weights
+    group = {"targets": ["Linear"], "weights": given, "input_activations": inputs}
+    declared = {"quant_method": "compressed-tensors", "format": packing, "config_groups": {"group_0": group}}
+    reason = detect_scheme({"quantization_config": declared}, None, None).unsupported_reason
+    assert word in reason if word else reason == ""

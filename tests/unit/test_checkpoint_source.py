@@ -308,7 +308,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "longer": (lengthen, "longer than its header says"),
     "length of a web page": (web_page, "no safetensors file?"),
     "header is not JSON": (lambda f: rewrite(f, b"{not json", b""), "its header is not JSON"),
-    "header is a list": (lambda f: rewrite(f, [], b""), "no JSON object"),
+    "header is a list": (lambda f: rewrite(f, [], b""), "not a JSON object"),
     "unknown dtype": (changed(dtype="F13"), "unknown dtype 'F13'"),
     "wrong shape": (changed(shape=[65]), "model.norm.weight of dtype BF16 and shape [65] has 128 bytes; expected 130 bytes"),
     "negative shape": (changed(shape=[-64]), "its header entry for model.norm.weight is malformed"),

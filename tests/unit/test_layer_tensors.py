@@ -18,10 +18,12 @@ from tiny_model import MODELOPT_NVFP4, QWEN3
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.layer_tensors import FILE, families, layer_problems
+from nibble.checkpoint.layers import FAMILIES, head_dim, kv_heads
 from nibble.checkpoint.nvfp4 import Problem
 from nibble.errors import ExitCode
 
 COUNT = 3
+LATENT = (FAMILIES["deepseek_v3"],)  # one latent vector in the place of heads of keys and values
 LAST = f"model.layers.{COUNT - 1}."
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
@@ -131,6 +133,17 @@ def test_experts_of_one_layer_in_another_form_are_not_missing(tmp_path: Path) ->
     assert problems(tmp_path / "m", weights, **config) == ()
 
 
+def test_a_module_that_some_layers_store_in_another_form_is_not_missing(tmp_path: Path) -> None:
+    weights = qwen3()
+    for number in (1, 2):
+        shape = weights.pop(f"model.layers.{number}.mlp.up_proj.weight")[1]
+        weights[f"model.layers.{number}.mlp.up_proj._weight_qdata"] = ("U8", shape)
+    assert problems(tmp_path / "m", weights) == ()
+    del weights["model.layers.2.mlp.up_proj._weight_qdata"]
+    (found,) = problems(tmp_path / "n", weights)
+    assert found.tensor == "model.layers.2.mlp.up_proj.weight"
+
+
 def test_drafts_behind_the_last_layer_are_no_layers_too_many(tmp_path: Path) -> None:
     (found,) = problems(tmp_path / "m", qwen3(), num_hidden_layers=COUNT - 1)
     assert found.tensor.startswith(LAST) and found.expected.startswith("2 layers (num_hidden_layers")
@@ -173,13 +186,19 @@ def test_a_weight_one_row_short_is_named(form: str, tmp_path: Path) -> None:
     assert found.expected.startswith("[128, 64] (intermediate_size, hidden_size")
 
 
+def test_a_weight_of_a_draft_layer_that_does_not_fit_is_the_drafts_problem(tmp_path: Path) -> None:
+    weights = qwen3() | linear(f"model.layers.{COUNT}.mlp.up_proj", 127, 64, "bf16")
+    (found,) = problems(tmp_path / "m", weights, num_nextn_predict_layers=1)
+    assert found.tensor == f"model.layers.{COUNT}.mlp.up_proj.weight" and found.is_draft
+
+
 @pytest.mark.parametrize("value", [None, 0, -64, "64", 64.0, True, [64], 10**30])
 @pytest.mark.parametrize("key", [*WRONG_SIZES, "num_hidden_layers", "num_experts"])
 def test_odd_sizes_end_in_no_traceback(key: str, value: Any) -> None:
     text = QWEN3 | {key: value}
     tensors = {name: TensorInfo(name, dtype, tuple(shape), 0) for name, (dtype, shape) in qwen3().items()}
     layers = text["num_hidden_layers"] if type(text["num_hidden_layers"]) is int else None
-    layer_problems(tensors, (), text, "qwen3", layers, 16)
+    layer_problems(tensors, (), text, "qwen3", layers)
 
 
 @pytest.mark.parametrize("value", [None, 0, -64, "64", 64.5, True, [64], {}])
@@ -187,6 +206,68 @@ def test_odd_sizes_end_in_no_traceback(key: str, value: Any) -> None:
 def test_a_size_that_is_no_number_above_0_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     (found,) = problems(tmp_path / "m", qwen3(), **{key: value})
     assert found.error("m").what.startswith(f"{key} in m/config.json is ") and found.code is ExitCode.MODEL
+
+
+UNUSED = (
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_shared_experts",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0, None, [4, 4], -1])
+@pytest.mark.parametrize("key", UNUSED)
+def test_a_size_that_no_tensor_has_may_be_anything(key: str, value: Any, tmp_path: Path) -> None:
+    assert problems(tmp_path / "m", qwen3(), **{key: value}) == ()
+
+
+@pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size"])
+def test_a_size_of_experts_that_are_stored_is_a_number_above_0(key: str, tmp_path: Path) -> None:
+    made = qwen3(model_type="qwen3_moe", experts=4)
+    config = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 128, key: 0}
+    (found,) = problems(tmp_path / "m", made, **config)
+    assert found.tensor == key and found.what == "is 0"
+
+
+def test_one_spelling_of_the_number_of_experts_is_enough(tmp_path: Path) -> None:
+    made = qwen3(model_type="qwen3_moe", experts=4)
+    config = {
+        "model_type": "qwen3_moe",
+        "num_experts": 0,
+        "num_local_experts": 4,
+        "moe_intermediate_size": 128,
+    }
+    assert problems(tmp_path / "m", made, **config) == ()
+
+
+@pytest.mark.parametrize("model_type", ["ministral3", "glm4", "seed_oss", "ernie4_5"])
+def test_a_head_dim_that_is_not_named_is_the_default_of_its_class(model_type: str) -> None:
+    text: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    for rows, is_odd in ((512, False), (64, True)):
+        shapes = {f"model.layers.{number}.self_attn.q_proj.weight": (rows, 64) for number in range(COUNT)}
+        tensors = {name: TensorInfo(name, "BF16", shape, 0) for name, shape in shapes.items()}
+        assert bool(layer_problems(tensors, (), text, model_type, COUNT)) is is_odd
+        # What null stands for differs between classes.
+        assert layer_problems(tensors, (), text | {"head_dim": None}, model_type, COUNT) == ()
+
+
+def test_a_nested_config_without_values_equal_to_the_default_is_whole(tmp_path: Path) -> None:
+    """As transformers writes the text model of Mistral 3: 8 heads of keys and values are not named."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": COUNT,
+        "head_dim": 4,
+        "vocab_size": 128,
+    }
+    text = sizes | {"model_type": "mistral", "num_attention_heads": 16}
+    made = {
+        name if name.startswith("lm_head") else f"language_model.{name}": tensor
+        for name, tensor in qwen3(model_type="mistral").items()
+    }
+    vision = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    assert problems(tmp_path / "m", made, **vision, text_config=text) == ()
+    (found,) = problems(tmp_path / "n", made, **vision, text_config=text | {"num_key_value_heads": None})
+    assert "k_proj" in found.tensor and "num_key_value_heads" in found.expected
 
 
 @pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])
@@ -215,7 +296,7 @@ def test_many_tensors_are_quick() -> None:
     tensors = {name: TensorInfo(name, "U8", (1, 1), 1) for name in names}
     text = QWEN3 | {"num_experts": 256, "moe_intermediate_size": 128}
     start = time.process_time()
-    layer_problems(tensors, (), text, "qwen3_moe", 66, 16)
+    layer_problems(tensors, (), text, "qwen3_moe", 66)
     assert len(tensors) > 100_000 and time.process_time() - start < 3
 
 
@@ -227,6 +308,26 @@ def test_the_table_is_what_the_installed_transformers_saves() -> None:
     words = [sys.executable, str(ROOT / "tests/fixtures/layer_tensors.py"), "show"]
     made = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert made[made.index("{") :].strip() == FILE.read_text().strip()
+
+
+@pytest.mark.slow
+def test_defaults_of_heads_are_those_of_the_installed_transformers() -> None:
+    """For configs that leave a value out: of every family whose shapes or layers are known here."""
+    config = pytest.importorskip("transformers").AutoConfig
+    stated = {"num_attention_heads": 6, "hidden_size": 768}
+    compared = 0
+    for model_type in {*families(), *FAMILIES}:
+        try:
+            found = config.for_model(model_type, **stated).to_dict()
+        except Exception:  # not in transformers, or its sizes have to fit each other
+            continue
+        given = stated | {"model_type": model_type}
+        if found.get("num_key_value_heads") is not None and FAMILIES.get(model_type) not in LATENT:
+            assert kv_heads(given) == found["num_key_value_heads"], model_type
+            compared += 1
+        if isinstance(found.get("head_dim"), int) and FAMILIES.get(model_type) not in LATENT:
+            assert head_dim(given) == found["head_dim"], model_type
+    assert compared > 40
 
 
 FAMILY: Callable[[str], Any] = json.loads(FILE.read_text()).get

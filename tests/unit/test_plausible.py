@@ -102,9 +102,10 @@ def test_block_scales_are_read_before_a_global_scale_is_called_too_large(tmp_pat
 
 
 @pytest.mark.parametrize("value", [1e-40, 2e-39, 3.3e38])
-@pytest.mark.parametrize("leaf", ["weight_global_scale"])
+@pytest.mark.parametrize("leaf", ["weight_global_scale", "input_global_scale"])
 def test_a_divisor_whose_reciprocal_overflows_is_refused(leaf: str, value: float, tmp_path: Path) -> None:
-    error = refused(model(tmp_path / "m", "ct", {f"{UP}.{leaf}": f32(value)}))
+    name = f"{UP}.{leaf}"
+    error = refused(model(tmp_path / "m", "ct", {name: f32(value)}, {name: ("F32", [1])}))
     assert f"{UP}.{leaf}" in error.what and "reciprocal" in error.what
 
 
@@ -148,6 +149,15 @@ def test_it_is_read_in_every_type(dtype: str, nan: bytes, tmp_path: Path) -> Non
     assert numbers(b"\x80\x3f\x00\xc0", "BF16") == (1.0, -2.0) and numbers(b"\x00\x3c", "F16") == (1.0,)
 
 
+@pytest.mark.parametrize(
+    "leaf", ["kv_scale", "k_cache.scale", "v_cache.scale", "q.scale", "attn.k_scale", "q_scale"]
+)
+def test_it_is_read_under_every_name_that_vllm_knows(leaf: str, tmp_path: Path) -> None:
+    name = f"model.layers.1.self_attn.{leaf}"
+    found = model(tmp_path / "m", "bf16", {name: f32(float("nan"))}, {name: ("F32", [1])})
+    assert f"{name} in " in refused(found).what
+
+
 def test_a_scale_a_thousand_times_its_neighbours_is_told_with_the_figures(tmp_path: Path) -> None:
     layers = 6
     names = [f"model.layers.{number}.self_attn.k_proj.k_scale" for number in range(layers)]
@@ -185,7 +195,7 @@ def test_weights_far_from_those_of_other_layers_are_told(tmp_path: Path) -> None
 def test_a_norm_of_zeros_is_refused_where_norms_multiply(tmp_path: Path) -> None:
     norm = "model.layers.1.post_attention_layernorm.weight"
     error = refused(model(tmp_path / "m", values={norm: bytes(128)}))
-    assert norm in error.what and "zeros alone" in error.what
+    assert norm in error.what and "holds only zeros" in error.what
     gemma = {"model_type": "gemma", "head_dim": 16}
     assert check_values(model(tmp_path / "n", values={norm: bytes(128)}, **gemma), with_draft=True) == []
 
@@ -197,8 +207,70 @@ def test_block_scales_of_zeros_in_every_weight_are_refused(tmp_path: Path) -> No
         if name.endswith("weight_scale")
     }
     assert "as all block scales do" in refused(model(tmp_path / "m", values=zeros)).what
-    zeros.popitem()  # an expert that was never trained may be zero
-    assert check_values(model(tmp_path / "n", values=zeros), with_draft=True) == []
+    zeros.popitem()
+    (line,) = check_values(model(tmp_path / "n", values=zeros), with_draft=True)
+    assert f"{next(iter(zeros))} holds only zeros ({len(zeros) - 1} more like it)" in line
+
+
+def test_block_scales_of_zeros_in_an_expert_are_plausible(tmp_path: Path) -> None:
+    """No token may have reached it in training."""
+    name = "model.layers.1.mlp.experts.3.up_proj.weight_scale"
+    assert check_values(with_experts(tmp_path / "m", {name: bytes(512)}), with_draft=True) == []
+
+
+def with_experts(folder: Path, values: dict[str, bytes]) -> Checkpoint:
+    weights = qwen3("nvfp4", model_type="qwen3_moe", experts=8)
+    healthy = {name: f32(HEALTHY) for name in weights if name.endswith("weight_scale_2")}
+    healthy |= {
+        n: b"\x7e" * (shape[0] * shape[1]) for n, (_, shape) in weights.items() if n.endswith("weight_scale")
+    }
+    config = {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": COUNT,
+    }
+    config["quantization_config"] = FORMS["nvfp4"]
+    return read_checkpoint(str(write_checkpoint(folder, weights, config, None, healthy | values)))
+
+
+def test_an_expert_far_below_the_others_is_usual_and_one_far_above_is_told(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight_scale_2"
+    assert check_values(with_experts(tmp_path / "m", {name: f32(HEALTHY / 1000)}), with_draft=True) == []
+    (line,) = check_values(with_experts(tmp_path / "n", {name: f32(HEALTHY * 1000)}), with_draft=True)
+    assert "experts.3.up_proj has weights of up to 1e+03" in line
+
+
+MTP_NORM, TOWER_NORM = f"model.layers.{COUNT}.enorm.weight", "vision_tower.encoder.layers.0.norm1.weight"
+
+
+def test_a_norm_of_a_draft_or_a_vision_tower_may_be_zero(tmp_path: Path) -> None:
+    for name in (MTP_NORM, TOWER_NORM):
+        found = model(
+            tmp_path / name, "bf16", {name: bytes(128)}, {name: ("BF16", [64])}, num_nextn_predict_layers=1
+        )
+        assert check_values(found, with_draft=False) == []
+        if name == TOWER_NORM:
+            assert check_values(found, with_draft=True) == []
+        else:
+            assert name in refused(found).what
+        assert inspect_model(read_wishes([str(tmp_path / name)], {}), False).exit_code == 0
+
+
+def test_a_scale_of_the_cache_of_a_draft_is_read_where_it_drafts(tmp_path: Path) -> None:
+    name = f"model.layers.{COUNT}.self_attn.k_proj.k_scale"
+    found = model(tmp_path / "m", "bf16", {name: f32(0.0)}, {name: ("F32", [1])}, num_nextn_predict_layers=1)
+    assert check_values(found, with_draft=False) == []
+    assert name in refused(found).what
+
+
+def test_norms_of_zeros_throughout_a_family_that_is_not_known_are_told(tmp_path: Path) -> None:
+    norms = {name: bytes(2 * shape[0]) for name, (_, shape) in qwen3().items() if "norm" in name}
+    other = {"model_type": "deepseek_v3"}
+    (line,) = check_values(model(tmp_path / "m", "bf16", norms, **other), with_draft=True)
+    assert f" and the {len(norms) - 1} other norms hold only zeros" in line
+    norms.popitem()
+    assert check_values(model(tmp_path / "n", "bf16", norms, **other), with_draft=True) == []
 
 
 # --- copies, config, tokenizer ---------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 It puts subclasses in the place of vLLM's NVFP4 methods, which merge global scales exactly, refuse scales that were not
 loaded, take activations as asked, load a quantized lm_head in every model, and serve NVFP4 on the CPU; it adds CloverLM,
-which vLLM does not have; it tells nibble's supervisor how far each process is (pulse.py) and sizes the queue of a worker's
-answers (queues.py). vLLM 0.32 looks the
-classes up in these modules when it makes a layer; they keep vLLM's names because some of its code asks for a name
-(gpt_oss.py:349, linear.py:528).
+which vLLM does not have; it loads router biases that are stored beside the experts (router_bias.py) and ends a load that
+leaves a weight unwritten (whole_load.py); it tells nibble's supervisor how far each process is (pulse.py) and sizes the
+queue of a worker's answers (queues.py). vLLM 0.32 looks the classes up in these modules when it makes a layer; they keep
+vLLM's names because some of its code asks for a name (gpt_oss.py:349, linear.py:528).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def register() -> None:
         pulse,
         quartet2,
         queues,
+        router_bias,
         whole_load,
     )
 
@@ -61,4 +62,5 @@ def register() -> None:
     neighbours.follow_loading()
     pulse.register()
     queues.size_answer_queue()
+    router_bias.load_router_biases()
     whole_load.check_loads()

@@ -7,6 +7,7 @@ only for unquantized models (default_loader.py:507). What no tensor writes keeps
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -142,7 +143,8 @@ def _unwritten_parts(
     model: Any, module: Any, prefix: str, leaf: str, parameter: Any, regions: set[Region]
 ) -> Iterator[str]:
     if isinstance(module, RoutedExperts) and leaf.startswith(("w13_", "w2_")) and parameter.ndim > 1:
-        yield from (f"{prefix}.{expert}.{leaf}" for expert in _short_experts(parameter, regions))
+        is_pair = leaf.startswith("w13_") and module.moe_config.is_act_and_mul
+        yield from (f"{prefix}.{expert}.{leaf}" for expert in _short_experts(parameter, regions, is_pair))
         return
     widths, dim = getattr(module, "output_partition_sizes", ()), getattr(parameter, "output_dim", None)
     if not isinstance(module, LinearBase) or dim is None or len(widths) < 2:
@@ -164,15 +166,54 @@ def _touches(region: Region, parameter: Any, dim: int, low: int, high: int) -> b
     return first < high and first + count > low
 
 
-def _short_experts(parameter: Any, regions: set[Region]) -> list[int]:
-    """Experts with fewer written regions than most: one of gate and up, or all of an expert, is missing."""
-    step, counts = parameter.stride(0), Counter[int]()
+def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[int]:
+    """Experts of which gate, up, all or some rows are missing. `is_pair`: gate and up lie in the halves of one dimension.
+
+    vLLM may pad each half at its end and takes weights that are too small (vllm 0.32 fused_moe/routed_experts.py:523), so
+    that an expert's size tells only beside the others'.
+    """
+    dim = 2 if getattr(parameter, "is_transposed", False) and parameter.ndim > 2 else 1
+    size = parameter.shape[dim]
+    parts = [(0, size // 2), (size // 2, size)] if is_pair else [(0, size)]
+    touched = [
+        {expert for region in regions for expert in _experts_in(region, parameter, dim, low, high)}
+        for low, high in parts
+    ]
+    experts, elements = range(parameter.shape[0]), _elements(parameter, regions)
+    usual = Counter(elements[expert] for expert in experts).most_common(1)[0][0]
+    return [e for e in experts if elements[e] < usual or not all(e in found for found in touched)]
+
+
+def _elements(parameter: Any, regions: set[Region]) -> Counter[int]:
+    """Expert -> how many of its elements were written. A region that is no view by experts counts for its first."""
+    step, found = parameter.stride(0), Counter[int]()
     for offset, sizes, strides in regions:
+        count = next((size for size, stride in zip(sizes, strides, strict=True) if stride == step), 1)
         first = (offset - parameter.storage_offset()) // step
-        last = first + sum((s - 1) * stride for s, stride in zip(sizes, strides, strict=True)) // step
-        counts.update(range(first, last + 1))
-    usual = Counter(counts.values()).most_common(1)[0][0]
-    return [expert for expert in range(parameter.shape[0]) if counts[expert] < usual]
+        for number in range(count):
+            found[first + number] += math.prod(sizes) // count
+    return found
+
+
+def _experts_in(region: Region, parameter: Any, dim: int, low: int, high: int) -> Iterator[int]:
+    """Experts of which a region holds some of low to high along `dim`."""
+    offset, sizes, strides = region
+    step = parameter.stride(0)
+    start = offset - parameter.storage_offset()
+    inner = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if stride != step]
+    count = next((size for size, stride in zip(sizes, strides, strict=True) if stride == step), 1)
+    extent = sum((size - 1) * stride for size, stride in inner)
+    is_outermost = parameter.stride(dim) == max(parameter.stride()[1:])
+    for begin in range(start, start + count * step, step):
+        for expert in range(begin // step, (begin + extent) // step + 1):
+            first, last = max(begin - expert * step, 0), min(begin + extent - expert * step, step - 1)
+            if is_outermost:
+                # By places in memory: a region may be a view with other dimensions.
+                is_in = first < high * parameter.stride(dim) and last >= low * parameter.stride(dim)
+            else:
+                is_in = _touches(region, parameter, dim, low, high)
+            if is_in:
+                yield expert
 
 
 def _part(model: Any, prefix: str, number: int) -> str:
