@@ -74,7 +74,10 @@ SETTINGS = {
 }
 CODE = {
     "nibble": (changed_nibble, "nibble's code differs from that of {first}: file drain.py has other content"),
-    "kernels": (changed_kernels, f"file {KERNEL} is there only on this node"),
+    "kernels": (
+        changed_kernels,  # "has other content" where the installed wheel says what it was made from
+        f"the build of nibble's kernels differs from that of {{first}}: file {KERNEL} ",
+    ),
     "patches": (changed_patches, "the set of vLLM patches differs from that of {first}: patch "),
 }
 QUICK = ("model", "activations", "patches")
