@@ -221,8 +221,9 @@ def test_where_no_report_differs_either_the_canarys_references_end_the_start_wit
     shutil.copytree(NVFP4, tmp_path / "copy")
     other_layers(tmp_path / "copy")
     both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), "PYTHONPATH": blind}
-    head = hosts[0].start(tmp_path / "0", *WORDS, **both, NIBBLE_NODE_RANK="0")
-    words = ("serve", str(tmp_path / "copy"), *WORDS[2:])
+    eager = ("--enforce-eager",)  # the demo's recipe knows the demo by its path
+    head = hosts[0].start(tmp_path / "0", *WORDS, *eager, **both, NIBBLE_NODE_RANK="0")
+    words = ("serve", str(tmp_path / "copy"), *WORDS[2:], *eager)
     rank1 = hosts[1].start(tmp_path / "1", *words, **both, NIBBLE_NODE_RANK="1")
     try:
         assert head.wait(500) == 8, head.said()[-3000:]
