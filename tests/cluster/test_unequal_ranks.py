@@ -220,7 +220,7 @@ def test_where_no_report_differs_either_the_canarys_references_end_the_start_wit
     blind = str(without_comparisons(tmp_path / "blind"))
     shutil.copytree(NVFP4, tmp_path / "copy")
     other_layers(tmp_path / "copy")
-    both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), "PYTHONPATH": blind}
+    both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), "PYTHONPATH": blind, "NIBBLE_CANARY": "strict"}
     eager = ("--enforce-eager",)  # the demo's recipe knows the demo by its path
     head = hosts[0].start(tmp_path / "0", *WORDS, *eager, **both, NIBBLE_NODE_RANK="0")
     words = ("serve", str(tmp_path / "copy"), *WORDS[2:], *eager)
