@@ -115,12 +115,12 @@ def other_values(folder: Path) -> None:
 
 
 def other_layers(folder: Path) -> None:
-    """Layers 1 and 2 have each other's names: every shape, type and kernel is the same."""
+    """The first and the last layer have each other's names: every shape, type and kernel is the same."""
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
-    swap = {b"model.layers.1.": b"model.layers.2.", b"model.layers.2.": b"model.layers.1."}
-    header = re.sub(rb"model\.layers\.[12]\.", lambda match: swap[match[0]], content[8:end])
+    swap = {b"model.layers.0.": b"model.layers.3.", b"model.layers.3.": b"model.layers.0."}
+    header = re.sub(rb"model\.layers\.[03]\.", lambda match: swap[match[0]], content[8:end])
     weights.write_bytes(content[:8] + header + content[end:])
 
 
