@@ -16,7 +16,7 @@ SERVE = f"NIBBLE_CLUSTER=ray nibble serve {DEMO} --max-model-len 1024"
 KILL = """
 import os, pathlib, signal
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    if b"VLLM::EngineCor" in (folder / "cmdline").read_bytes():
+    if (folder / "cmdline").read_bytes().startswith(b"VLLM::EngineCor"):
         os.kill(int(folder.name), signal.SIGKILL)
 """
 
