@@ -203,7 +203,9 @@ def ended_process(
 ) -> str | None:
     """Which process of vLLM's on `nodes` ended by itself first, in words: the ends of others may follow from it.
 
-    None while all run, and until SETTLE_S after the first end that is known, so that each node had the time to tell.
+    None while all run, and until SETTLE_S after the first end that is known, so that each node had the time to tell. None
+    too until every other node that holds parts of the model has given a sign of life since: the end may follow from one
+    that is gone with all its processes, which counts as lost only later.
 
     `matters` says of a node and one of its `ended` whether it concerns this run.
     """
@@ -211,4 +213,5 @@ def ended_process(
         (end["ago_s"], node, end) for node in nodes for end in node.get("ended") or () if matters(node, end)
     ]
     ago_s, node, end = max(ends, key=lambda one: one[0], default=(0.0, {}, {}))
-    return f"node {node['name']}: {end['why']}" if ago_s >= SETTLE_S else None
+    silent = [one for one in nodes if one["busy"] and one is not node and one["age_s"] > ago_s]
+    return f"node {node['name']}: {end['why']}" if ago_s >= SETTLE_S and not silent else None

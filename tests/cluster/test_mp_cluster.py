@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, NAMED_S, TOKEN, Node, Stream, greedy, node
+from cluster_nodes import DEMO, NAMED_S, TOKEN, ControlPort, Node, Stream, greedy, node
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow]
+pytestmark = pytest.mark.docker
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
 STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
@@ -41,6 +41,7 @@ def must_name_the_loss(head: Node, stream: Stream, words: str) -> None:
     head.wait_for(lambda: not head.is_ready() and words in said(head), NAMED_S, f"saying {words!r}")
 
 
+@pytest.mark.slow  # the server on one machine is another start
 def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     one_machines_answers: list[str], nodes: tuple[Node, Node], client: Node
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_cluster_answers_only_with_its_token(nodes: tuple[Node, Node]) -> No
     assert TOKEN not in head.logs()
 
 
+@pytest.mark.slow
 def test_a_check_leaves_a_server_alone_and_says_so(nodes: tuple[Node, Node]) -> None:
     head, _ = nodes
     checked = head.python(CHECK, HEAD_IP=head.address)
@@ -102,12 +104,17 @@ def test_a_paused_node_is_named_and_the_service_comes_back_with_it(
 ) -> None:
     head, rank1 = nodes
     stream = Stream(client, head)
-    rank1.pause()
-    must_name_the_loss(head, stream, "no sign")
-    assert f"node {rank1.address} (rank 1)" in head.logs()
-    assert head.leftovers() == []
-    rank1.docker("unpause")
-    head.wait_ready()
+    with ControlPort(head) as control:
+        rank1.pause()
+        must_name_the_loss(head, stream, "no sign")
+        shown = head.container.exec("nibble", "status")
+        assert (shown.returncode, "no sign" in shown.stdout) == (0, True), shown.stdout + shown.stderr
+        assert f"node {rank1.address} (rank 1)" in head.logs()
+        assert head.leftovers() == []
+        rank1.docker("unpause")
+        head.wait_ready()
+    assert control.asked > 100
+    assert control.refused == 0, control.states
     assert greedy(client, head)
 
 
@@ -140,7 +147,6 @@ def test_a_killed_head_ends_every_rank_and_the_service_comes_back_with_it(
     assert greedy(client, head)
 
 
-@pytest.mark.slow
 def test_a_killed_node_is_named_requests_end_and_nothing_is_left(
     nodes: tuple[Node, Node], client: Node
 ) -> None:
@@ -153,7 +159,6 @@ def test_a_killed_node_is_named_requests_end_and_nothing_is_left(
     assert f"node {rank1.address} (rank 1)" in head.logs()
 
 
-@pytest.mark.slow
 def test_rank_0_stopped_while_it_waits_ends_with_0(nodes: tuple[Node, Node]) -> None:
     head, _ = nodes
     head.docker("stop", "--time", "30")

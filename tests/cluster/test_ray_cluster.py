@@ -53,7 +53,7 @@ def serve(head: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     more = {"TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_MODEL": "head"}
     found = Serve(head, tmp_path_factory.mktemp("serve") / "log", MODEL, **more)
     try:
-        head.wait_for(lambda: found.said("2 GPUs are needed"), 90, "waiting for GPUs")
+        found.wait_for(lambda: found.said("2 GPUs are needed"), 90, "waiting for GPUs")
         yield found
     finally:
         found.process.kill()
@@ -152,7 +152,7 @@ def test_a_killed_worker_is_named_requests_end_and_no_part_is_left(
     worker.docker("kill")
     stream.must_end_in_error(NAMED_S)
     named = f"node {worker.address} has given no sign"
-    head.wait_for(lambda: not head.is_ready() and serve.said(named), NAMED_S, "naming the node")
+    serve.wait_for(lambda: not head.is_ready() and serve.said(named), NAMED_S, "naming the node")
     head.wait_for(lambda: head.parts() == [], NAMED_S, "without parts of the model")
 
 
@@ -177,7 +177,7 @@ def test_a_lost_worker_is_named_and_the_other_one_takes_its_place(
     stream = Stream(client, head)
     holder.cut() if fault == "cut" else holder.pause()
     stream.must_end_in_error(NAMED_S)
-    head.wait_for(lambda: serve.log.read_text().count(named) > before, NAMED_S, "naming the node")
+    serve.wait_for(lambda: serve.log.read_text().count(named) > before, NAMED_S, "naming the node")
     serve.wait_ready()
     assert other.parts()
     assert greedy(client, head)

@@ -5,6 +5,7 @@ The nodes are processes on two hosts of namespaces; nothing is loaded before the
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +74,10 @@ SETTINGS = {
 }
 CODE = {
     "nibble": (changed_nibble, "nibble's code differs from that of {first}: file drain.py has other content"),
-    "kernels": (changed_kernels, f"file {KERNEL} is there only on this node"),
+    "kernels": (
+        changed_kernels,  # "has other content" where the installed wheel says what it was made from
+        f"the build of nibble's kernels differs from that of {{first}}: file {KERNEL} ",
+    ),
     "patches": (changed_patches, "the set of vLLM patches differs from that of {first}: patch "),
 }
 QUICK = ("model", "activations", "patches")
@@ -108,6 +112,16 @@ def other_values(folder: Path) -> None:
         byte = file.read(1)
         file.seek(1_000_000)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def other_layers(folder: Path) -> None:
+    """The first and the last layer have each other's names: every shape, type and kernel is the same."""
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    swap = {b"model.layers.0.": b"model.layers.3.", b"model.layers.3.": b"model.layers.0."}
+    header = re.sub(rb"model\.layers\.[03]\.", lambda match: swap[match[0]], content[8:end])
+    weights.write_bytes(content[:8] + header + content[end:])
 
 
 def must_be_refused(head: Process, node: str, words: Sequence[str]) -> None:
@@ -193,6 +207,28 @@ def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_wit
         last = head.said().splitlines()[-1]
         assert f"node {RANK_1}: rank 1 does not run what the others run: quantization: modelopt_fp4" in last
         assert "expected as rank 0: none" in last
+    finally:
+        head.end()
+        rank1.end()
+
+
+@pytest.mark.slow
+def test_where_no_report_differs_either_the_canarys_references_end_the_start_with_8(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """Rank 1 has two layers exchanged: what each rank runs is what its plan expects, and the answers are wrong."""
+    blind = str(without_comparisons(tmp_path / "blind"))
+    shutil.copytree(NVFP4, tmp_path / "copy")
+    other_layers(tmp_path / "copy")
+    both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), "PYTHONPATH": blind, "NIBBLE_CANARY": "strict"}
+    eager = ("--enforce-eager",)  # the demo's recipe knows the demo by its path
+    head = hosts[0].start(tmp_path / "0", *WORDS, *eager, **both, NIBBLE_NODE_RANK="0")
+    words = ("serve", str(tmp_path / "copy"), *WORDS[2:], *eager)
+    rank1 = hosts[1].start(tmp_path / "1", *words, **both, NIBBLE_NODE_RANK="1")
+    try:
+        assert head.wait(500) == 8, head.said()[-3000:]
+        last = head.said().splitlines()[-1]
+        assert "the canary failed" in last and "references" in last, last
     finally:
         head.end()
         rank1.end()

@@ -291,6 +291,25 @@ def test_of_several_processes_the_one_that_ended_first_is_named_once_all_had_the
     assert ended_process(roster.nodes(), lambda node, end: True) == "node 10.0.0.2 (rank 1): the cause"
 
 
+def test_an_end_that_may_follow_from_a_silent_node_is_not_named_before_that_node_is_heard_or_lost(
+    roster: Roster, clock: Clock
+) -> None:
+    """A container that is killed tells nothing; the workers that were connected to its own end, and their nodes tell that."""
+    gone, idle = message("10.0.0.3", rank=2, busy=1), message("10.0.0.4", rank=None)
+    roster.beat(gone)
+    before = roster.nodes()
+    roster.beat(idle)
+    clock.now += 1.5
+    end = {"run": 1, "pid": 7, "why": "Connection reset by peer", "ago_s": 0.6}
+    roster.beat(message("10.0.0.2", rank=1, ended=[end]))
+    assert ended_process(roster.nodes(), lambda node, end: True) is None
+    clock.now += LOST_S - 1.5
+    assert lost_node(before, roster.nodes()) == "node 10.0.0.3 (rank 2) has given no sign of life for 10 s"
+    roster.beat(gone)
+    why = ended_process(roster.nodes(), lambda node, end: True)
+    assert why == "node 10.0.0.2 (rank 1): Connection reset by peer"
+
+
 def test_a_head_knows_how_long_the_slowest_of_its_servers_takes_to_stop(roster: Roster, clock: Clock) -> None:
     nodes = head_handlers(roster)["/nodes"]
     assert roster.servers_stop_within_s() == 0
