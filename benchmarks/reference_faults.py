@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        one_model(asked.models[0], *asked.one, asked.kv_cache_dtype)
+        reference, proof = asked.one
+        one_model(asked.models[0], reference, proof, asked.kv_cache_dtype)
         return 0
     from machine import machine
 

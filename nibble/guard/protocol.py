@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from nibble.guard.connections import Connections
 
 _USED = (
-    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_header", "on_headers_complete",
-    "on_body", "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade",
+    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_headers_complete",
+    "on_body", "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade", "_should_upgrade",
 )  # fmt: skip
 # How long the rest of a refused request is read and thrown away: a connection that is closed on unread data loses
 # the answer (RFC 9112 section 9.6).
@@ -106,10 +106,6 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._stage == "body" and self._quiet_bytes - len(data) > self._max_head_bytes:
             self._refuse(self._head_too_large())
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._stage != "body":  # the trailers of a chunked body: vLLM reads none
-            super().on_header(name, value)
-
     def on_body(self, body: bytes) -> None:
         """What comes after it is more of it, or chunk extensions and trailers, which are limited as a head is."""
         self._quiet_bytes = 0
@@ -126,6 +122,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._problem = self._head_too_large()
             raise self._problem  # httptools wraps it, uvicorn calls send_400_response
         super().on_headers_complete()
+        parser: Any = self.parser
+        if not (parser.should_upgrade() and self._should_upgrade()):  # a websocket's handshake needs them
+            self.headers = []  # for a chunked body's trailers, which vLLM does not read: the request keeps its own list
         self._start_body()
 
     def _are_headers_too_large(self) -> bool:

@@ -266,11 +266,10 @@ def test_a_scale_of_the_cache_of_a_draft_is_read_where_it_drafts(tmp_path: Path)
 
 def test_norms_of_zeros_throughout_a_family_that_is_not_known_are_told(tmp_path: Path) -> None:
     norms = {name: bytes(2 * shape[0]) for name, (_, shape) in qwen3().items() if "norm" in name}
-    other = {"model_type": "deepseek_v3"}
-    (line,) = check_values(model(tmp_path / "m", "bf16", norms, **other), with_draft=True)
+    (line,) = check_values(model(tmp_path / "m", "bf16", norms, model_type="deepseek_v3"), with_draft=True)
     assert f" and the {len(norms) - 1} other norms hold only zeros" in line
     norms.popitem()
-    assert check_values(model(tmp_path / "n", "bf16", norms, **other), with_draft=True) == []
+    assert check_values(model(tmp_path / "n", "bf16", norms, model_type="deepseek_v3"), with_draft=True) == []
 
 
 # --- copies, config, tokenizer ---------------------------------------------------------------------------------------
