@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibble.guard.contents import (
+    BATCH,
     COMPLETIONS,
     MEDIA_KEYS,
     NO_TEXT_KEYS,
@@ -90,10 +91,13 @@ class ModelFacts:
         return self.context_tokens * self.longest_token_chars
 
 
+def is_small(path: str, body: Body, size: int, limits: RequestLimits) -> bool:
+    """Most requests: nothing in them can be too many or too long, and they have no grammar."""
+    return size <= SMALL_BYTES and body.keys() <= _PLAIN and path != BATCH and limits.allow_small_bodies
+
+
 def field_problem(path: str, body: Body, size: int, limits: RequestLimits, facts: ModelFacts) -> str | None:
     """The reason to refuse `body`, which came in `size` bytes; None where it may pass."""
-    if size <= SMALL_BYTES and body.keys() <= _PLAIN and limits.allow_small_bodies:
-        return None  # most requests: nothing in them can be too many or too long
     problems = (
         _long_names(body),
         _too_many(body, path, limits),

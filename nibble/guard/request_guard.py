@@ -8,7 +8,7 @@ from typing import Any
 
 from nibble.guard.body import Bodies, Header, Held, Receive, parse, replayed, with_field
 from nibble.guard.contents import Body
-from nibble.guard.fields import ModelFacts, field_problem, sequences
+from nibble.guard.fields import ModelFacts, field_problem, is_small, sequences
 from nibble.guard.grammar_worker import Limits
 from nibble.guard.grammars import Grammars
 from nibble.guard.json_scan import JsonScan
@@ -55,8 +55,8 @@ class RequestGuard:
         value = parse(body)
         if problem := scan.problem_of(value):
             raise Refused(400, problem)
-        if not isinstance(value, dict):
-            return replayed(body, receive)  # vLLM answers 400
+        if not isinstance(value, dict) or is_small(path, value, len(body), self.limits):
+            return replayed(body, receive)  # to what is no object vLLM answers 400
         await self._check_fields(path, value, len(body), facts, scope)
         if limit := answer_limit(path, value, self.limits, facts.context_tokens):
             body = with_field(body, *limit)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nibble.guard.fields import ModelFacts, field_problem
+from nibble.guard.fields import ModelFacts, field_problem, is_small
 from nibble.guard.limits import RequestLimits
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
@@ -151,3 +152,19 @@ def test_facts_come_from_vllms_app() -> None:
     state = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config), engine_client=engine)
     assert ModelFacts.of_app(SimpleNamespace(state=state)) == ModelFacts(4096, 12, True)
     assert ModelFacts.of_app(None) == ModelFacts()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "size", "small"),
+    [
+        (CHAT, {"messages": [USER], "max_tokens": 5, "temperature": 0}, 200, True),
+        (CHAT, {"messages": [USER]}, 2049, False),
+        (CHAT, {"messages": [USER], "n": 2}, 200, False),
+        (CHAT, {"messages": [USER], "response_format": {}}, 200, False),
+        (COMPLETIONS, {"prompt": "x"}, 200, False),
+        (BATCH, {"messages": [[USER]] * 30}, 2000, False),
+    ],
+)
+def test_what_passes_without_a_look_at_its_fields(path: str, body: dict[str, Any], size: int, small: bool) -> None:
+    assert is_small(path, body, size, LIMITS) == small
+    assert not is_small(path, body, size, replace(LIMITS, max_messages=10))
