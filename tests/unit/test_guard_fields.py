@@ -165,6 +165,8 @@ def test_facts_come_from_vllms_app() -> None:
         (BATCH, {"messages": [[USER]] * 30}, 2000, False),
     ],
 )
-def test_what_passes_without_a_look_at_its_fields(path: str, body: dict[str, Any], size: int, small: bool) -> None:
+def test_what_passes_without_a_look_at_its_fields(
+    path: str, body: dict[str, Any], size: int, small: bool
+) -> None:
     assert is_small(path, body, size, LIMITS) == small
     assert not is_small(path, body, size, replace(LIMITS, max_messages=10))
