@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nibble_kernels.vllm_plugin.proof.inside import row_errors, rows_in
 from torch import Tensor, nn
 
 MIXES_TOKENS = ("attn", "attention", "mixer", "mamba", "conv")  # in the name of a layer's part
@@ -63,7 +64,7 @@ class Inside:
             return
         rows = slice(None) if len(point.value) == self._count else self._sampled.to(x.device)
         right = point.value.to(x.device, x.dtype)
-        point.noise = median_error(x[rows], right)
+        point.noise = float(row_errors(x[rows], right).median())
         x[rows] = right
 
     def finish(self) -> None:
@@ -97,25 +98,3 @@ def is_point(name: str, module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_product = isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
     return is_product or ("." not in name and any(True for _ in module.children()))
-
-
-def rows_in(args: Any, kwargs: Any, count: int) -> Tensor | None:
-    """The first floating tensor with `count` rows, as a view [count, width]."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
-            fits = value.numel() == count * value.shape[-1] and value.is_contiguous()
-            return value.view(count, -1) if fits else None
-    return None
-
-
-def changed_input(args: Any, kwargs: Any, value: Tensor) -> tuple[Any, Any]:
-    """A layer's arguments with other hidden states."""
-    if "hidden_states" in kwargs:
-        return args, kwargs | {"hidden_states": value}
-    return (value, *args[1:]), kwargs
-
-
-def median_error(found: Tensor, right: Tensor) -> float:
-    """|found - right| / |right|, the median of rows."""
-    norms = right.float().norm(dim=-1).clamp(min=1e-30)
-    return float(((found.float() - right.float()).norm(dim=-1) / norms).median())

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from nibble_kernels.vllm_plugin.proof.inside import row_errors
 from torch import Tensor, nn
 
-from nibble.reference.inside import Inside, changed_input, median_error
+from nibble.reference.inside import Inside
 from nibble.reference.streaming import InBf16, StreamedModel
 
 LOGIT_PLACES = 4  # of the text, whose logits are kept for the whole vocabulary
@@ -73,11 +74,14 @@ class Probe:
     def _rounding(self, layer: nn.Module, args: Any, kwargs: Any, before: Tensor, right: Tensor) -> float:
         """How far what the layer adds is from itself where products are rounded to BF16."""
         rounded = before.bfloat16().to(before.dtype)
-        args, kwargs = changed_input(args, kwargs, rounded)
+        if "hidden_states" in kwargs:
+            kwargs = kwargs | {"hidden_states": rounded}
+        else:
+            args = (rounded, *args[1:])
         with InBf16():
             again = layer.forward(*args, **kwargs)
         again = again[0] if isinstance(again, tuple) else again
-        return median_error((again - rounded)[0, self.tokens].float().cpu(), right)
+        return float(row_errors((again - rounded)[0, self.tokens].cpu(), right).median())
 
     def norms(self) -> list[float]:
         """Mean norm of each layer's output."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nibble_kernels.vllm_plugin.proof.attention import one_request, pass_of_this_worker
-from nibble_kernels.vllm_plugin.proof.inside import Inside, halves
+from nibble_kernels.vllm_plugin.proof.inside import Inside, halves, row_errors
 from nibble_kernels.vllm_plugin.proof.probes import Unknown
 from nibble_kernels.vllm_plugin.proof.ran import models_of
 
@@ -221,8 +221,7 @@ def forward(worker: Any, model: Any, ids: Tensor) -> Tensor:
 
 def relative(found: Tensor, right: Tensor) -> float:
     """|found - right| / |right|, the median of rows."""
-    norms = right.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((found.float() - right.float()).norm(dim=-1) / norms).median())
+    return float(row_errors(found, right).median())
 
 
 def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> dict[str, float]:

@@ -58,13 +58,15 @@ class Inside:
 
     def _hook(self, place: int, name: str, value: Tensor, noise: float) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = rows_in(args, kwargs, self._tokens, value.shape[-1])
-            if x is None:
+            x = rows_in(args, kwargs, self._tokens)
+            if x is None or x.shape[1] != value.shape[1]:
                 return
             is_whole = len(value) == self._whole
             right = value[: self._tokens] if is_whole else value[self._kept]
             sampled = right[self._sampled] if is_whole else right
-            errors = row_errors(x[self._sampled.to(x.device)].cpu(), sampled)
+            errors = row_errors(x[self._sampled.to(x.device)].cpu(), sampled).nan_to_num(
+                nan=math.inf, posinf=math.inf
+            )
             self.found[place].append({"at": name, **halves(errors), "noise": round(noise, 5)})
             x[slice(None) if is_whole else self._sampled.to(x.device)] = right.to(x.device, x.dtype)
 
@@ -88,19 +90,19 @@ def module_of(layer: nn.Module, names: list[str], joined: dict[str, str]) -> tup
     return None
 
 
-def rows_in(args: Any, kwargs: Any, count: int, width: int) -> Tensor | None:
-    """The first floating argument, where it is [count, width] or a batch of one such."""
+def rows_in(args: Any, kwargs: Any, count: int) -> Tensor | None:
+    """The first floating tensor of a call as a view [count, width]; None where it has not `count` rows."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            fits = value.shape[-1] == width and value.numel() == count * width and value.is_contiguous()
-            return value.view(count, width) if fits else None
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+            fits = value.numel() == count * value.shape[-1] and value.is_contiguous()
+            return value.view(count, -1) if fits else None
     return None
 
 
 def row_errors(found: Tensor, right: Tensor) -> Tensor:
-    """|found - right| / |right| of each row; infinite where a value is not finite."""
+    """|found - right| / |right| of each row."""
     norms = right.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((found.float() - right.float()).norm(dim=-1) / norms).nan_to_num(nan=math.inf, posinf=math.inf)
+    return (found.float() - right.float()).norm(dim=-1) / norms
 
 
 def halves(errors: Tensor) -> dict[str, float]:
