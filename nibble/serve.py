@@ -264,26 +264,34 @@ def _told(result: PullResult) -> dict[str, Any]:
 
 def on_disk(plan: Plan, asked: Asked) -> Plan:
     """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses costs no download."""
-    environ = hub_environ(asked)
-    load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
     if plan.topology.is_headless and plan.settings.cluster_model == "head":
         return _from_head(plan, asked)
-    is_local = plan.checkpoint is not None and plan.checkpoint.is_local
-    if is_local and not beside_the_model(plan.args):
-        return localize(plan, None, _fetch(environ, as_lines(say)))
+    if _is_local(plan) and not beside_the_model(plan.args):
+        return fetched(plan, asked, as_lines(say))
     run_checks(
         plan, asked.accepted.environ
     )  # a port in use or a GPU that is not here costs no download either
     with _early_phase(asked) as on_progress:
-        fetch = _fetch(environ, on_progress)
-        if is_local:
-            return localize(plan, None, fetch)
-        folder = fetch(str(plan.settings.model), plan.revision, load_format)
+        return fetched(plan, asked, on_progress)
 
-        def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-            return read_checkpoint(model, revision, path=folder, environ=environ), ""
 
-        return localize(plan_for(asked, found), folder, fetch)
+def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
+    """The plan once its files are on disk, for verbs that open no port."""
+    environ = hub_environ(asked)
+    fetch = _fetch(environ, on_progress)
+    if _is_local(plan):
+        return localize(plan, None, fetch)
+    load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
+    folder = fetch(str(plan.settings.model), plan.revision, load_format)
+
+    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        return read_checkpoint(model, revision, path=folder, environ=environ), ""
+
+    return localize(plan_for(asked, found), folder, fetch)
+
+
+def _is_local(plan: Plan) -> bool:
+    return plan.checkpoint is not None and plan.checkpoint.is_local
 
 
 def _from_head(plan: Plan, asked: Asked) -> Plan:

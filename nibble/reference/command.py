@@ -37,14 +37,15 @@ def make(
     out: Path | None,
 ) -> dict[str, Any]:
     """Compute and write; what was done, as plain data. Raises MODEL where there can be no reference."""
-    from nibble.serve import on_disk, say
+    from nibble.pull import as_lines
+    from nibble.serve import fetched, say
 
     if activations not in (None, "fp4", "bf16"):
         raise NibbleError(
             ExitCode.USAGE, f"--activations is {activations!r}", "fp4 or bf16", "correct --activations"
         )
     asked = read_wishes([model], environ)
-    plan = on_disk(plan_for(asked), asked)
+    plan = fetched(plan_for(asked), asked, as_lines(say))
     checkpoint = plan.checkpoint
     assert checkpoint is not None
     served = activations or activations_served(checkpoint, plan.target, values_of(plan.args))
@@ -144,7 +145,7 @@ def _make_for_a_start(
     cost = estimate(checkpoint, hardware) if always else affordable(checkpoint, hardware)[0]
     tokens, keeps = (cost.answer_tokens, cost.keeps) if cost else (ANSWER_TOKENS, False)
     request = make_request(checkpoint, place, wanted, tokens, keeps, "cpu", "float32")
-    where = " beside the load" if is_beside(plan.target, plan.settings.reference) else ""
+    where = " while the model loads" if is_beside(plan.target, plan.settings.reference) else ""
     say(f"computing a reference of {checkpoint.id} for the canary{where}, once: {choice.reason}")
     try:
         with phase():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,15 @@ def test_unknown_devices_and_types_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(NibbleError, match=name) as error:
             make_request(checkpoint, place, "fp4", 16, True, device, dtype)
         assert error.value.code is ExitCode.USAGE
+
+
+def test_beside_a_running_server_a_model_that_is_nowhere_is_refused_as_such(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        environ = {**ENVIRON, "NIBBLE_CACHE_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PORT": port}
+        with pytest.raises(NibbleError, match="org/nowhere") as error:
+            command.make("org/nowhere", environ, "cpu", "float32", None, 1, None)
+    assert error.value.code is ExitCode.MODEL
 
 
 def test_the_process_that_computes_says_what_it_cannot(tmp_path: Path) -> None:
