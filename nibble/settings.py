@@ -126,10 +126,10 @@ class Settings(BaseSettings):
         " Default: 262144 (1048576 to embed or score) plus twice the context length.",
         "NIBBLE_MAX_JSON_ITEMS", expected="a whole number from 100 to 1000000000", ge=100, le=10**9)
     max_messages: int = _option(2048, "Requests",
-        "Messages of a chat request; one of several parts or tool calls counts each; over it 400.",
+        "Messages of a chat request, where each part and tool call counts as one; over it 400.",
         "NIBBLE_MAX_MESSAGES", expected="a whole number from 1 to 1000000", ge=1, le=10**6)
     max_sequences: int = _option(1024, "Requests",
-        "Prompts of a request times `n` (or `best_of`), or half the inputs to embed or score; over it 400.",
+        "Prompts of a request times `n` (or `best_of`); twice as many inputs to embed or score; over it 400.",
         "NIBBLE_MAX_SEQUENCES", expected="a whole number from 1 to 1000000", ge=1, le=10**6)
     max_text_chars: int | None = _option(None, "Requests",
         "Characters of all text in a body; over it 400. Default: 4194304, or 8 per token of context, whichever is larger.",
