@@ -35,10 +35,11 @@ from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
 from serving import Server  # noqa: E402
 
-from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like  # noqa: E402
-from nibble.hardware import detect  # noqa: E402
-from nibble.targets import load_target  # noqa: E402
-from nibble.vllm_schema import load_schema  # noqa: E402
+from nibble.canary.references import References, references_like  # noqa: E402
+from nibble.engine.schema import load_schema  # noqa: E402
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE  # noqa: E402
+from nibble.machine.hardware import detect  # noqa: E402
+from nibble.machine.targets import load_target  # noqa: E402
 
 CASES = ("dense", "experts", "larger", "graphs", "fallback")
 LARGER = Shape(hidden=2048, intermediate=6144, layers=8, heads=16, kv_heads=8, head_dim=128, vocabulary=1024)
@@ -118,7 +119,7 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
             references: References | None = faulty.record(PROMPTS)
         else:
             ran = status["assertion"]["ran"][0]
-            files = [ROOT / "models" / model / name for name in (FILE, WEIGHT_ONLY_FILE)]
+            files = [ROOT / "models" / model / name for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)]
             differs = "fp8" in ran["kv_cache_dtype"]
             here = status["canary"]["hardware"]
             references = references_like(files, tuple(ran["activations"]), differs, here)

@@ -32,8 +32,8 @@ def before_a_load(folder: Path) -> dict[str, Any]:
     """Each check alone, on a checkpoint that was read."""
     from nibble.checkpoint import read_checkpoint
     from nibble.checkpoint.layer_tensors import layer_problems
-    from nibble.model_checks import check_values
-    from nibble.nvfp4_checks import check_scales
+    from nibble.checkpoint.verify import check_scales
+    from nibble.serve.preflight.model import check_values
 
     found = read_checkpoint(str(folder))
     shapes = (

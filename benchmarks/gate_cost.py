@@ -32,12 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from machine import machine  # noqa: E402
 
-from nibble.gate import Gate  # noqa: E402
+from nibble.engine.gate.asgi import Gate  # noqa: E402
 
 KEY = "nbl-benchmark-0123456789-0123456789-0123456789"
 INTERNAL = "benchmark-internal-0123456789"
 SERVERS = ("plain", "gate", "guard", "plain_again")
-MIDDLEWARE = {"gate": "gate_cost.GateAlone", "guard": "nibble.gate.Gate"}
+MIDDLEWARE = {"gate": "gate_cost.GateAlone", "guard": "nibble.engine.gate.asgi.Gate"}
 # Of each round; the first deciles of all times beside it, which a busy machine disturbs less.
 DIFFERENCES = {
     "guard_cost": ("guard", "gate"),
@@ -277,7 +277,7 @@ def main() -> int:
 
 
 def run(pairs: int, repeats: int) -> dict[str, Any]:
-    from nibble.gate_state import GateState
+    from nibble.engine.gate.state import GateState
 
     with tempfile.TemporaryDirectory() as folder:
         GateState.create(Path(folder) / "gate").set("ready", "ready")

@@ -227,7 +227,7 @@ def _compressed_tensors(activations: str) -> Any:
         CompressedTensorsConfig,
     )
 
-    from nibble.convert.config import compressed_tensors
+    from nibble.checkpoint.convert.config import compressed_tensors
 
     return CompressedTensorsConfig.from_config(
         compressed_tensors("bf16" if activations == "bf16" else "fp4", ignore=[], kv_cache=None)

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from machine import machine  # noqa: E402
 
-from nibble.hardware import Hardware, detect  # noqa: E402
+from nibble.machine.hardware import Hardware, detect  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUESTIONS = ROOT / "models" / "demo_questions.jsonl"

@@ -8,7 +8,7 @@ Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 wei
 starts with empty caches, the later ones with what it left. Stock vLLM gets the model, a port and FLAG, no plugin; nibble gets
 the model and FLAG, with a canary that warns (random weights answer nonsense). Home, temporary and cache folders are each side's
 own; the weights are read once before, for both. A start counts from exec to the end of the first answered request of one token,
-asked for every 50 ms; phases are read from vLLM's log by one reader for both sides (nibble/phases.py). Writes
+asked for every 50 ms; phases are read from vLLM's log by one reader for both sides (nibble/engine/log.py). Writes
 benchmarks/results/start_time_TARGET.json.
 """
 
@@ -37,7 +37,7 @@ from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
 from start_overhead import POLL_S, answers, free_port  # noqa: E402
 
-from nibble.phases import PhaseReader  # noqa: E402
+from nibble.engine.log import PhaseReader  # noqa: E402
 
 LIMIT_S = 900.0
 GOALS = {"second_start_s": 30.0, "second_start_ratio": 3.0, "first_start_ratio": 1.5}

@@ -33,7 +33,7 @@ def gencode(arch_list: str) -> list[str]:
 
 
 class BuildWithSources(build_py):
-    """Adds _sources.json: sha256 of all that the modules are made from. Binaries differ from build to build; nibble/build_id.py
+    """Adds _sources.json: sha256 of all that the modules are made from. Binaries differ from build to build; nibble/engine/installed.py
     tells builds apart by this file.
     """
 

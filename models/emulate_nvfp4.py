@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from nibble.convert.calibrate import watched
+from nibble.checkpoint.convert.calibrate import watched
 
 Merge = Callable[[dict[str, Tensor]], None]
 

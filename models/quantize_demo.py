@@ -20,8 +20,8 @@ from demo_dialogues import MODELS_DIR, read_other_prompts, read_questions
 from train_demo_moe import BF16_DIR as MOE_BF16_DIR
 from transformers.utils import logging as transformers_logging
 
-from nibble.convert import Wishes, convert
-from nibble.convert.quantize import Amax
+from nibble.checkpoint.convert import Wishes, convert
+from nibble.checkpoint.convert.quantize import Amax
 
 # NVFP4 form: its BF16 source
 FORMS = {

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nibble.canary.asking import Asker
-from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, record, write_references
-from nibble.paths import demo_models, root
-from nibble.readiness import Api
-from nibble.recipes import recipe_path
+from nibble.canary.client import Asker
+from nibble.canary.references import record, write_references
+from nibble.engine.api import Api
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
+from nibble.machine.paths import demo_models, root
+from nibble.recipes.recipe import recipe_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT, CONTROL_PORT = 18730, 18731
@@ -83,9 +84,9 @@ def main() -> int:
         return 0
     for name in asked.demos or demo_models():
         folder = demo_models()[name]
-        record_demo(folder, FILE)
+        record_demo(folder, CANARY_FILE)
         if name.endswith("-nvfp4"):
-            record_demo(folder, WEIGHT_ONLY_FILE, "--nvfp4-activations", "bf16")
+            record_demo(folder, WEIGHT_ONLY_CANARY_FILE, "--nvfp4-activations", "bf16")
     return 0
 
 
@@ -111,7 +112,7 @@ def recipe_file(model: str, status: dict[str, Any]) -> Path:
     beside = recipe_path(model, root())
     assert beside is not None
     is_w4a4 = "NVFP4" in str(status["plan"]["checkpoint"].get("scheme")).split("+")
-    name = WEIGHT_ONLY_FILE if is_w4a4 and activations_in(status) == ["bf16"] else FILE
+    name = WEIGHT_ONLY_CANARY_FILE if is_w4a4 and activations_in(status) == ["bf16"] else CANARY_FILE
     beside.parent.mkdir(parents=True, exist_ok=True)
     return beside.with_suffix(f".{name}")
 

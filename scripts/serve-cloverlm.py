@@ -61,8 +61,8 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
     sys.path.insert(0, str(ROOT))
     try:
         from nibble.errors import NibbleError
-        from nibble.nvfp4_checks import check_nvfp4
-        from nibble.prepare import plan_for, read_wishes
+        from nibble.plan.gather import plan_for, read_wishes
+        from nibble.serve.preflight.nvfp4 import check_nvfp4
     except ImportError as error:
         print(f"error: {error.name} is not installed for {sys.executable}; run `make setup`", file=sys.stderr)
         return 3

@@ -185,7 +185,9 @@ class KernelsInstallation:
 
 def _targets() -> dict[str, str]:
     """Target of targets/ -> its TORCH_CUDA_ARCH_LIST, for every NVIDIA GPU here that has one."""
-    from nibble.targets import target_for_capability  # standard library only, as what applies the patches
+    from nibble.machine.targets import (
+        target_for_capability,  # standard library only, as what applies the patches
+    )
 
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:

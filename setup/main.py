@@ -247,10 +247,10 @@ class Installation:
 
     def _apply_patches(self) -> None:
         """Bring vLLM to the series with the code that the images use; it needs the standard library only."""
+        from nibble.engine.patching.apply import apply_series, patch_states
+        from nibble.engine.patching.series import load_series
+        from nibble.engine.patching.tree import open_tree
         from nibble.errors import NibbleError
-        from nibble.patching.apply import apply_series, patch_states
-        from nibble.patching.series import load_series
-        from nibble.patching.tree import open_tree
 
         try:
             series = load_series("vllm", PATCHES)

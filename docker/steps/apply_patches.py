@@ -10,10 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from nibble.engine.patching.apply import RECORD_FOLDER, apply_series
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.tree import open_tree
 from nibble.errors import NibbleError
-from nibble.patching.apply import RECORD_FOLDER, apply_series
-from nibble.patching.series import load_series
-from nibble.patching.tree import open_tree
 
 
 def main(root: Path, source: Path | None = None) -> None:

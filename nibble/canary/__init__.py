@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.computed import check_computed
 from nibble.canary.consistency import check_consistency

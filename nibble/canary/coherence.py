@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.finding import Finding
 
 TOKENS = 64

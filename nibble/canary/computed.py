@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.finding import Finding
 from nibble.canary.references import Case, References, check_references
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nibble.canary.asking import Answer, Asker
+from nibble.canary.client import Answer, Asker
 from nibble.canary.finding import Finding
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The quick brown"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.consistency import MEAN_LIMIT, PROMPT, mean_difference, not_greedy
 from nibble.canary.finding import Finding, NotCompared
 

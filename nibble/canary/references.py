@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nibble.canary.asking import Answer, Asker
+from nibble.canary.client import Answer, Asker
 from nibble.canary.consistency import mean_difference, not_greedy
 from nibble.canary.finding import Finding
 from nibble.errors import ExitCode, NibbleError
 
-FILE = "nibble-canary.json"
-WEIGHT_ONLY_FILE = "nibble-canary.weight-only.json"  # of W4A4 layers, served by kernels for weights alone
 # Nats, mean over a case's tokens. Recorded and running server may be of different hardware.
 MEAN_LIMIT = 0.15
 LOOSE_LIMIT = 0.6  # where a model's numbers are not those that were recorded

@@ -13,8 +13,8 @@ from pathlib import Path
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
 from nibble.checkpoint.source import FolderSource, Source
-from nibble.disk import not_readable
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.disk import not_readable
 
 NAN = 0x7F
 FINITE = bytes(range(NAN))  # E4M3 bytes that are finite and not negative; 0x00 is a block of zeros

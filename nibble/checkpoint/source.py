@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
-from nibble.disk import is_folder, not_readable, unreadable_file
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached
-from nibble.model_files import COMMIT, RemoteFile, cached_snapshot, select, storage_folder
+from nibble.hub.access import Access, access, hub_error, is_model_id, not_an_id, not_cached
+from nibble.hub.files import COMMIT, RemoteFile, cached_snapshot, select, storage_folder
+from nibble.machine.disk import is_folder, not_readable, unreadable_file
 
 FIRST_READ_BYTES = 128 << 10  # holds most headers: one request a shard
 REQUEST_SECONDS = 20
@@ -165,7 +165,7 @@ def _partial_snapshot(model: str, revision: str | None, hub: Access) -> FolderSo
 
 
 def _from_hub(model: str, revision: str | None, hub: Access, cached: Path | None) -> Source:
-    from nibble.pull import list_files
+    from nibble.hub.pull import list_files
 
     try:
         commit, files = list_files(model, revision, hub)

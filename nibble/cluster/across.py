@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nibble.cluster.agent import Agent
-from nibble.cluster.files import Offers
+from nibble.cluster.coordinator import Cluster, Say
+from nibble.cluster.file_server import Offers
 from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here, resolve
 from nibble.cluster.node import find_place, node_handlers
 from nibble.cluster.roster import Roster
-from nibble.cluster.session import Cluster, Say
 from nibble.cluster.token import heads_token, members_token
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.errors import ExitCode, NibbleError
-from nibble.processes import stop_signals
+from nibble.machine.processes import stop_signals
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
+    from nibble.plan.plan import Plan
 
 RESTARTS = (
     5  # after lost nodes; then the exit code says it, and the restart policy and the crash-loop breaker act

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from nibble.cluster.ports import AGENT_PORT
 from nibble.errors import ExitCode, NibbleError
-from nibble.json_http import JsonHandler, Server
+from nibble.plan.cluster_ports import AGENT_PORT
+from nibble.serve.json_http import JsonHandler, Server
 
 Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 Sender = Callable[[BaseHTTPRequestHandler, str], None]

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nibble.processes import die_with_parent
+from nibble.machine.processes import die_with_parent
 
 TIMEOUT_S = 60
 GPU_BYTES, CPU_BYTES = 64 << 20, 8 << 20

@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nibble.build_id import digest
 from nibble.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from nibble.checkpoint.source import FolderSource, read_index, weight_files
+from nibble.engine.installed import digest
 from nibble.errors import NibbleError
-from nibble.model_files import COMMIT
+from nibble.hub.files import COMMIT
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 WHOLE_BYTES = 32 << 20  # smaller files are read in full: an embedded demo, a vocabulary

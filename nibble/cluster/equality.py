@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nibble.build_id import part_files
 from nibble.cluster.agent import AgentError
 from nibble.cluster.caller import Caller, ask_all
 from nibble.cluster.differences import PARTS, checkpoint_problem, differing_parts, part_problem
 from nibble.cluster.facts import Problem
+from nibble.engine.installed import part_files
 
 # A large checkpoint on a network disk: some ten thousand reads (checkpoint_facts.py).
 CHECKPOINT_TIMEOUT_S = 300.0

@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nibble.budget import memory_bytes
-from nibble.build_id import build_id, build_parts
 from nibble.cluster.network import mtu, rdma_devices
 from nibble.cluster.rank_settings import compared_environment
-from nibble.disk import free_bytes, gib
+from nibble.engine.installed import build_id, build_parts
 from nibble.errors import NibbleError
-from nibble.hardware import Hardware, detect
-from nibble.hub import access
-from nibble.memory_plan import show_gib
-from nibble.model_files import cached_snapshot, missing_weights
-from nibble.pull_plan import plan_pull
-from nibble.targets import Target, load_target, target_for_capability
+from nibble.hub.access import access
+from nibble.hub.dry_run import plan_pull
+from nibble.hub.files import cached_snapshot, missing_weights
+from nibble.machine.disk import free_bytes, gib
+from nibble.machine.hardware import Hardware, detect
+from nibble.machine.targets import Target, load_target, target_for_capability
+from nibble.plan.budget import memory_bytes
+from nibble.plan.memory import show_gib
 
 GIB = 1 << 30
 LARGEST_SKEW_S = 5.0  # tokens have no date; logs, caches and TLS certificates have

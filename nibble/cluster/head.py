@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from nibble.cluster.agent import Handler
 from nibble.cluster.member import Member
-from nibble.cluster.ports import AGENT_PORT
 from nibble.cluster.roster import Roster
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan.cluster_ports import AGENT_PORT
 
 
 class Running(Protocol):

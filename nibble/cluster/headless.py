@@ -13,25 +13,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibble.canary.verification import FOLDER
 from nibble.cluster.agent import Agent
 from nibble.cluster.head import leaving, lost_head, refuse, running
 from nibble.cluster.member import End, Member
 from nibble.cluster.node import find_place, node_handlers, proof_handlers
 from nibble.cluster.roster import BEAT_S
 from nibble.cluster.token import members_token
-from nibble.control import ControlServer
-from nibble.engine import Ended, Engine, Event, Failed, Stop, Told
+from nibble.engine.log import ErrorReader
+from nibble.engine.process import Ended, Engine, Event, Failed, Stop, Told
 from nibble.errors import ExitCode, NibbleError
-from nibble.failures import engine_died, part_ended, stopped_for_memory
-from nibble.governor import Action, Governor
-from nibble.memory import MemorySource
-from nibble.phases import ErrorReader
-from nibble.processes import once_a_second, signal_name, stop_signals
-from nibble.proof import FOLDER
+from nibble.machine.memory import MemorySource
+from nibble.machine.processes import once_a_second, signal_name, stop_signals
+from nibble.serve.control import ControlServer
+from nibble.serve.failures import engine_died, part_ended, stopped_for_memory
+from nibble.serve.watchdog import Action, Governor
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Say
-    from nibble.plan import Plan
+    from nibble.cluster.coordinator import Say
+    from nibble.plan.plan import Plan
 
 CODE_S = 1.0
 NEW_RUN_S = 30.0  # after its part of vLLM ended: for so long rank 0 may take to notice and begin a new run

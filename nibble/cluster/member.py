@@ -13,7 +13,7 @@ from typing import Any
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.roster import BEAT_S, LOST_S
 from nibble.errors import NibbleError
-from nibble.processes import family
+from nibble.machine.processes import family
 
 _KEPT_ENDS = 16  # a run that ends takes all of them with it
 _LAST_BEAT_S = 5.0  # an unanswered call and the facts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
+    from nibble.plan.plan import Plan
 
 
 def model_folders(plan: Plan) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings
+from nibble.settings.options import Settings
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 RESOLVE_S = 2.0

@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.build_id import part_files
+from nibble.canary.verification import read_reports
 from nibble.cluster.agent import Handler
 from nibble.cluster.allreduce import TIMEOUT_S
 from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
 from nibble.cluster.rank_settings import checkpoint_folders, rank_facts
-from nibble.paths import cache_dir
-from nibble.proof import read_reports
-from nibble.settings import Settings
+from nibble.engine.installed import part_files
+from nibble.machine.paths import cache_dir
+from nibble.settings.options import Settings
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
+    from nibble.plan.plan import Plan
 
 REACH_S = 3.0
 _AGAIN_S = 0.1

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from nibble.cluster.member import PART_TITLES, End, Member
 from nibble.cluster.node import ranks_by_pid
-from nibble.failures import part_ended
-from nibble.governor import Governor
-from nibble.processes import family, first_end
+from nibble.machine.processes import family, first_end
+from nibble.serve.failures import part_ended
+from nibble.serve.watchdog import Governor
 
 
 @dataclass(frozen=True)

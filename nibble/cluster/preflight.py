@@ -12,8 +12,8 @@ from nibble.cluster.caller import FACTS_TIMEOUT_S, Caller, ask_all
 from nibble.cluster.differences import settings_problems
 from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.facts import Problem, compare
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS, RAY_PORTS
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan.cluster_ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS, RAY_PORTS
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0

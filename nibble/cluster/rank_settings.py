@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nibble.build_id import build_parts
-from nibble.redact import Redactor, is_secret_name
-from nibble.vllm_schema import load_schema
+from nibble.engine.installed import build_parts
+from nibble.engine.schema import load_schema
+from nibble.settings.redact import Redactor, is_secret_name
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
-    from nibble.precedence import Choice
+    from nibble.plan.layers import Choice
+    from nibble.plan.plan import Plan
 
 Setting = Mapping[str, str]
 """`value` and `source`; a source is what `nibble plan` shows, such as "command line --dtype"."""

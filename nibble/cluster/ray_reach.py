@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from nibble.processes import die_with_parent
+from nibble.machine.processes import die_with_parent
 
 REACH_S = 60.0
 TRACE = 0.001  # of the resource that every Ray node has under its address

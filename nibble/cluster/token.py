@@ -10,11 +10,11 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from nibble.disk import secret_fix, secret_mode
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import cache_dir
-from nibble.redact import is_secret_name
-from nibble.settings import Settings
+from nibble.machine.disk import secret_fix, secret_mode
+from nibble.machine.paths import cache_dir
+from nibble.settings.options import Settings
+from nibble.settings.redact import is_secret_name
 
 TOKEN_FILE = "ray_auth_token"
 # Never in the environment of a node that others can give work to, nor copied from the server to other nodes.

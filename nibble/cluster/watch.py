@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.roster import BEAT_S, LOST_S
-from nibble.control import Answers, Turn
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.control import Answers, Turn
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Cluster
+    from nibble.cluster.coordinator import Cluster
 
 # vllm 0.32 v1/executor/ray_executor_v2.py:522
 _DEAD_WORKER = re.compile(r"RayWorkerProc rank=\[([\d, ]+)\] died unexpectedly, shutting down executor")

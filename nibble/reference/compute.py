@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibble.canary.asking import NO_THINKING
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.errors import NibbleError
 from nibble.reference.probe import Probe
-from nibble.reference.prompts import PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
+from nibble.reference.prompts import NO_THINKING, PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
 from nibble.reference.store import Request, write_reference
 from nibble.reference.streaming import StreamedModel
 from nibble.reference.weights import Unsupported, Weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nibble.checkpoint import Checkpoint
-from nibble.hardware import Hardware
+from nibble.machine.hardware import Hardware
 from nibble.reference.prompts import ANSWER_TOKENS, PROBE_TOKENS, QUESTIONS
 
 AUTO_SECONDS = 60.0

@@ -14,8 +14,8 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.processes import die_with_parent
+from nibble.machine.paths import root
+from nibble.machine.processes import die_with_parent
 from nibble.reference.store import Request
 
 Say = Callable[[str], None]

@@ -10,6 +10,8 @@ QUESTIONS = (
     "用一句话解释为什么天空是蓝色的。",
     'Answer with one JSON object: the keys are "city" and "country", the city is Lisbon.',
 )
+# Names of chat templates' switches: an answer without its reasoning.
+NO_THINKING = {"enable_thinking": False, "thinking": False}
 PLAIN_TEXT = "The quick brown fox jumps over the lazy dog"
 ANSWER_TOKENS = 16
 # Longer than a window of 128 tokens, which a server may have where the model has none.

@@ -102,3 +102,9 @@ def read_reference(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+
+
+def layer_files(references: Mapping[str, Path]) -> dict[str, str]:
+    """Activations -> tensors for the workers' comparison."""
+    found = {kind: layer_file(place, read_reference(place) or {}) for kind, place in references.items()}
+    return {kind: str(file.absolute()) for kind, file in found.items() if file is not None}

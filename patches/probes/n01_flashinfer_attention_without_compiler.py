@@ -1,7 +1,7 @@
 """FLASHINFER attention is chosen only where FlashInfer's kernels can be had, prebuilt or compiled (vllm attention selection)."""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(

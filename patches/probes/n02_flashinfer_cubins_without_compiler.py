@@ -1,7 +1,7 @@
 """flashinfer-cubin replaces no compiler on SM 12.x, for it has nothing for it (vllm utils/flashinfer.py has_flashinfer)."""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(

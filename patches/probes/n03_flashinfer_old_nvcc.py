@@ -1,7 +1,7 @@
 """FlashInfer is not chosen on SM 12.x with an nvcc older than 12.9, for which it has no target (vllm utils/flashinfer.py)."""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(

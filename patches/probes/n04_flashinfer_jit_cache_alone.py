@@ -1,7 +1,7 @@
 """flashinfer-jit-cache with kernels for the GPU is enough for FlashInfer; no compiler is needed (vllm utils/flashinfer.py)."""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(

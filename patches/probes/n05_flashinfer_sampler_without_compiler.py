@@ -1,7 +1,7 @@
 """The FlashInfer sampler is used only where its kernels can be had (vllm v1/sample/ops/topk_topp_sampler.py)."""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(

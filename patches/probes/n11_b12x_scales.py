@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from nibble.errors import NibbleError
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
 from probes.support.nvfp4 import Packed, dequantize, normal_weights, quantize, relative_error
 from probes.support.plans import plan
 from probes.support.syntax import Sources

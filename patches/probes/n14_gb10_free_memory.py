@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from nibble import prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
 from probes.support.plans import plan
 from probes.support.syntax import Sources
 
@@ -32,7 +32,7 @@ ROW = Row(
     instead="The memory budget: KV cache in bytes and a fraction that passes, both from what is available less a reserve; "
     "a fraction that a user or a recipe gives is a cap. What would not fit is refused before the load, and a watchdog stops "
     "the engine before the reserve is gone.",
-    fix=Fix("flag", "nibble/memory_plan.py gpu-memory-utilization, kv-cache-memory-bytes"),
+    fix=Fix("flag", "nibble/plan/memory.py gpu-memory-utilization, kv-cache-memory-bytes"),
     references=(
         "vllm 0.32 v1/worker/utils.py:753",
         "vllm 0.32 config/cache.py:102",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, sound
+from nibble.engine.patching.tree import Tree
 from nibble.errors import NibbleError
-from nibble.patching.probe import Finding, Fix, Row, defect, sound
-from nibble.patching.tree import Tree
 
 ROW = Row(
     id="N19",
@@ -15,7 +15,7 @@ ROW = Row(
     "only 12.0 loads, and the predicate asks for the family. PyPI's wheels of 0.32.0 (x86-64 and Arm) are CUDA 13 and "
     "carry 120f.",
     instead="refuses at build a vLLM whose kernels the target cannot load, and every CUDA 12 build; pins the CUDA 13 wheel",
-    fix=Fix("check", "nibble/patching/binaries.py"),
+    fix=Fix("check", "nibble/engine/gpu_code.py"),
     references=(
         "vllm 0.32 CMakeLists.txt:995",
         "vllm 0.32 csrc/quantization/fp4/nvfp4_scaled_mm_entry.cu:71",
@@ -41,8 +41,8 @@ def probe(tree: Tree) -> Finding:
 
 def remedy(tree: Tree) -> Finding:
     """nibble's check refuses such a build for GB10."""
-    from nibble.patching.binaries import check_binaries
-    from nibble.targets import load_target
+    from nibble.engine.gpu_code import check_binaries
+    from nibble.machine.targets import load_target
 
     try:
         check_binaries(tree, load_target("gb10"))

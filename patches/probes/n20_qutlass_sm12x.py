@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N20",
@@ -49,8 +49,8 @@ def probe(tree: Tree) -> Finding:
 
 def remedy(tree: Tree) -> Finding:
     """The rule that forbids it holds for both targets."""
-    from nibble.backend_rules import Situation, applying, load_rules
-    from nibble.paths import root
+    from nibble.machine.paths import root
+    from nibble.recipes.rules import Situation, applying, load_rules
 
     rules = load_rules(root())
     for target in SM12X:

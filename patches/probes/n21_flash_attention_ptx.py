@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N21",
@@ -26,8 +26,8 @@ ENOUGH_BYTES = 1 << 30
 
 def probe(tree: Tree) -> Finding:
     """Which GPUs load FlashAttention 2 as PTX only."""
-    from nibble.patching.fatbin import gpu_objects
-    from nibble.targets import load_target
+    from nibble.engine.fatbin import gpu_objects
+    from nibble.machine.targets import load_target
 
     if not tree.has(MODULE):
         return not_applicable("no FlashAttention 2 in this tree")
@@ -43,8 +43,8 @@ def probe(tree: Tree) -> Finding:
 
 def remedy(tree: Tree) -> Finding:
     """Every target gives the driver's cache room, and every image keeps it in the volume."""
-    from nibble.paths import root
-    from nibble.targets import load_target
+    from nibble.machine.paths import root
+    from nibble.machine.targets import load_target
 
     small = [
         name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nibble.environment import accept
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from nibble.errors import NibbleError
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.settings.environment import accept
 from probes.support.syntax import Sources
 
 # Set by the seeds' Dockerfiles and scripts, with the values they have there.
@@ -27,7 +27,7 @@ ROW = Row(
     "an unknown VLLM_ name.",
     instead="nibble translates each to today's flag and says so; a VLLM_ name it cannot translate stops the start "
     "(--fail-on-environ-validation is on by default too).",
-    fix=Fix("environment", "nibble/environment.py DEAD_VARIABLES"),
+    fix=Fix("environment", "nibble/settings/environment.py DEAD_VARIABLES"),
     references=("vllm 0.32 envs.py", "vllm 0.32 platforms/interface.py:1446"),
 )
 

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from nibble.moe_configs import TunedConfigs, find_alias, make_folder
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
-from nibble.targets import load_target
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
+from nibble.machine.targets import load_target
+from nibble.plan.moe_tuning import TunedConfigs, find_alias, make_folder
 from probes.support.syntax import Sources
 
 LOADER = "vllm.model_executor.layers.fused_moe.fused_moe.get_moe_configs"
@@ -32,7 +32,7 @@ ROW = Row(
     " CUTLASS, FlashInfer, b12x, Humming or Marlin and read none.",
     instead="For a MoE model that is not all NVFP4, `nibble serve` links the files of the card of the same capability with the"
     " nearest SM count under this GPU's name and sets VLLM_TUNED_CONFIG_FOLDER, unless the user did. Unmeasured.",
-    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, nibble/moe_configs.py"),
+    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, nibble/plan/moe_tuning.py"),
     references=("vllm 0.32 model_executor/layers/fused_moe/fused_moe.py:1093-1144",),
 )
 

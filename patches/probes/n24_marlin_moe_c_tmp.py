@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N24",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import parse, python_files
 
 NAME = "in_proj_qkvz"

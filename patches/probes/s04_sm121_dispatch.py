@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="4",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"

@@ -13,8 +13,8 @@ from typing import Any
 
 from nibble.checkpoint.exclusions import correct, read_modules
 from nibble.checkpoint.headers import TensorInfo
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources, parse
 
 MODELOPT = "vllm.model_executor.layers.quantization.modelopt.ModelOptQuantConfigBase"
@@ -31,7 +31,7 @@ ROW = Row(
     instead="nibble compares the list with the tensors' types before the start and, where they disagree, gives vLLM one that"
     " agrees in --hf-overrides; without readable headers nothing is changed. nibble's plugin loads an NVFP4 mtp.fc of Qwen3-Next"
     " and Qwen3.5; MTP is refused for drafts that read config.json again (Nemotron-H, Step-3.5).",
-    fix=Fix("flag", "--hf-overrides, nibble/quantized_layers.py"),
+    fix=Fix("flag", "--hf-overrides, nibble/plan/quantized_layers.py"),
     references=(
         "vllm-project/vllm#38832",
         "vllm-project/vllm#35031",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import tempfile
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import find, parse, python_files
 
 MODELOPT = "vllm/model_executor/layers/quantization/modelopt.py"

@@ -1,7 +1,7 @@
 """FLASHINFER is refused where the module its plan() builds cannot be built (vllm v1/attention/backends/flashinfer.py)."""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(

@@ -5,8 +5,8 @@ Seed 003 lowered --gpu-memory-utilization after `CUDA out of memory occurred whe
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.batch import server_defaults
 from probes.support.fake_cuda import SM120
 from probes.support.syntax import Sources

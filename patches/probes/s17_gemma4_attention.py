@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from nibble.gemma4 import FLAGS
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
+from nibble.plan.models.gemma4 import FLAGS
 from probes.support import fake_cuda
 
 LAYERS = ("sliding_attention", "full_attention")
@@ -30,7 +30,7 @@ ROW = Row(
     " for the sliding layers decoding was reported 8 % slower on A100 and 12 % on RTX 3090.",
     instead="--gemma4-attention per-layer or flashinfer sets those flags; off by default and unmeasured on SM12x, and refused"
     " where vLLM would refuse them.",
-    fix=Fix("flag", "--gemma4-attention, nibble/gemma4.py"),
+    fix=Fix("flag", "--gemma4-attention, nibble/plan/models/gemma4.py"),
     references=(
         "vllm-project/vllm#38891",
         "vllm-project/vllm#48114",

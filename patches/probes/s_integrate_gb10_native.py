@@ -6,8 +6,8 @@ import ast
 from types import SimpleNamespace
 from typing import Any
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="integrate_gb10_native_v109.sh",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="integrate_sm121_fp8_fix_v2.sh",

@@ -10,7 +10,7 @@ from cluster_nodes import DEMO, NAMED_S, TOKEN, ControlPort, Node, Stream, greed
 pytestmark = pytest.mark.docker
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
-STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+STATUS = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
 CHECK = STATUS.replace("status", "check")
 
 

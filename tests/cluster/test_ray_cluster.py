@@ -19,7 +19,7 @@ ENDED = re.compile("no answer from the head|the head at .* was started anew|Ray 
 RAY = {"HEAD_IP": HEAD, "NUM_GPUS": "1"}  # a "GPU" is a name here, see cluster_platform
 MODEL = "/var/cache/nibble/demo"
 COPY = f"import shutil; shutil.copytree('{DEMO}', '{MODEL}')"
-STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+STATUS = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
 JOIN = """
 import ray, sys
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from two_hosts import Host, Process, two_hosts
 
-from nibble.processes import processes
+from nibble.machine.processes import processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("ray")

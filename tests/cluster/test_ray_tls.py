@@ -71,7 +71,7 @@ def test_rays_ports_and_nibbles_show_their_nodes_certificate(
 def test_the_right_token_without_a_certificate_is_not_enough(head: Node, client: Node) -> None:
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     assert client.python(JOIN, f"{HEAD}:6379", client.address, **token).returncode != 0
-    ask = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+    ask = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
     refused = client.python(ask, HEAD_IP=HEAD, NIBBLE_CLUSTER_TOKEN=TOKEN)
     assert refused.returncode == 9
     assert "rank" not in refused.stdout

@@ -10,7 +10,7 @@ from cluster_nodes import DEMO, Node, Serve, greedy, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
-CHECK = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'check']; main()"
+CHECK = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'check']; main()"
 STAGES = {"NIBBLE_PIPELINE_PARALLEL_SIZE": "3"}
 
 

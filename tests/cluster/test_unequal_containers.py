@@ -14,7 +14,7 @@ from images import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
-INSTALLED = "/opt/venv/lib/python3.11/site-packages/nibble/drain.py"  # Debian 12's, of the tests' base
+INSTALLED = "/opt/venv/lib/python3.11/site-packages/nibble/serve/drain.py"  # Debian 12's, of the tests' base
 RANK_0, RANK_1 = f"{SUBNET}.11 (rank 0)", f"{SUBNET}.12 (rank 1)"
 
 

@@ -23,11 +23,12 @@ from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 from serving import ROOT, Server
 
-from nibble.canary.references import FILE, MEAN_LIMIT, References, read_references, write_references
+from nibble.canary.references import MEAN_LIMIT, References, read_references, write_references
+from nibble.canary.verification import references_of
+from nibble.checkpoint.convert import convert
 from nibble.checkpoint.plain_values import SMALL_BYTES
-from nibble.convert import convert
-from nibble.hardware import detect
-from nibble.proof import references_of
+from nibble.hub.files import CANARY_FILE
+from nibble.machine.hardware import detect
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "512")
@@ -50,7 +51,7 @@ def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, References]]:
     """The demo and its answers on this machine. A healthy start passes with those in its folder, maybe of another CPU."""
     faulty = serve_with_faults(tmp_path_factory.mktemp("demo"), DEMO.name, NIBBLE_CANARY="strict")
-    references = read_references(DEMO / FILE)
+    references = read_references(DEMO / CANARY_FILE)
     assert references is not None
     try:
         faulty.server.wait_until_ready()
@@ -214,7 +215,7 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)
     about = {"activations": ["fp4"], "hardware": detect().arithmetic("cpu")}
-    write_references(model / FILE, list(demo[1].cases), about)
+    write_references(model / CANARY_FILE, list(demo[1].cases), about)
     tensors = load_file(model / "model.safetensors")
     for name in [f"model.layers.1.self_attn.{part}_proj.weight_scale" for part in "qkv"]:
         tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(torch.float8_e4m3fn)

@@ -24,8 +24,8 @@ from checkpoint_fuzz import Damage, damage, outcome, split
 from generated_nvfp4 import Shape, write_checkpoint
 
 from nibble.errors import ExitCode
-from nibble.failures import engine_died
-from nibble.plan import Plan
+from nibble.plan.plan import Plan
+from nibble.serve.failures import engine_died
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from serving import START_TIMEOUT_S, clean_environ, free_port
 
-from nibble.background import Place
-from nibble.control import ControlServer
-from nibble.processes import processes
+from nibble.machine.processes import processes
+from nibble.serve.background import Place
+from nibble.serve.control import ControlServer
 
 
 class Shell:

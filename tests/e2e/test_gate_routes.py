@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from nibble.gate import Gate
-from nibble.gate_routes import LISTED, WEBSOCKET, allowed_methods, router_path
-from nibble.gate_state import GateState
+from nibble.engine.gate.asgi import Gate
+from nibble.engine.gate.routes import LISTED, WEBSOCKET, allowed_methods, router_path
+from nibble.engine.gate.state import GateState
 
 pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
@@ -122,7 +122,9 @@ def build_vllm_app(model: Path, *flags: str) -> Any:
     from vllm.tasks import FRONTEND_TASKS, GENERATION_TASKS, POOLING_TASKS
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--middleware", "nibble.gate.Gate", *flags])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--middleware", "nibble.engine.gate.asgi.Gate", *flags]
+    )
     assert args
     pooling = ModelConfig(model=str(model), skip_tokenizer_init=True, runner="pooling", convert="embed")
     # The combined task would take precedence and switch the scoring routes off (vllm config/model.py:1926).
@@ -231,7 +233,7 @@ def test_every_route_of_vllm_is_listed_or_denied_with_a_reason(servers: list[Ser
     registered = {path for server in servers for path, _ in routes_of(server)}
     unlisted = {path for path in registered if not allowed_methods(filled(path))}
     assert unlisted - set(DENIED) == set(), (
-        "new in vLLM: list them in nibble/gate_routes.py or deny them here"
+        "new in vLLM: list them in nibble/engine/gate/routes.py or deny them here"
     )
     assert set(DENIED) - unlisted == set(), "gone from vLLM, or listed"
 

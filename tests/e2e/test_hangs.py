@@ -16,8 +16,8 @@ from hanging_worker import install
 from serving import ROOT, Server, Stream, free_port
 from slow_model import make_slow_model
 
-from nibble.hardware import detect
-from nibble.processes import processes
+from nibble.machine.hardware import detect
+from nibble.machine.processes import processes
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")

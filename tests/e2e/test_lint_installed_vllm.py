@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from nibble.lint import lint
-from nibble.paths import root
-from nibble.recipes import Problem
-from nibble.vllm_schema import Schema, drift, live_schema, load_schema
+from nibble.engine.schema import Schema, drift, live_schema, load_schema
+from nibble.machine.paths import root
+from nibble.recipes.lint import lint
+from nibble.recipes.recipe import Problem
 
 pytestmark = [
     pytest.mark.vllm,

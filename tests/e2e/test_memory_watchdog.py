@@ -16,7 +16,7 @@ from serving import ROOT, Server
 from slow_model import make_slow_model
 from unified_profile import force_unified_memory, what_was_checked
 
-from nibble.processes import OOM_SCORE_STEP
+from nibble.machine.processes import OOM_SCORE_STEP
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")

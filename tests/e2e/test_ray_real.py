@@ -18,10 +18,10 @@ import pytest
 from serving import ROOT, clean_environ
 
 from nibble.cluster import ray_reach
-from nibble.cluster.ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.token import TOKEN_FILE
-from nibble.processes import processes
+from nibble.machine.processes import processes
+from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
 
 pytest.importorskip("ray")
 NAMES = {"gcs_server", "raylet"}

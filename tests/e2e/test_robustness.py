@@ -21,7 +21,7 @@ from malformed import NOT_HTTP, Malformed, malformed
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
-from nibble.hardware import detect
+from nibble.machine.hardware import detect
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]

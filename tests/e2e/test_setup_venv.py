@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nibble.patching.apply import patch_states
-from nibble.patching.series import load_series
-from nibble.patching.status import installed_tree
-from nibble.patching.tree import open_tree
-from nibble.paths import root
+from nibble.engine.patching.apply import patch_states
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.status import installed_tree
+from nibble.engine.patching.tree import open_tree
+from nibble.machine.paths import root
 from setup import main
 
 

@@ -14,9 +14,9 @@ import pytest
 from containers import HARDENED, Answer, Container, docker, run_once, running, volume
 from served_containers import KEY, chat, trouble
 
-from nibble.patching.run import probe_names
-from nibble.patching.series import load_series
-from nibble.paths import root
+from nibble.engine.patching.run import probe_names
+from nibble.engine.patching.series import load_series
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.docker
 

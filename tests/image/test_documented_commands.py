@@ -13,8 +13,8 @@ from containers import Container, client, docker, run_once, running, volume
 from documented import Documented, documented
 from served_containers import chat, trouble
 
-from nibble.container_commands import cpu_commands
-from nibble.shared_memory import VARIABLE
+from nibble.cli.container_commands import cpu_commands
+from nibble.plan.shared_memory import VARIABLE
 
 pytestmark = pytest.mark.docker
 

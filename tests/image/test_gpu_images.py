@@ -11,8 +11,8 @@ import pytest
 from containers import builder, docker, run_once
 from cuda_tools import CUDA, NVCC
 
-from nibble.patching.apply import RECORD_FOLDER
-from nibble.patching.series import load_series
+from nibble.engine.patching.apply import RECORD_FOLDER
+from nibble.engine.patching.series import load_series
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")

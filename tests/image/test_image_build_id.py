@@ -10,11 +10,11 @@ import pytest
 from containers import builder, docker
 from images import ROOT
 
-from nibble.build_id import part_files
+from nibble.engine.installed import part_files
 
 pytestmark = pytest.mark.docker
-IDS = "from nibble.build_id import build_id, compiled_id; print(build_id(), compiled_id())"
-ASK = "import json; from nibble.build_id import FILES, part_files; print(json.dumps({n: dict(part_files(n)) for n in FILES}))"
+IDS = "from nibble.engine.installed import build_id, compiled_id; print(build_id(), compiled_id())"
+ASK = "import json; from nibble.engine.installed import FILES, part_files; print(json.dumps({n: dict(part_files(n)) for n in FILES}))"
 
 
 def test_the_parts_of_the_image_are_those_of_the_checkout(cpu_image: str) -> None:

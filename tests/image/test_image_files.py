@@ -19,10 +19,10 @@ import pytest
 import yaml
 from patch_series import CHANGES, make_series, make_tree
 
-from nibble import container_commands
-from nibble.patching.apply import RECORD_FOLDER
-from nibble.patching.series import load_series
-from nibble.settings import Settings
+from nibble.cli import container_commands
+from nibble.engine.patching.apply import RECORD_FOLDER
+from nibble.engine.patching.series import load_series
+from nibble.settings.options import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

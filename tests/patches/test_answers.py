@@ -14,8 +14,8 @@ import pytest
 from separating import halves, subsets
 from trees import pristine
 
-from nibble.patching.run import rows
-from nibble.paths import root
+from nibble.engine.patching.run import rows
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()
@@ -35,17 +35,22 @@ ANSWERS: dict[str, tuple[str, str, str, str]] = {
     "gb10 sequences": ("n13_gb10_batch_defaults", "targets/gb10.toml", ARGUMENT.format("max-num-seqs"), ""),
     "gb10 memory": (
         "n14_gb10_free_memory",
-        "nibble/memory_plan.py",
+        "nibble/plan/memory.py",
         "",
         "def _utilization(*_): return {}",
     ),
     "dead names": (
         "n22_dead_variables",
-        "nibble/environment.py",
+        "nibble/settings/environment.py",
         "",
         "DEAD_VARIABLES = {}\ndef _is_known(*_): return True",
     ),
-    "aliases": ("n23_moe_configs_by_name", "nibble/moe_configs.py", "", "def find_alias(*_): return None"),
+    "aliases": (
+        "n23_moe_configs_by_name",
+        "nibble/plan/moe_tuning.py",
+        "",
+        "def find_alias(*_): return None",
+    ),
     "exclusions": (
         "s09_mtp_exclusion",
         "nibble/checkpoint/exclusions.py",
@@ -78,7 +83,12 @@ ANSWERS: dict[str, tuple[str, str, str, str]] = {
         "def register_head(): pass",
     ),
     "expert merge": ("n10_moe_w13_scale", LAYERS, "", "def merge_experts(*_, **__): return None"),
-    "gemma4": ("s17_gemma4_attention", "nibble/gemma4.py", "", "FLAGS = {name: {} for name in FLAGS}"),
+    "gemma4": (
+        "s17_gemma4_attention",
+        "nibble/plan/models/gemma4.py",
+        "",
+        "FLAGS = {name: {} for name in FLAGS}",
+    ),
 }
 PROBES = sorted({probe for probes, *_ in ANSWERS.values() for probe in probes.split()})
 # Left to the user (12); or no defect of the 0.32.0 wheel with its FlashInfer: N25, and N19 (test_binaries.py shows it on 0.16.0).
@@ -108,7 +118,7 @@ SEPARATING = [pytest.param(names, marks=pytest.mark.slow) for names in subsets(l
 @pytest.mark.parametrize("left_out", [*LEFT_OUT, *SEPARATING], ids=lambda names: "+".join(names) or "none")
 def test_without_an_answer_exactly_its_probes_fail(left_out: tuple[str, ...], tmp_path: Path) -> None:
     copy = nibble_without(left_out, tmp_path)
-    words = [sys.executable, "-m", "nibble.patching.run", "--root", str(pristine("0.32.0")), *PROBES]
+    words = [sys.executable, "-m", "nibble.engine.patching.run", "--root", str(pristine("0.32.0")), *PROBES]
     environ = os.environ | {"PYTHONPATH": str(copy)}
     done = subprocess.run(words, cwd=copy, env=environ, text=True, capture_output=True, check=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]

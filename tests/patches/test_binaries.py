@@ -16,12 +16,12 @@ import cuda_tools
 import pytest
 from trees import pristine
 
+from nibble.engine.fatbin import Code, gpu_objects
+from nibble.engine.gpu_code import CORE, check_binaries
+from nibble.engine.patching.tree import open_tree
 from nibble.errors import NibbleError
-from nibble.patching.binaries import CORE, check_binaries
-from nibble.patching.fatbin import Code, gpu_objects
-from nibble.patching.tree import open_tree
-from nibble.paths import root
-from nibble.targets import load_target
+from nibble.machine.paths import root
+from nibble.machine.targets import load_target
 
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
 
@@ -177,7 +177,7 @@ def with_flag(data: bytes, flag: int) -> bytes:
 
 @pytest.mark.parametrize(("version", "target", "status"), [("0.32.0", "gb10", 0), ("0.16.0", "gb10", 6)])
 def test_the_build_asks_with_nothing_but_the_standard_library(version: str, target: str, status: int) -> None:
-    words = [sys.executable, "-S", "-m", "nibble.patching.binaries", str(pristine(version)), target]
+    words = [sys.executable, "-S", "-m", "nibble.engine.gpu_code", str(pristine(version)), target]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(words, cwd=root(), env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr

@@ -25,9 +25,9 @@ import cuda_tools
 import pytest
 from trees import patched, pristine, source_tree
 
-from nibble.patching.binaries import CORE, FAMILY_CODE, MARLIN_FP4, MOE
-from nibble.patching.fatbin import Code, gpu_objects
-from nibble.targets import load_target
+from nibble.engine.fatbin import Code, gpu_objects
+from nibble.engine.gpu_code import CORE, FAMILY_CODE, MARLIN_FP4, MOE
+from nibble.machine.targets import load_target
 
 pytestmark = [
     pytest.mark.vllm,

@@ -14,9 +14,9 @@ import pytest
 import trees
 from gpu_modules import module, write_tree
 
-from nibble.patching import run
-from nibble.patching.tree import Tree, open_tree
-from nibble.paths import root
+from nibble.engine.patching import run
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")

@@ -11,7 +11,7 @@ import pytest
 from tiny_checkpoint import linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from trees import copy_of, patched, pristine
 
-from nibble.patching.apply import apply_series
-from nibble.patching.run import PROBE_ENVIRONMENT
-from nibble.patching.series import Series, load_series
-from nibble.patching.tree import open_tree
-from nibble.paths import root
+from nibble.engine.patching.apply import apply_series
+from nibble.engine.patching.run import PROBE_ENVIRONMENT
+from nibble.engine.patching.series import Series, load_series
+from nibble.engine.patching.tree import open_tree
+from nibble.machine.paths import root
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 sys.path.insert(0, str(root() / "patches"))

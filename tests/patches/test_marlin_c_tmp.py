@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import trees
 
-from nibble.patching import run
-from nibble.patching.probe import Finding
-from nibble.patching.tree import Tree, open_tree
-from nibble.paths import root
+from nibble.engine.patching import run
+from nibble.engine.patching.probe import Finding
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import root
 
 PROBE = run.load("n24_marlin_moe_c_tmp")
 MARLIN = "csrc/moe/marlin_moe_wna16"

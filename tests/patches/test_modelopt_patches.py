@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import trees
 
-from nibble.patching import run
-from nibble.patching.tree import Tree, open_tree
+from nibble.engine.patching import run
+from nibble.engine.patching.tree import Tree, open_tree
 
 pytestmark = pytest.mark.vllm
 QUANTIZATION = "vllm.model_executor.layers.quantization"

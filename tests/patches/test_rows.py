@@ -10,12 +10,12 @@ import pytest
 from separating import halves, subsets
 from trees import copy_of, patched, pristine, source_tree
 
-from nibble.patching.apply import apply_series, revert_series
-from nibble.patching.run import Result, rows, run
-from nibble.patching.series import load_series
-from nibble.patching.status import Line, look
-from nibble.patching.tree import Tree, open_tree
-from nibble.paths import root
+from nibble.engine.patching.apply import apply_series, revert_series
+from nibble.engine.patching.run import Result, rows, run
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.status import Line, look
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()

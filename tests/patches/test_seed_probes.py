@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trees
 
-from nibble.patching import run
-from nibble.patching.probe import Finding
-from nibble.patching.tree import Tree, open_tree
+from nibble.engine.patching import run
+from nibble.engine.patching.probe import Finding
+from nibble.engine.patching.tree import Tree, open_tree
 
 pytestmark = pytest.mark.vllm
 LAYERS = "vllm/model_executor/layers"

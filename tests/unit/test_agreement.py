@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worker_reports import RAN
 
-from nibble.agreement import disagreements
+from nibble.canary.agreement import disagreements
 
 FULL = RAN | {
     "stage": 0,

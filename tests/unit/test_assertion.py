@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worker_reports import RAN, plan
 
-from nibble.assertion import Expectation, deviations, expectations, plain_torch_on_the_cpu
+from nibble.canary.kernels import Expectation, deviations, expectations, plain_torch_on_the_cpu
 from nibble.errors import ExitCode
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from tiny_model import MODELOPT_NVFP4, QWEN3, write_model, write_safetensors
 
-from nibble.backend_rules import Rule, Situation, holds, in_effect, load_rules, parse_rules
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.lint import lint, lint_rules
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.vllm_schema import load_schema
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.recipes.lint import lint, lint_rules
+from nibble.recipes.rules import Rule, Situation, holds, in_effect, load_rules, parse_rules
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

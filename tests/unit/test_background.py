@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from other_users import open_to_others
 
-from nibble.background import Place, Record, registered, stop
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.background import Place, Record, registered, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -32,9 +32,9 @@ def place(tmp_path: Path) -> Place:
 def as_another_user(what: str, place: Place, uid: int = 65534) -> tuple[int, str]:
     """Exit code and words of a program that calls `what` with the place `p`."""
     code = (
-        "import os, sys; from pathlib import Path; from nibble import cli\n"
-        "from nibble.background import Place, show_logs, stop\n"
-        "from nibble.cli import _guarded; p = Place(Path(sys.argv[1]), 8123)\n"
+        "import os, sys; from pathlib import Path; from nibble.cli import app as cli\n"
+        "from nibble.serve.background import Place, show_logs, stop\n"
+        "from nibble.cli.app import _guarded; p = Place(Path(sys.argv[1]), 8123)\n"
         f"os.environ.pop('HOME', None); os.setgid({uid}); os.setuid({uid})\n"
         f"sys.exit(_guarded(lambda: {what}))"
     )
@@ -79,7 +79,7 @@ def test_a_log_that_this_user_may_not_read_is_one_error(place: Place) -> None:
 
 
 def test_a_user_without_a_home_is_told_so_and_a_fault_of_ours_is_still_one_line(place: Place) -> None:
-    what = "__import__('nibble.paths').paths.home(os.environ)"
+    what = "__import__('nibble.machine.paths').paths.home(os.environ)"
     code, said = as_another_user(what, place, uid=54321)
     assert code == 5 and "uid 54321 has no home folder; expected HOME" in said, said
     code, said = as_another_user("1 // 0", place, uid=54321)

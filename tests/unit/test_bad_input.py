@@ -16,7 +16,7 @@ from hub import Hub
 from other_users import open_to_others
 from tiny_model import write_model
 
-from nibble import cli
+from nibble.cli import app as cli
 
 ROOT = Path(__file__).parents[2]
 KEPT_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE")
@@ -159,7 +159,7 @@ def test_bad_input_as_a_real_process(row: Row, place: Place, used_port: int) -> 
 # The interpreter may lie in a folder closed to other users, so root's run of a refused command loads every module.
 AS_ANOTHER_USER = """
 import contextlib, io, os, sys
-from nibble import cli
+from nibble.cli import app as cli
 words, sys.argv[1:] = sys.argv[1:], ["serve", *os.environ.pop("WARM_UP").split()]
 with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
     cli.main()

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from tiny_model import write_model
 
-from nibble.breaker import (
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.crash_loop import (
     HOLDS_S,
     SILENT_END,
     Breaker,
@@ -21,9 +24,6 @@ from nibble.breaker import (
     plan_key,
     this_process,
 )
-from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
 
 DIED = NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself", "", "see the log above")
 NOW = 1_000_000.0

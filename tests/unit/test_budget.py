@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny_model import QWEN3, write_model
 
-from nibble import prepare
-from nibble.checks import check_memory
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.preflight.machine import check_memory
 
 GIB = 1 << 30
 KV, UTILIZATION = "--kv-cache-memory-bytes", "--gpu-memory-utilization"

@@ -14,12 +14,12 @@ import pytest
 from changed_code import KERNEL, changed_nibble, changed_patches, package
 from serving import ROOT
 
-from nibble import build_id
-from nibble.patching.apply import RECORD_FOLDER
+from nibble.engine import installed as build_id
+from nibble.engine.patching.apply import RECORD_FOLDER
 
 ASK = """
 import json
-from nibble.build_id import build_id, build_parts, compiled_id
+from nibble.engine.installed import build_id, build_parts, compiled_id
 print(json.dumps([build_id(), compiled_id(), dict(build_parts())]))
 """
 

@@ -16,12 +16,12 @@ from urllib.parse import quote
 import pytest
 from typer.testing import CliRunner
 
-from nibble import bundle
-from nibble.bundle import open_bundle, write_bundle
-from nibble.cli import app
-from nibble.doctor_report import Check, Report
+from nibble.cli.app import app
+from nibble.cli.doctor import bundle
+from nibble.cli.doctor.bundle import open_bundle, write_bundle
+from nibble.cli.doctor.report import Check, Report
 from nibble.errors import ExitCode, NibbleError
-from nibble.redact import Redactor, is_secret_name
+from nibble.settings.redact import Redactor, is_secret_name
 
 # Where each is planted; none has a form that gives it away unless it says so.
 SECRETS = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from other_users import open_to_others
 
-from nibble import cache_commands
-from nibble.cache_entries import Entry, Use, damage, drop, entries, to_prune
-from nibble.cache_keys import CacheKey, CachePlan
+from nibble.cli import cache as cache_commands
+from nibble.plan.compile_cache import CacheKey, CachePlan
+from nibble.serve.compile_cache import Entry, Use, damage, drop, entries, to_prune
 
 DAY_S = 86400.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,8 +162,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning(caches: CachePlan, said: li
 HOLD = """
 import sys
 from pathlib import Path
-from nibble.cache_entries import Use
-from nibble.cache_keys import CacheKey, CachePlan
+from nibble.serve.compile_cache import Use
+from nibble.plan.compile_cache import CacheKey, CachePlan
 keys = (CacheKey("kernels", {"build": "b1"}), CacheKey("graphs", {"build": "b1"}))
 use = Use(CachePlan(Path(sys.argv[1]), keys), print)
 use.open()
@@ -198,7 +198,7 @@ def test_another_users_entries_are_listed_as_in_use_and_stop_nothing(tmp_path: P
     caches.folder("kernels").chmod(0o700)
     open_to_others(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from nibble.cache_entries import entries, damage\n"
+        "import os, sys; from pathlib import Path; from nibble.serve.compile_cache import entries, damage\n"
         "os.setgid(65534); os.setuid(65534)\n"
         "found = entries(Path(sys.argv[1])); print([e.is_used for e in found], *(list(damage(e.folder)) for e in found))"
     )
@@ -280,8 +280,8 @@ def test_a_cache_that_this_user_may_not_look_into_is_one_error_and_not_empty(
     caches.root.chmod(0o700)
     open_to_others(caches.root.parent)
     code = (
-        "import os, sys; from nibble import cli; from nibble.cache_commands import verify\n"
-        "from nibble import build_id, cache_keys, disk, settings_layers, vllm_schema\n"
+        "import os, sys; from nibble.cli import app as cli; from nibble.cli.cache import verify\n"
+        "from nibble.engine import installed as build_id; from nibble.plan import compile_cache as cache_keys; from nibble.machine import disk; from nibble.settings import sources as settings_layers; from nibble.engine import schema as vllm_schema\n"
         "vllm_schema.load_schema(); os.setgid(65534); os.setuid(65534)\n"
         "sys.exit(cli._guarded(lambda: verify({'HOME': '/', 'NIBBLE_CACHE_DIR': sys.argv[1]})))"
     )

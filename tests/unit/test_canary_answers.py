@@ -13,28 +13,27 @@ from fault_table import table
 from worker_reports import HARDWARE
 
 from nibble.canary import run_canary
-from nibble.canary.asking import Answer, Asker
+from nibble.canary.client import Answer, Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
 from nibble.canary.drafts import check_drafts
 from nibble.canary.finding import Broken, NotCompared
 from nibble.canary.layers import activations_of, check_layers
 from nibble.canary.references import (
-    FILE,
     LOOSE_LIMIT,
     MEAN_LIMIT,
-    WEIGHT_ONLY_FILE,
     Case,
     References,
     check_references,
     read_references,
     write_references,
 )
+from nibble.canary.verification import references_of
+from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.precedence import Choice
-from nibble.proof import references_of
-from nibble.readiness import Api
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
+from nibble.machine.paths import root
+from nibble.plan.layers import Choice
 
 RIGHT = {
     "17 + 25": "42",
@@ -233,16 +232,16 @@ def some_plan(tmp_path: Path, **args: Any) -> Any:
 
 def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> None:
     assert references_of(some_plan(tmp_path), ("fp4",)) is None
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
-    write_references(tmp_path / WEIGHT_ONLY_FILE, [CASE], {"activations": ["bf16"]})
-    for form, name in (("fp4", FILE), ("bf16", WEIGHT_ONLY_FILE)):
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
+    write_references(tmp_path / WEIGHT_ONLY_CANARY_FILE, [CASE], {"activations": ["bf16"]})
+    for form, name in (("fp4", CANARY_FILE), ("bf16", WEIGHT_ONLY_CANARY_FILE)):
         found = references_of(some_plan(tmp_path), (form,))
         assert found is not None
         assert (found.where, found.mean_limit) == (str(tmp_path / name), MEAN_LIMIT)
 
 
 def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_path: Path) -> None:
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
     flags = {"--kv-cache-dtype": "fp8", "--tensor-parallel-size": 2}
     given = [{flag: Choice(value, "command line")} for flag, value in flags.items()]
     for form, args in ((("bf16",), {}), *((("fp4",), one) for one in given)):
@@ -257,10 +256,10 @@ def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_pa
 def test_fp4_activations_recorded_on_other_hardware_loosen_the_limit(
     recorded: str, limit: float, tmp_path: Path
 ) -> None:
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": recorded})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": recorded})
     found = references_of(some_plan(tmp_path), ("fp4",))
     assert found is not None and found.mean_limit == limit
-    write_references(tmp_path / FILE, [CASE], {"activations": ["bf16"], "hardware": recorded})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["bf16"], "hardware": recorded})
     found = references_of(some_plan(tmp_path), ("bf16",))
     assert found is not None and found.mean_limit == MEAN_LIMIT
 

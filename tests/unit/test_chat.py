@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nibble.chat import ask
+from nibble.cli.chat import ask
 from nibble.errors import ExitCode, NibbleError
 
 Answer = Callable[[BaseHTTPRequestHandler], None]

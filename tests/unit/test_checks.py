@@ -12,8 +12,13 @@ from types import SimpleNamespace
 import pytest
 from tiny_model import write_model
 
-from nibble import disk
-from nibble.checks import (
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine import disk
+from nibble.machine.disk import folder_bytes, gib
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.host import bind_problem, cpu_problem, open_files_problem
+from nibble.machine.targets import KnownBad, load_target
+from nibble.serve.preflight.machine import (
     check_certificate,
     check_driver,
     check_folders,
@@ -22,11 +27,6 @@ from nibble.checks import (
     check_port,
     vllm_port_warning,
 )
-from nibble.disk import folder_bytes, gib
-from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.host import bind_problem, cpu_problem, open_files_problem
-from nibble.targets import KnownBad, load_target
 
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 << 30, 139 << 30, "GPU-2")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 CLEAN = {
     name: value
@@ -77,7 +77,7 @@ def test_no_verb_that_only_looks_imports_torch_or_vllm(words: list[str]) -> None
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "pull"])
 def test_help_of_a_verb_lists_every_option(verb: str) -> None:
-    from nibble.settings import options
+    from nibble.settings.options import options
 
     text = nibble(verb, "--help", COLUMNS="200").stdout
     for option in options().values():
@@ -136,7 +136,7 @@ def test_every_verb_that_answers_a_question_does_so_in_json(words: list[str]) ->
 
 
 def test_a_fault_of_our_own_is_one_line_exit_1_and_a_file_with_the_traceback(tmp_path: Path) -> None:
-    program = "import sys; from nibble import cli; sys.exit(cli._guarded(lambda: 1 // 0))"
+    program = "import sys; from nibble.cli import app as cli; sys.exit(cli._guarded(lambda: 1 // 0))"
     environ = {**os.environ, "NIBBLE_CACHE_DIR": str(tmp_path / "cache"), "NIBBLE_DEBUG": ""}
     run = subprocess.run(
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False

@@ -14,11 +14,11 @@ from cloverlm_models import HF_QUANT_CONFIG, CloverShape
 from tiny_model import write_model, write_safetensors
 from tokenmonster_file import write_vocabulary
 
-from nibble.cloverlm import check_vocabulary
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.models.cloverlm import check_vocabulary
+from nibble.plan.plan import Plan
 
 SHAPE = CloverShape(blocks=1)
 NAME = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"

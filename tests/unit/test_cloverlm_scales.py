@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nibble.checkpoint import read_checkpoint
+from nibble.checkpoint.verify import check_scales
+from nibble.cli.inspection import Inspection, inspect_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.inspection import Inspection, inspect_model
-from nibble.nvfp4_checks import check_scales
-from nibble.prepare import read_wishes
+from nibble.plan.gather import read_wishes
 
 L2 = "transformer.blocks.1.mlp.l2.weight"
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
+from nibble.cli import cluster as commands
 from nibble.cluster import agent as agent_module
-from nibble.cluster import claim as claim_module
-from nibble.cluster import commands
-from nibble.cluster import session as session_module
+from nibble.cluster import coordinator
+from nibble.cluster import lock as lock_module
 from nibble.cluster.agent import Agent
-from nibble.cluster.claim import Claim
-from nibble.cluster.files import Offers
+from nibble.cluster.coordinator import Cluster
+from nibble.cluster.file_server import Offers
 from nibble.cluster.head import head_handlers
+from nibble.cluster.lock import Claim
 from nibble.cluster.node import OneAtATime, Place
 from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import LOST_S, Refused, Roster
-from nibble.cluster.session import Cluster
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 HEAD = {"HEAD_IP": HERE, "NIBBLE_CLUSTER_TOKEN": TOKEN}
@@ -38,7 +38,7 @@ def roster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roster]:
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
-    for module in (claim_module, session_module):
+    for module in (lock_module, coordinator):
         monkeypatch.setattr(module, "BEAT_S", 0.05)
     roster = Roster("head")
     agent = Agent(HERE, TOKEN, head_handlers(roster)).start()

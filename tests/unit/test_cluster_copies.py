@@ -13,7 +13,7 @@ import pytest
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call
-from nibble.cluster.copies import Copies, distribute
+from nibble.cluster.model_copies import Copies, distribute
 from nibble.cluster.preflight import Caller
 
 TOKEN = "0123456789abcdef"
@@ -83,7 +83,7 @@ def test_a_transfer_that_fails_in_an_unknown_way_ends_too(
     def fetch(*given: Any) -> Path:
         raise UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
 
-    monkeypatch.setattr("nibble.cluster.copies.fetch_model", fetch)
+    monkeypatch.setattr("nibble.cluster.model_copies.fetch_model", fetch)
     body = {"address": SOURCE, "name": "name", "folder": str(tmp_path / "taker" / "model")}
     answer = fetched(body)
     assert (answer["state"], "surrogates" in answer["detail"]) == ("failed", True)
@@ -92,7 +92,7 @@ def test_a_transfer_that_fails_in_an_unknown_way_ends_too(
 def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
     nodes: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nibble.cluster.files.free_bytes", lambda path: 1 << 30)
+    monkeypatch.setattr("nibble.cluster.file_server.free_bytes", lambda path: 1 << 30)
     name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
     body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "model")}
     answer = fetched(body)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 # `serve` fails once, then serves; a head that is told to stop drains for a second.
 NIBBLE = r"""#!/bin/bash

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from serving import ROOT
 
-from nibble.build_id import FILES, build_parts, part_files
 from nibble.cluster.agent import AgentError
 from nibble.cluster.caller import Caller
 from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
@@ -21,10 +20,11 @@ from nibble.cluster.differences import settings_problems
 from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.node import Place, node_handlers
 from nibble.cluster.rank_settings import OWN_FLAGS, checkpoint_folders, compared_environment, compared_flags
-from nibble.plan import Plan
-from nibble.precedence import Choice
-from nibble.prepare import plan_for, read_wishes
-from nibble.vllm_schema import load_schema
+from nibble.engine.installed import FILES, build_parts, part_files
+from nibble.engine.schema import load_schema
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.layers import Choice
+from nibble.plan.plan import Plan
 
 NVFP4, DEMO = (ROOT / "models" / name for name in ("nibble-demo-nvfp4", "nibble-demo"))
 

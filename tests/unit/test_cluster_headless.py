@@ -19,7 +19,7 @@ import pytest
 from serving import free_port
 from test_memory import machine
 
-from nibble import engine as engine_module
+from nibble.cli.show import _watchdog
 from nibble.cluster import agent as agent_module
 from nibble.cluster import headless as headless_module
 from nibble.cluster import member as member_module
@@ -29,11 +29,11 @@ from nibble.cluster.headless import _Headless, serve_headless
 from nibble.cluster.member import Member
 from nibble.cluster.node import proof_handlers, ranks_by_pid
 from nibble.cluster.roster import Roster
-from nibble.engine import Ended, Event, Stop
+from nibble.engine import process as engine_module
+from nibble.engine.process import Ended, Event, Stop
 from nibble.errors import ExitCode, NibbleError
-from nibble.memory import MemorySource
-from nibble.prepare import plan_for, read_wishes
-from nibble.show import _watchdog
+from nibble.machine.memory import MemorySource
+from nibble.plan.gather import plan_for, read_wishes
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 RANK_1 = {

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 from crd_schemas import CRDS, KEPT, PLACES, WORDS, made, part, published, strict
 
-from nibble.cluster.manifests import manifest, read_kind
+from nibble.cli.manifests import manifest, read_kind
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 
 def pods(found: dict[str, Any]) -> list[dict[str, Any]]:

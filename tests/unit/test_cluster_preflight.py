@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 from hub import Hub
 
-from nibble import serve as serve_module
-from nibble.cluster import commands, facts, network
+from nibble.cli import cluster as commands
+from nibble.cli import serve as serve_module
+from nibble.cluster import facts, network
 from nibble.cluster import node as node_module
-from nibble.cluster.claim import Claim
 from nibble.cluster.facts import SAME, compare, hub_state, model_state
+from nibble.cluster.lock import Claim
 from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
 from nibble.cluster.node import Place, find_place, node_handlers, unreachable
-from nibble.cluster.ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, judge, preflight
+from nibble.cluster.ray_node import ray_head, ray_worker
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import Asked, read_wishes
-from nibble.pull import pull
-from nibble.ray_node import ray_head, ray_worker
+from nibble.hub.pull import pull
+from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
+from nibble.plan.gather import Asked, read_wishes
 
 FACTS = {**dict.fromkeys(SAME, "same"), "memory_available_bytes": 8 << 30, "disk_free_bytes": 9 << 30}
 

@@ -14,25 +14,25 @@ from typing import Any
 
 import pytest
 
-from nibble.cluster import session as session_module
+from nibble.cluster import coordinator
 from nibble.cluster import watch as watch_module
 from nibble.cluster.across import serve_across
 from nibble.cluster.agent import AgentError
+from nibble.cluster.coordinator import Cluster
 from nibble.cluster.facts import Problem
-from nibble.cluster.files import Offers
+from nibble.cluster.file_server import Offers
 from nibble.cluster.needs import least_memory_bytes
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
 from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import Roster
-from nibble.cluster.session import Cluster
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
-from nibble.control import Answers
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.settings_layers import load_settings
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.control import Answers
+from nibble.settings.sources import load_settings
 
 HERE = "127.0.0.1"
 MP = {"NIBBLE_NNODES": "2", "HEAD_IP": HERE, "TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_WAIT_SECONDS": "1"}
@@ -171,7 +171,7 @@ def test_a_rank_that_fetches_the_model_from_here_is_waited_for(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle_s = iter([0.0, 0.5, 0.0, 7.0])
-    monkeypatch.setattr(session_module, "BEAT_S", 0.3)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.3)
     monkeypatch.setattr(cluster._offers, "idle_s", lambda: next(idle_s))
     with pytest.raises(NibbleError, match="rank 0, 1 after 1 s"):
         cluster.prepare(None)
@@ -194,8 +194,8 @@ def test_with_ray_a_start_waits_until_rays_head_reaches_every_node(
         return next(whys)
 
     said: list[str] = []
-    monkeypatch.setattr(session_module, "preflight", lambda *a, **b: Report(nodes, [], None))
-    monkeypatch.setattr(session_module, "unreached", unreached)
+    monkeypatch.setattr(coordinator, "preflight", lambda *a, **b: Report(nodes, [], None))
+    monkeypatch.setattr(coordinator, "unreached", unreached)
     monkeypatch.setattr(found, "nodes", lambda: nodes)
     monkeypatch.setattr(found, "say", said.append)
     assert not found._check(NodeLost("node x is gone"), time.monotonic() + 9)
@@ -291,7 +291,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[NodeLost | None]:
         return True
 
     monkeypatch.setattr(Cluster, "prepare", prepare)
-    monkeypatch.setattr(session_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.01)
     monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
     return told
 
@@ -316,7 +316,7 @@ def test_the_service_comes_back_after_a_lost_node(attempts: list[NodeLost | None
 def test_a_stop_signal_between_two_runs_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.01)
     monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
     monkeypatch.setattr(Cluster, "missing", lambda self: None)
     monkeypatch.setattr(Cluster, "_taken", lambda self: None)

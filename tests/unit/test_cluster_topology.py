@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.cluster.topology import find_topology, topology_flags
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings
-from nibble.settings_layers import load_settings
+from nibble.plan.topology import find_topology, topology_flags
+from nibble.settings.options import Settings
+from nibble.settings.sources import load_settings
 
 TWO = {"--tensor-parallel-size": 2}
 

@@ -56,7 +56,7 @@ time.sleep(2)
 """
 NIBBLE = """
 import sys
-from nibble import engine
+from nibble.engine import process as engine
 from nibble.cluster import agent, session
 from nibble.cluster.preflight import Report
 program, port, agent_port, *words = sys.argv[1:]
@@ -64,7 +64,7 @@ agent.AGENT_PORT = int(agent_port)
 engine.child_command = lambda argv: [sys.executable, "-c", program, port]
 session.Cluster._preflight = lambda self, nodes: Report(nodes, [], None)
 sys.argv[1:] = words
-from nibble.cli import main
+from nibble.cli.app import main
 main()
 """
 WORDS = ("serve", "nibble-demo", "--max-model-len", "1024", "--canary", "off", "--kernel-assertion", "warn")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.command_line import read_command_line
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.vllm_schema import load_schema
+from nibble.settings.command_line import read_command_line
 
 SCHEMA = load_schema()
 

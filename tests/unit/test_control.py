@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.control import ControlServer
 
 
 class Source:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import OTHER_FAMILY
 
 from nibble.checkpoint import read_checkpoint
-from nibble.cli import _guarded, app
-from nibble.convert import Wishes, convert
-from nibble.convert.config import ignore_list
-from nibble.convert.layouts import reciprocal
+from nibble.checkpoint.convert import Wishes, convert
+from nibble.checkpoint.convert.config import ignore_list
+from nibble.checkpoint.convert.layouts import reciprocal
+from nibble.cli.app import _guarded, app
 from nibble.errors import ExitCode, NibbleError
 
 H, EXPERTS = 128, 4
@@ -488,7 +488,7 @@ def test_words_that_do_not_fit_are_one_line(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from nibble.cli import main
+from nibble.cli.app import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 sys.argv = ["nibble", "convert", sys.argv[1], sys.argv[2], "--to", "nvfp4"]
 main()

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tokenmonster_file import write_vocabulary
 
 from nibble.checkpoint import read_checkpoint
-from nibble.convert import TARGETS, Wishes, convert
+from nibble.checkpoint.convert import TARGETS, Wishes, convert
+from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.inspection import inspect_model
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 SHAPE = CloverShape(blocks=1)
 L1 = "transformer.blocks.0.mlp.l1.0.weight"

@@ -28,9 +28,9 @@ from demo_dialogues import (  # noqa: E402
 
 from nibble.checkpoint import read_checkpoint  # noqa: E402
 from nibble.checkpoint.source import FolderSource  # noqa: E402
-from nibble.inspection import inspect  # noqa: E402
-from nibble.nvfp4_checks import check_scales  # noqa: E402
-from nibble.prepare import local_model  # noqa: E402
+from nibble.checkpoint.verify import check_scales  # noqa: E402
+from nibble.cli.inspection import inspect  # noqa: E402
+from nibble.plan.gather import local_model  # noqa: E402
 
 # NVFP4 forms and how many weights they have: 4 layers of q, k, v, o and of gate, up, down, dense or for 8 experts
 NVFP4_WEIGHTS = {"nibble-demo-nvfp4": 4 * (4 + 3), "nibble-demo-moe-nvfp4": 4 * (4 + 8 * 3)}

@@ -16,8 +16,8 @@ from hub import GOOD_TOKEN, Hub
 from patch_series import CHANGES, make_series, make_tree
 from tiny_model import write_model
 
-from nibble import doctor
-from nibble.doctor import (
+from nibble.cli.doctor import checks as doctor
+from nibble.cli.doctor.checks import (
     Check,
     Report,
     diagnose,
@@ -31,15 +31,15 @@ from nibble.doctor import (
     patch_checks,
     python_checks,
 )
+from nibble.cli.show import show_report
+from nibble.engine.patching.apply import apply_series
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.status import Line, keep_report, read_report
+from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.patching.apply import apply_series
-from nibble.patching.series import load_series
-from nibble.patching.status import Line, keep_report, read_report
-from nibble.patching.tree import Tree, open_tree
-from nibble.prepare import read_wishes
-from nibble.pull import pull
-from nibble.show import show_report
+from nibble.hub.pull import pull
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan.gather import read_wishes
 
 HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")

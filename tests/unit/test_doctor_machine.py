@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_model import write_model
 
-from nibble.cache_entries import Use, entries
-from nibble.cache_keys import CacheKey, CachePlan
-from nibble.doctor_machine import (
+from nibble.cli.doctor.machine import (
     jit_check,
     judge_entries,
     known_bad_checks,
@@ -20,9 +18,11 @@ from nibble.doctor_machine import (
     nccl_check,
     peer_check,
 )
-from nibble.gpu_state import GpuState, describe, problem
-from nibble.hardware import Gpu, Hardware
-from nibble.targets import load_target
+from nibble.machine.gpu_state import GpuState, describe, problem
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.targets import load_target
+from nibble.plan.compile_cache import CacheKey, CachePlan
+from nibble.serve.compile_cache import Use, entries
 
 HOST = Hardware((), None, None, "x86_64", 8, frozenset({"avx2"}), 16 << 30, 12 << 30)
 CARD = Gpu(0, "RTX PRO 6000 Blackwell", (12, 0), 95 << 30, 94 << 30, "GPU-0")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.cli import verbs
+from nibble.cli.app import verbs
 
 UNBLOCKS = (
     "import os, signal, time; print(os.getpid(), flush=True); time.sleep(0.5);"
@@ -101,7 +101,7 @@ def test_the_exit_code_of_nibble_is_the_entry_points(folder: Path) -> None:
 
 
 def test_a_signal_reaches_nibble_because_the_script_is_gone(folder: Path) -> None:
-    # nibble unblocks the signals that the script blocks, once it can handle them (nibble/early_stop.py).
+    # nibble unblocks the signals that the script blocks, once it can handle them (nibble/machine/early_stop.py).
     _script(folder / "bin" / "nibble", f"exec {sys.executable} -c '{UNBLOCKS}'")
     process = subprocess.Popen(
         [folder / "entrypoint.sh"],

@@ -7,11 +7,11 @@ import subprocess
 
 import pytest
 
-from nibble.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.settings import options
-from nibble.vllm_schema import load_schema
+from nibble.machine.paths import root
+from nibble.settings.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
+from nibble.settings.options import options
 
 KNOWN = load_schema().envs
 

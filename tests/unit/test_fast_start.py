@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tiny_model import QWEN3, write_model
 
-from nibble import prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 GIB = 1 << 30
 DEMO = "nibble-demo-nvfp4"

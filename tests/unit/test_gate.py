@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nibble.gate import INTERNAL_HEADER, Gate
-from nibble.gate_state import GateState
-from nibble.guard.protocol import GuardedProtocol
+from nibble.engine.gate.asgi import INTERNAL_HEADER, Gate
+from nibble.engine.gate.state import GateState
+from nibble.engine.guard.protocol import GuardedProtocol
 
 KEY = "nbl-the-key-of-this-test"
 INTERNAL = "random-per-start"
@@ -569,7 +569,7 @@ def test_scope_passes_unchanged_when_there_is_nothing_to_take_off(door: Door) ->
 
 
 def test_gate_imports_nothing_heavy() -> None:
-    program = "import sys, nibble.gate; print(*sys.modules)"
+    program = "import sys, nibble.engine.gate.asgi; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.split()

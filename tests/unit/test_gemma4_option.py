@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tiny_model import QWEN3, write_model
 
-from nibble import prepare
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.gemma4 import has_flashinfer_compiler
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.vllm_schema import load_schema
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.models.gemma4 import has_flashinfer_compiler
+from nibble.plan.plan import Plan
 
 TEXT: dict[str, Any] = QWEN3 | {
     "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512,

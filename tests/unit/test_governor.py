@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from test_memory import machine
 
-from nibble import governor
-from nibble.governor import UNWATCHED, Governor, decide, limits
-from nibble.memory import Memory, MemorySource
+from nibble.machine.memory import Memory, MemorySource
+from nibble.plan.memory import UNWATCHED, limits
+from nibble.serve import watchdog as governor
+from nibble.serve.watchdog import Governor, decide
 
 GIB = 1 << 30
 SPARK = limits(8 * GIB)  # pause below 4, stop below 2, resume from 6

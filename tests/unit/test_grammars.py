@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from nibble.guard import grammar_worker, grammars
-from nibble.guard.grammar_compile import NeedsBackend, Refusal, TooSlow
-from nibble.guard.grammar_fields import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES, grammar_fields
-from nibble.guard.grammar_worker import Limits
-from nibble.guard.grammars import Grammars, Problem
+from nibble.engine.guard import grammar_worker, grammars
+from nibble.engine.guard.grammar_compile import NeedsBackend, Refusal, TooSlow
+from nibble.engine.guard.grammar_fields import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES, grammar_fields
+from nibble.engine.guard.grammar_worker import Limits
+from nibble.engine.guard.grammars import Grammars, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(0.5, 128)

@@ -16,8 +16,8 @@ from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_websocket
 
-from nibble.guard import protocol
-from nibble.guard.plan_limits import MEDIA_BODY_BYTES
+from nibble.engine.guard import protocol
+from nibble.plan.guard_limits import MEDIA_BODY_BYTES
 
 LIMITS = {
     "NIBBLE_HEAD_SECONDS": "1",

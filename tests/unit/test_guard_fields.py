@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nibble.guard.fields import ModelFacts, field_problem, is_small
-from nibble.guard.limits import RequestLimits
+from nibble.engine.guard.fields import ModelFacts, field_problem, is_small
+from nibble.engine.guard.limits import RequestLimits
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 LIMITS = RequestLimits.from_environ({})

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from nibble.guard.body import Bodies, Disconnected, Held, parse, replayed
-from nibble.guard.json_scan import JsonScan
-from nibble.guard.limits import RequestLimits
-from nibble.guard.pace import Pace
-from nibble.guard.refusal import Refused
+from nibble.engine.guard.body import Bodies, Disconnected, Held, parse, replayed
+from nibble.engine.guard.json_scan import JsonScan
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.guard.pace import Pace
+from nibble.engine.guard.refusal import Refused
 
 LIMITS = RequestLimits.from_environ(
     {"NIBBLE_MAX_BODY_BYTES": "200000", "NIBBLE_MAX_BUFFERED_BYTES": "300000"}

@@ -12,11 +12,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from nibble.gate_state import GateState
-from nibble.guard import connections as connections_module
-from nibble.guard.connections import Connections
-from nibble.guard.limits import RequestLimits
-from nibble.guard.protocol import GuardedProtocol
+from nibble.engine.gate.state import GateState
+from nibble.engine.guard import connections as connections_module
+from nibble.engine.guard.connections import Connections
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.guard.protocol import GuardedProtocol
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from nibble.gate import Gate
-from nibble.gate_state import GateState
-from nibble.guard.answers import MAX_ERROR_BYTES, with_short_errors
-from nibble.guard.limits import RequestLimits
-from nibble.guard.logprob_fields import answer_limit
-from nibble.guard.pace import LEAST_PAUSE_S
-from nibble.guard.refusal import Refused
-from nibble.guard.request_guard import RequestGuard
+from nibble.engine.gate.asgi import Gate
+from nibble.engine.gate.state import GateState
+from nibble.engine.guard.answers import MAX_ERROR_BYTES, with_short_errors
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.guard.logprob_fields import answer_limit
+from nibble.engine.guard.pace import LEAST_PAUSE_S
+from nibble.engine.guard.refusal import Refused
+from nibble.engine.guard.request_guard import RequestGuard
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 USER = {"role": "user", "content": "hello"}

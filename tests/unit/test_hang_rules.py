@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from nibble.hang_rules import EXCUSED_FACTOR, Look, Seen, Stall, Stalls, excuse
-from nibble.pulse import CALL, IDLE, STEP, Pulse
+from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
+from nibble.serve.hang.rules import EXCUSED_FACTOR, Look, Seen, Stall, Stalls, excuse
 
 LIMIT_S = 60.0
 API = Seen(1, "API server", "S", False, 1.0, 0)

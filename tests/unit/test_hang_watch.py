@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from nibble_kernels.vllm_plugin import pulse as plugin
 
-from nibble import gpu_state, pulse
-from nibble.hang_watch import Hang, HangWatch
-from nibble.pulse import Pulse, read_pulses
-from nibble.readiness import Api
-from nibble.stack_dump import dump_stacks
+from nibble.engine import pulse
+from nibble.engine.api import Api
+from nibble.engine.pulse import Pulse, read_pulses
+from nibble.machine import gpu_state
+from nibble.machine.stack_dump import dump_stacks
+from nibble.serve.hang.watch import Hang, HangWatch
 
 WAITING = """
 import sys, threading, time

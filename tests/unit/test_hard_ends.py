@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from nibble import guardian
-from nibble.breaker import Breaker
-from nibble.control import ControlServer
-from nibble.early_stop import VERBS
+from nibble.cli.status import status_lines
+from nibble.engine import guardian
 from nibble.errors import ExitCode, NibbleError
-from nibble.port_lock import hold_port, overlap
+from nibble.machine.early_stop import VERBS
+from nibble.machine.processes import processes, started_ticks
 from nibble.printable import printable
-from nibble.processes import processes, started_ticks
-from nibble.sd_notify import Heartbeat, Notifier
-from nibble.show_status import status_lines
-from nibble.unread import Queue, Unread, parse, send_queues
+from nibble.serve.control import ControlServer
+from nibble.serve.crash_loop import Breaker
+from nibble.serve.port_lock import hold_port, overlap
+from nibble.serve.sd_notify import Heartbeat, Notifier
+from nibble.serve.unread import Queue, Unread, parse, send_queues
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,7 +95,7 @@ def test_vllms_own_bind_and_listen_work_beside_the_lock() -> None:
 
 def test_a_killed_process_holds_nothing() -> None:
     port = free_port()
-    program = f"from nibble.port_lock import hold_port\nwith hold_port('127.0.0.1', {port}):\n print(1, flush=True); input()"
+    program = f"from nibble.serve.port_lock import hold_port\nwith hold_port('127.0.0.1', {port}):\n print(1, flush=True); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     )
@@ -118,12 +118,12 @@ def test_addresses_overlap_where_one_stands_for_all() -> None:
 FAMILY = """
 import os, subprocess, sys, time
 from pathlib import Path
-from nibble.engine import Engine
+from nibble.engine.process import Engine
 import queue
 folder = Path(sys.argv[1])
 program = "import subprocess as s, time; s.Popen(['setsid', 'sleep', '300']); s.Popen(['sleep', '300']); time.sleep(300)"
-import nibble.engine
-nibble.engine.child_command = lambda argv: [sys.executable, "-c", program]
+import nibble.engine.process
+nibble.engine.process.child_command = lambda argv: [sys.executable, "-c", program]
 engine = Engine([], os.environ, queue.SimpleQueue(), folder)
 print(engine.pid, engine._guardian.pid, flush=True)
 if sys.argv[2] == "kill":
@@ -177,7 +177,7 @@ def test_a_session_whose_number_another_process_has_by_now_is_left_alone() -> No
 
 EARLY = """
 import signal, sys
-from nibble.early_stop import over, stop_early
+from nibble.machine.early_stop import over, stop_early
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 stop_early(sys.argv[2:])
 if sys.argv[1] == "over": over()

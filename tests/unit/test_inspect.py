@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from nibble.checkpoint import read_source
 from nibble.checkpoint.fused_groups import FusedGroup, unrepresentable
 from nibble.checkpoint.source import open_source
-from nibble.cli import app
-from nibble.inspection import Inspection, inspect, inspect_model
-from nibble.prepare import read_wishes
+from nibble.cli.app import app
+from nibble.cli.inspection import Inspection, inspect, inspect_model
+from nibble.plan.gather import read_wishes
 
 LAYER = "model.layers.0."
 Q, K, V = (f"{LAYER}self_attn.{name}_proj" for name in "qkv")

@@ -22,15 +22,16 @@ from typing import Any
 
 import pytest
 
-from nibble import engine, governor, launch
-from nibble.admission import Admission
-from nibble.api_key import KeyDecision
+from nibble.engine import process as engine
+from nibble.engine.gate.admission import Admission
+from nibble.engine.gate.state import State
 from nibble.errors import ExitCode, NibbleError
-from nibble.gate_state import State
-from nibble.governor import UNWATCHED, Limits, limits
-from nibble.memory import Memory
-from nibble.memory_plan import Step
-from nibble.processes import processes
+from nibble.machine.memory import Memory
+from nibble.machine.processes import processes
+from nibble.plan.memory import UNWATCHED, Limits, Step, limits
+from nibble.serve import supervisor as launch
+from nibble.serve import watchdog as governor
+from nibble.serve.api_key import KeyDecision
 
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 

@@ -14,14 +14,15 @@ import pytest
 from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble import nvfp4_checks, prepare
-from nibble.assertion import expectations
-from nibble.hardware import Gpu, Hardware
-from nibble.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
-from nibble.nvfp4_checks import check_plugin
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.canary.kernels import expectations
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
+from nibble.plan.plan import Plan
+from nibble.serve.preflight import nvfp4 as nvfp4_checks
+from nibble.serve.preflight.nvfp4 import check_plugin
 
 FLAG = "--additional-config"
 OURS = {"nibble": {"linear_kernel": "nibble"}}

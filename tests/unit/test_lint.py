@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nibble.lint import lint, resolutions
-from nibble.paths import root
-from nibble.recipes import Problem, load_recipe
+from nibble.machine.paths import root
+from nibble.recipes.lint import lint, resolutions
+from nibble.recipes.recipe import Problem, load_recipe
 
 CLEAN = """
 [model]

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from crd_schemas import PLACES, made
 
-from nibble.cluster.ports import AGENT_PORT
-from nibble.control import ControlServer
-from nibble.paths import root
+from nibble.machine.paths import root
+from nibble.plan.cluster_ports import AGENT_PORT
+from nibble.serve.control import ControlServer
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from nibble.localize import localize
-from nibble.plan import Plan
-from nibble.precedence import Choice
+from nibble.plan.files import localize
+from nibble.plan.layers import Choice
+from nibble.plan.plan import Plan
 
 FOLDER = Path("/cache/snapshots/abc")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nibble.memory import Memory, MemorySource, memory_cgroups
+from nibble.machine.memory import Memory, MemorySource, memory_cgroups
 
 MIB = 1 << 20
 

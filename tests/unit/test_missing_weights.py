@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.missing import missing_tensors, some_of
-from nibble.cli import app
+from nibble.cli.app import app
+from nibble.engine.log import ErrorReader
 from nibble.errors import ExitCode
-from nibble.failures import engine_died
-from nibble.paths import root
-from nibble.phases import ErrorReader
-from nibble.plan import Plan
-from nibble.precedence import Choice
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.layers import Choice
+from nibble.plan.plan import Plan
+from nibble.serve.failures import engine_died
 
 ATTENTION = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
 LINEAR_ATTENTION = [f"linear_attn.{name}" for name in ("in_proj.weight", "out_proj.weight", "A_log")]

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, write_model
 
-from nibble import prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.moe_configs import (
+from nibble.cli.serve import link_moe_configs
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.targets import load_target
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.moe_tuning import (
     VARIABLE,
     TunedConfigs,
     device_in_file_name,
@@ -18,10 +21,7 @@ from nibble.moe_configs import (
     installed_configs,
     make_folder,
 )
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.serve import link_moe_configs
-from nibble.targets import load_target
+from nibble.plan.plan import Plan
 
 GIB = 1 << 30
 MAX_Q = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.command_line import read_command_line
+from nibble.cli.show import show_verb_help
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.node_words import check_node_words
-from nibble.show import show_verb_help
-from nibble.vllm_schema import load_schema
+from nibble.settings.command_line import read_command_line
+from nibble.settings.node_words import check_node_words
 
 
 @pytest.mark.parametrize("verb", ["ray-head", "ray-worker"])

@@ -14,8 +14,8 @@ from tiny_model import MODELOPT_NVFP4
 from nibble.checkpoint.exclusions import MAX_OVERRIDE_BYTES
 from nibble.checkpoint.vllm_config import one_expert_a_layer
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 LAYER = "model.layers.0."
 MAP = {LAYER + name: {"quant_algo": "NVFP4", "group_size": 16} for name in LINEAR_SHAPES}

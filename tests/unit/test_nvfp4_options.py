@@ -11,11 +11,11 @@ import pytest
 from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble import nvfp4_checks
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_nvfp4, check_plugin
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.preflight import nvfp4 as nvfp4_checks
+from nibble.serve.preflight.nvfp4 import check_nvfp4, check_plugin
 
 FLAG = "--additional-config"
 

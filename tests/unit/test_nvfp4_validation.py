@@ -14,9 +14,9 @@ from tiny_model import MODELOPT_NVFP4
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.scale_layout import check_layout, effect, untile
 from nibble.checkpoint.scale_values import check_values, e4m3_value, first_damaged
+from nibble.checkpoint.verify import check_scales
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_scales
-from nibble.rules import check_checkpoint
+from nibble.plan.validate import check_checkpoint
 
 LAYER = "model.layers.0."
 UP = f"{LAYER}mlp.up_proj"

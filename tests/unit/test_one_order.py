@@ -10,12 +10,12 @@ from tiny_checkpoint import linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 from worker_reports import RAN
 
-from nibble import prepare
-from nibble.assertion import deviations, expectations
+from nibble.canary.kernels import deviations, expectations
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}

@@ -13,11 +13,11 @@ from pathlib import Path
 import patch_series
 import pytest
 
+from nibble.engine.patching import swap
+from nibble.engine.patching.apply import RECORD_FOLDER, apply_series, patch_states, revert_series, unit
+from nibble.engine.patching.series import Series, load_series
+from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
-from nibble.patching import swap
-from nibble.patching.apply import RECORD_FOLDER, apply_series, patch_states, revert_series, unit
-from nibble.patching.series import Series, load_series
-from nibble.patching.tree import Tree, open_tree
 
 
 @pytest.fixture(params=["wheel", "source"])
@@ -169,8 +169,8 @@ def test_killed_at_any_point_the_tree_is_as_before_or_patched(
 def test_two_at_once_leave_one_whole_result(tree: Tree, series: Series, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from nibble.patching.apply import apply_series; from nibble.patching.series import load_series\n"
-        "from nibble.patching.tree import open_tree\n"
+        "from nibble.engine.patching.apply import apply_series; from nibble.engine.patching.series import load_series\n"
+        "from nibble.engine.patching.tree import open_tree\n"
         "print(len(apply_series(open_tree(Path(sys.argv[1])), load_series('vllm', Path(sys.argv[2])))))"
     )
     words = [sys.executable, "-c", code, str(tree.root), str(tmp_path / "series")]

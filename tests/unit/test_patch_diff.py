@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.patching.diff import DiffError, apply, parse
+from nibble.engine.patching.diff import DiffError, apply, parse
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 31))
 DIFF = """\

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.phases import PHASES, DrainReader, ErrorReader, PhaseReader, PhaseUpdate, message
+from nibble.engine.log import PHASES, DrainReader, ErrorReader, PhaseReader, PhaseUpdate, message
 
 DATA = Path(__file__).parent / "data"
 KV_CACHE_SIZE = "INFO 11-21 06:24:50 [kv_cache_utils.py:2327] GPU KV cache size: 67,164,896 tokens, Maximum"

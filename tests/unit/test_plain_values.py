@@ -15,8 +15,8 @@ from serving import ROOT
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.plain_values import check_plain_values, first_not_finite
+from nibble.checkpoint.verify import check_scales
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_scales
 
 DEMO = ROOT / "models" / "nibble-demo-nvfp4"
 NORM = "model.layers.2.post_attention_layernorm.weight"

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
-from nibble import prepare
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.guard.limits import RequestLimits
-from nibble.hardware import Gpu, Hardware
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.recipes import list_recipes, load_recipe
-from nibble.targets import TARGET_NAMES
-from nibble.vllm_schema import load_schema
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
+from nibble.machine.targets import TARGET_NAMES
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.recipes.recipe import list_recipes, load_recipe
 
 GIB = 1 << 30
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}

@@ -17,11 +17,11 @@ from tiny_model import write_model, write_safetensors
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.plausible import LARGEST_WEIGHT, check_plausible
 from nibble.checkpoint.scale_values import largest_scale, numbers
+from nibble.checkpoint.verify import check_scales
+from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.inspection import inspect_model
-from nibble.model_checks import check_experts_on_cpu, check_tokenizer, check_values
-from nibble.nvfp4_checks import check_scales
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.serve.preflight.model import check_experts_on_cpu, check_tokenizer, check_values
 
 DEMOS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4", "nibble-demo")
 GLOBAL = {"nvfp4": "weight_scale_2", "ct": "weight_global_scale"}

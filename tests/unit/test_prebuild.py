@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nibble import prebuild, prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prebuild import compiler_environ, prebuilding, should_prebuild
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve import prebuild
+from nibble.serve.prebuild import compiler_environ, prebuilding, should_prebuild
 
 GIB = 1 << 30
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0")

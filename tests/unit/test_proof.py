@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from worker_reports import RAN, plan
 
-from nibble import proof
+from nibble.canary import verification as proof
+from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
-from nibble.readiness import Api
 
 
 def make(

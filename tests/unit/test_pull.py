@@ -15,13 +15,13 @@ import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
 from other_users import open_to_others
 
-from nibble import doctor
-from nibble import pull as pull_module
-from nibble.doctor import hub_check
+from nibble.cli.doctor import checks as doctor
+from nibble.cli.doctor.checks import hub_check
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub import access
-from nibble.model_files import RemoteFile, cached_snapshot, missing_weights, select
-from nibble.pull import Progress, as_lines, check_disk, pull
+from nibble.hub import pull as pull_module
+from nibble.hub.access import access
+from nibble.hub.files import RemoteFile, cached_snapshot, missing_weights, select
+from nibble.hub.pull import Progress, as_lines, check_disk, pull
 
 GIB = 1 << 30
 
@@ -375,7 +375,7 @@ def test_a_connection_cut_again_and_again_is_resumed_to_the_end(hub: Hub, model:
 def test_a_download_without_a_byte_is_tried_again_and_then_one_error_names_the_file(
     hub: Hub, model: Path, environ, monkeypatch
 ) -> None:
-    monkeypatch.setattr("nibble.download.BACKOFF_S", 0.0)
+    monkeypatch.setattr("nibble.hub.transfer.BACKOFF_S", 0.0)
     hub.add("acme/demo", model, faults={"model.safetensors": "stall"})
     error = refusal("acme/demo", environ | {"NIBBLE_DOWNLOAD_STALL_SECONDS": "0.3"})
     assert error.code is ExitCode.MODEL and error.unreachable
@@ -387,7 +387,7 @@ def test_a_download_without_a_byte_is_tried_again_and_then_one_error_names_the_f
 def test_a_pull_that_gave_up_or_was_killed_goes_on_where_it_was(
     hub: Hub, model: Path, environ, monkeypatch
 ) -> None:
-    monkeypatch.setattr("nibble.download.BACKOFF_S", 0.0)
+    monkeypatch.setattr("nibble.hub.transfer.BACKOFF_S", 0.0)
     repo = hub.add("acme/demo", model, faults={"model.safetensors": "stall"})
     refusal("acme/demo", environ | {"NIBBLE_DOWNLOAD_STALL_SECONDS": "0.2"})
     repo.faults.clear()
@@ -482,7 +482,7 @@ def test_cache_under_a_file_exits_5_naming_it(hub: Hub, model: Path, environ, tm
 PULL_AS_ANOTHER = """
 import os, sys, tempfile
 from nibble.errors import NibbleError
-from nibble.pull import pull
+from nibble.hub.pull import pull
 with tempfile.TemporaryDirectory() as other_cache:
     pull(sys.argv[1], None, dict(os.environ) | {"HF_HOME": other_cache})
 os.setgroups([]); os.setgid(0); os.setuid(2000)

@@ -14,9 +14,9 @@ import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import demo_models
-from nibble.pull import pull
-from nibble.pull_plan import plan_pull
+from nibble.hub.dry_run import plan_pull
+from nibble.hub.pull import pull
+from nibble.machine.paths import demo_models
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 300_000

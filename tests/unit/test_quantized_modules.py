@@ -14,8 +14,8 @@ from tiny_model import MODELOPT_NVFP4
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.exclusions import correct, excluded
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 MTP = '{"method":"mtp","num_speculative_tokens":1}'
 LLM_COMPRESSOR: dict[str, Any] = {

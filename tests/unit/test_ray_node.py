@@ -19,21 +19,21 @@ from typing import Any
 import pytest
 from test_memory import machine
 
-from nibble import ray_node
+from nibble.cluster import ray_node
 from nibble.cluster.member import End
 from nibble.cluster.network import find_interface, node_address
 from nibble.cluster.node import Place, find_place
 from nibble.cluster.parts import Parts
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
-from nibble.governor import UNWATCHED
-from nibble.hardware import Gpu, detect
-from nibble.memory import MemorySource, memory_now
-from nibble.paths import root
-from nibble.settings import Settings
-from nibble.settings_layers import load_settings
+from nibble.machine.hardware import Gpu, detect
+from nibble.machine.memory import MemorySource, memory_now
+from nibble.machine.paths import root
+from nibble.plan.cluster_ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
+from nibble.plan.memory import UNWATCHED
+from nibble.settings.options import Settings
+from nibble.settings.sources import load_settings
 
 HEAD = "192.0.2.2:6379"
 # `ray start --address=… --block` with another token, shortened.

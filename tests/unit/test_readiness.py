@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from nibble.engine.api import Api, answer_one_token, lists_models, reachable_host, requests_in_flight
 from nibble.errors import ExitCode, NibbleError
-from nibble.readiness import Api, answer_one_token, lists_models, reachable_host, requests_in_flight
 
 MODELS = json.dumps({"data": [{"id": "org/model"}, {"id": "default"}]})
 # Two engines of one server (data parallel), in the form of vllm 0.32's /metrics.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.recipes import Recipe, list_recipes, load_recipe, resolve
+from nibble.machine.paths import root
+from nibble.recipes.recipe import Recipe, list_recipes, load_recipe, resolve
 
 LAYERED = """
 [model]

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from nibble.cli import reference as command
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import detect
-from nibble.paths import demo_models
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.reference import command
-from nibble.reference.choice import cores_for, is_beside
+from nibble.machine.hardware import detect
+from nibble.machine.paths import demo_models
+from nibble.machine.targets import load_target
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.plan.reference import cores_for, is_beside
 from nibble.reference.make import Ended, NoReference, make_request, run
 from nibble.reference.store import FORMAT, Request, identity, reference_path
-from nibble.targets import load_target
 
 ENVIRON = {"PATH": os.environ["PATH"], "NIBBLE_TARGET": "cpu"}
 

@@ -13,7 +13,7 @@ from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nibble.checkpoint import read_checkpoint
-from nibble.paths import demo_models
+from nibble.machine.paths import demo_models
 from nibble.reference.streaming import InBf16, RoundedInputs, StreamedModel
 from nibble.reference.weights import BY_TOKEN, INPUT, Unsupported, Weights, block_size, rounded_input
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
-from nibble.hardware import Hardware, detect
-from nibble.paths import demo_models
-from nibble.reference.choice import activations_served
+from nibble.machine.hardware import Hardware, detect
+from nibble.machine.paths import demo_models
+from nibble.machine.targets import load_target
+from nibble.plan.reference import activations_served
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
-from nibble.targets import load_target
 
 GIB = 1 << 30
 

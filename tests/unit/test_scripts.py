@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
-from nibble.recipes import list_recipes
+from nibble.machine.paths import root
+from nibble.recipes.recipe import list_recipes
 
 SCRIPTS = root() / "scripts"
 MODELS = {

@@ -16,11 +16,11 @@ import pytest
 from hub import GOOD_TOKEN, Hub
 from tiny_model import QWEN3, write_model
 
-from nibble import serve as serve_module
-from nibble.breaker import Breaker, plan_key
+from nibble.cli import serve as serve_module
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import cache_dir
-from nibble.plan import Plan
+from nibble.machine.paths import cache_dir
+from nibble.plan.plan import Plan
+from nibble.serve.crash_loop import Breaker, plan_key
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from nibble.server_log import KEPT, LogFile
+from nibble.serve.log_file import KEPT, LogFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import os, sys, time
 from pathlib import Path
-from nibble.server_log import LogFile
+from nibble.serve.log_file import LogFile
 log = LogFile(Path(sys.argv[1]), max_bytes=2000)
 for number in range(int(sys.argv[2])):
     os.write(1, b"line %04d of the engine\\n" % number)

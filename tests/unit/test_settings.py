@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings, options, token_count
-from nibble.settings_layers import load_settings
+from nibble.settings.options import Settings, options, token_count
+from nibble.settings.sources import load_settings
 
 
 def failure(cli: dict[str, str], environ: dict[str, str]) -> NibbleError:

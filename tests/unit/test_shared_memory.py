@@ -10,15 +10,17 @@ import pytest
 from serving import free_port
 from tiny_model import write_model
 
-from nibble import checks, doctor, prepare
-from nibble.checks import run_checks
-from nibble.cluster.topology import Topology
-from nibble.doctor import shm_check
-from nibble.doctor_machine import model_checks
+from nibble.cli.doctor import checks as doctor
+from nibble.cli.doctor.checks import shm_check
+from nibble.cli.doctor.machine import model_checks
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.shared_memory import MIB, VARIABLE, check_shared_memory, needed_bytes
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.plan.shared_memory import MIB, VARIABLE, check_shared_memory, needed_bytes
+from nibble.plan.topology import Topology
+from nibble.serve.preflight import machine as checks
+from nibble.serve.preflight.machine import run_checks
 
 DOCKERS = 64 * MIB
 ONE = Topology("machine", 1, 1, 1, 0, None, "")

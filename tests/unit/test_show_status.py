@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nibble.control import ControlServer
+from nibble.cli.status import read_status, status_lines
 from nibble.errors import ExitCode, NibbleError
-from nibble.json_http import JsonHandler, Server
-from nibble.show_status import read_status, status_lines
+from nibble.serve.control import ControlServer
+from nibble.serve.json_http import JsonHandler, Server
 
 RAN = {
     "linear": {"nvfp4: HummingNvFp4LinearKernel": 144}, "moe": {}, "attention": {"FLASH_ATTN": 36},

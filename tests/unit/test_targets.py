@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.lint import ECOSYSTEM_PREFIXES
-from nibble.targets import TARGET_NAMES, load_target, target_for_capability
-from nibble.vllm_schema import load_schema
+from nibble.machine.targets import TARGET_NAMES, load_target, target_for_capability
+from nibble.recipes.lint import ECOSYSTEM_PREFIXES
 
 
 @pytest.mark.parametrize("name", TARGET_NAMES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nibble.engine.flags import OWNED, merge, read_flags, split_words, write_flag
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.vllm_args import OWNED, merge, read_flags, split_words, write_flag
-from nibble.vllm_schema import load_schema
 
 SCHEMA = load_schema()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nibble.engine.schema import SNAPSHOT, Schema, drift, live_schema, load_schema, write_snapshot
 from nibble.errors import ExitCode, NibbleError
-from nibble.vllm_schema import SNAPSHOT, Schema, drift, live_schema, load_schema, write_snapshot
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,9 @@ def test_snapshot_loads_in_under_twenty_milliseconds() -> None:
 
 
 def test_loading_the_snapshot_imports_neither_vllm_nor_torch() -> None:
-    code = "import sys, nibble.lint as l; l.load_schema(); print({'vllm', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, nibble.recipes.lint as l; l.load_schema(); print({'vllm', 'torch'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from nibble.patching.tree import Tree
+from nibble.engine.patching.tree import Tree
 from probes.support.fake_cuda import DEVICES
 from probes.support.syntax import Sources
 

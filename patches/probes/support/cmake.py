@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from nibble.patching.tree import Tree
+from nibble.engine.patching.tree import Tree
 
 # What script mode has no use for: the properties of source files belong to a project.
 PREAMBLE = """

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nibble.patching.probe import Finding, defect, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, defect, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import plugin
 from probes.support.nvfp4 import SOUND_ERROR, Packed, dequantize, normal_weights, quantize, shard_errors
 from probes.support.syntax import Sources

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 
 def plugin_layers() -> ModuleType:

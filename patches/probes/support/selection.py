@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nibble.patching.run import NURSERY
+from nibble.engine.patching.run import NURSERY
 from probes.support import fake_cuda
 
 # flashinfer 0.7 compilation_context.py:43, the names of its targets for 9.0, 10.0, 12.0 and 12.1

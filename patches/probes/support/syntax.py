@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nibble.patching.tree import Tree
+from nibble.engine.patching.tree import Tree
 
 
 class _QuietLogger:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nibble.patching.binaries import compiled_modules
-from nibble.patching.fatbin import GpuObject, gpu_objects
-from nibble.patching.probe import Finding, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.fatbin import GpuObject, gpu_objects
+from nibble.engine.gpu_code import compiled_modules
+from nibble.engine.patching.probe import Finding, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 
 def objects_named(tree: Tree, names: Sequence[str]) -> dict[str, GpuObject]:

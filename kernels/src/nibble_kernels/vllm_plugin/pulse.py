@@ -3,7 +3,7 @@
 It does something only where NIBBLE_PULSE names a folder on this machine. The engine core writes before and after each step and
 each request of its loop (a few microseconds each), the API server when it hands a request over and takes answers. SIGUSR2
 writes the Python stacks of all threads into `stacks-PID`; faulthandler does that without the interpreter's lock, so it also
-works where a thread hangs in the driver. The reader is nibble/pulse.py, which has the same layout.
+works where a thread hangs in the driver. The reader is nibble/engine/pulse.py, which has the same layout.
 """
 
 from __future__ import annotations

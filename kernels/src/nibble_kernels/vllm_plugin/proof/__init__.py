@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["FOLDER", "make_report", "register"]
 
 FOLDER = "NIBBLE_PROOF"
-REFERENCE_WAIT_S = 120.0  # longer than the supervisor lets a reference take (nibble/reference/command.py)
+REFERENCE_WAIT_S = 120.0  # longer than the supervisor lets a reference take (nibble/cli/reference.py)
 
 
 @functools.cache
