@@ -1,7 +1,8 @@
-"""Do the workers of one model run the same, compared with each other? Pure: from what each reports to disagreements.
+"""Do the workers of one model run the same, compared with each other? Pure: from what each reports
+to disagreements.
 
-The plan is this machine's alone: a worker that runs another plan on another machine may fit this one's expectations. A BF16 model
-does, which has no NVFP4 layer to judge.
+The plan is this machine's alone: a worker that runs another plan on another machine may fit this
+one's expectations. A BF16 model does, which has no NVFP4 layer to judge.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ class Disagreement:
 
     def error(self) -> NibbleError:
         """The end of a start."""
-        what = f"{on_node(self.node)}rank {self.rank} does not run what the others run: {self.part}: {self.found}"
+        what = (
+            f"{on_node(self.node)}rank {self.rank} does not run what the others run: {self.part}:"
+            f" {self.found}"
+        )
         return NibbleError(ExitCode.CANARY, what, self.expected, f"{ACTION}; {STRICT_ACTION}")
 
 
 def disagreements(reports: Sequence[Ran]) -> tuple[Disagreement, ...]:
-    """`reports` are what the workers ran, each with its `node` and `rank`. The first is the one that the others are held to, of
-    a pipeline stage its first.
+    """`reports` are what the workers ran, each with its `node` and `rank`. The first is the one
+    that the others are held to, of a pipeline stage its first.
     """
     found: list[Disagreement] = []
     first_of_stage: dict[Any, Ran] = {}

@@ -1,4 +1,6 @@
-"""Requests of the canary: greedy answers with their log-probs, and texts scored in one piece, before a deadline."""
+"""Requests of the canary: greedy answers with their log-probs, and texts scored in one piece,
+before a deadline.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from nibble.reference.prompts import NO_THINKING
 Messages = Sequence[Mapping[str, str]]
 # Reasoning models answer at once where their template knows one of these; others ignore them.
 KWARGS = "chat_template_kwargs"
-# A model's generation_config.json may have others, and the greedy token is then not the likeliest one.
+# A model's generation_config.json may have others, and the greedy token is then not the likeliest
+# one.
 PLAIN = {"temperature": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text. `logprobs` of its tokens; `best` and `runner_up` of the two likeliest at each place."""
+    """A generated text. `logprobs` of its tokens; `best` and `runner_up` of the two likeliest at
+    each place.
+    """
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -34,19 +39,25 @@ class Answer:
 
 
 class Asker:
-    """Asks `model` until `budget_s` is over; then every question is NotCompared. OSError where the server goes away."""
+    """Asks `model` until `budget_s` is over; then every question is NotCompared. OSError where
+    the server goes away.
+    """
 
     def __init__(self, api: Api, model: str, budget_s: float) -> None:
         self.api, self.model = api, model
         self._until = time.monotonic() + budget_s
 
     def warm_up(self) -> None:
-        """Everything once: vLLM compiles what log-probs need when they are first asked for. A refusal is for later."""
+        """Everything once: vLLM compiles what log-probs need when they are first asked for. A
+        refusal is for later.
+        """
         with contextlib.suppress(Broken, NotCompared, KeyError, IndexError, TypeError, ValueError):
             self.score(self.answer("Hello", 2, ignore_eos=True).ids)
 
     def answer(self, prompt: str | Messages | Sequence[int], tokens: int, **more: Any) -> Answer:
-        """The greedy answer to a text, a conversation or token ids; `more` goes into the request."""
+        """The greedy answer to a text, a conversation or token ids; `more` goes into the
+        request.
+        """
         body = {"max_tokens": tokens, "return_token_ids": True, **PLAIN, **more}
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             choice, ids = self._choice("/v1/completions", body | {"prompt": prompt, "logprobs": 2})
@@ -54,7 +65,9 @@ class Asker:
             pairs = list(zip(found["token_logprobs"], found["top_logprobs"], strict=True))
             tops = [sorted(top.values(), reverse=True) for _, top in pairs]
             own = [number(value) for value, _ in pairs]
-            return _answer(choice["text"], ids or choice["prompt_token_ids"], choice["token_ids"], own, tops)
+            return _answer(
+                choice["text"], ids or choice["prompt_token_ids"], choice["token_ids"], own, tops
+            )
         request = body | {
             "messages": prompt,
             "logprobs": True,
@@ -63,16 +76,23 @@ class Asker:
         }
         choice, ids = self._choice("/v1/chat/completions", request)
         content = choice["logprobs"]["content"]
-        tops = [sorted((top["logprob"] for top in one["top_logprobs"]), reverse=True) for one in content]
+        tops = [
+            sorted((top["logprob"] for top in one["top_logprobs"]), reverse=True) for one in content
+        ]
         own = [number(one["logprob"]) for one in content]
         return _answer(choice["message"]["content"] or "", ids, choice["token_ids"], own, tops)
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-prob of each token after the first, computed as a prompt: without drafting, and without the prefix cache."""
+        """Log-prob of each token after the first, computed as a prompt: without drafting, and
+        without the prefix cache.
+        """
         body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         choice, _ = self._choice("/v1/completions", body)
         found = choice["prompt_logprobs"][1:]
-        return [number(place[str(token)]["logprob"]) for place, token in zip(found, ids[1:], strict=True)]
+        return [
+            number(place[str(token)]["logprob"])
+            for place, token in zip(found, ids[1:], strict=True)
+        ]
 
     def chat(self, messages: Messages, tokens: int, **more: Any) -> dict[str, Any]:
         """The message of a greedy chat answer."""
@@ -87,7 +107,11 @@ class Asker:
 
     def has_chat(self) -> bool:
         """Whether the model has a chat template."""
-        body = {"model": self.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 1,
+        }
         status, text = self._call("/v1/chat/completions", body)
         if status >= 500:
             raise _refused("/v1/chat/completions", status, text)
@@ -105,7 +129,9 @@ class Asker:
         if (
             status == 400 and KWARGS in body
         ):  # Mistral's tokenizers take none (vllm 0.32 tokenizers/mistral.py:147)
-            return self._choice(path, {name: value for name, value in body.items() if name != KWARGS})
+            return self._choice(
+                path, {name: value for name, value in body.items() if name != KWARGS}
+            )
         if status != 200:
             raise _refused(path, status, text)
         answer = json.loads(text)

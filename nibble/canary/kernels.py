@@ -1,7 +1,9 @@
-"""Did the kernels run that the plan expects? Pure: expectations from the plan, and what each worker reports, to deviations.
+"""Did the kernels run that the plan expects? Pure: expectations from the plan, and what each worker
+reports, to deviations.
 
-An expectation comes from what the user or a rule asked for, else from the recipe, else from the target's table `[expected]`. A
-part that nobody expects anything of may run on anything but a slow fallback.
+An expectation comes from what the user or a rule asked for, else from the recipe, else from the
+target's table `[expected]`. A part that nobody expects anything of may run on anything but a slow
+fallback.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ BACKEND_FLAGS: Mapping[str, str] = {
     "--moe-backend": "moe",
     "--attention-backend": "attention",
 }
-# In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in
-# torch, compiled by Triton), TORCH_SDPA.
+# In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION,
+# FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
 # vllm_plugin/cuda.py
 OUR_KERNELS = {
@@ -43,8 +45,8 @@ STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
 class Expectation:
     """What may run for a part of a worker's report (proof/ran.py), and who says so.
 
-    Names are compared without case and punctuation and may be the beginning of what is found, so that `marlin` is
-    MarlinNvFp4LinearKernel. Nothing allowed: anything that is not slow.
+    Names are compared without case and punctuation and may be the beginning of what is found, so
+    that `marlin` is MarlinNvFp4LinearKernel. Nothing allowed: anything that is not slow.
     """
 
     part: str
@@ -55,7 +57,9 @@ class Expectation:
         """For `nibble plan`."""
         if not self.allowed:
             return f"{self.part}: anything but a slow fallback"
-        return f"{self.part}: {' or '.join(self.allowed)}" + (f" ({self.source})" if self.source else "")
+        return f"{self.part}: {' or '.join(self.allowed)}" + (
+            f" ({self.source})" if self.source else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,14 @@ class Deviation:
 
 
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:
-    """For every part, in the order in which deviations are told. `environ` is the user's, which vLLM sees too."""
+    """For every part, in the order in which deviations are told. `environ` is the user's, which
+    vLLM sees too.
+    """
     asked = values_of(plan.args)
     variables = {name: str(choice.value) for name, choice in plan.env.items()} | dict(environ)
-    found = {part: _backend(part, flag, plan, asked, variables) for flag, part in BACKEND_FLAGS.items()}
+    found = {
+        part: _backend(part, flag, plan, asked, variables) for flag, part in BACKEND_FLAGS.items()
+    }
     sampler = plan.target.expected.get("sampler", ())
     if SAMPLER_SWITCH in variables or "--logprobs-mode" in asked:
         sampler = ()  # vLLM 0.32 v1/sample/ops/topk_topp_sampler.py:95, :224
@@ -106,7 +114,9 @@ def _backend(
         return Expectation(part, ADDS_IN_ONE_ORDER, INVARIANT)
     if plan.recipe is not None and part in plan.recipe.expected:
         return Expectation(part, (plan.recipe.expected[part],), f"recipe {plan.recipe.id}")
-    return Expectation(part, tuple(plan.target.expected.get(part, ())), f"target {plan.target.name}")
+    return Expectation(
+        part, tuple(plan.target.expected.get(part, ())), f"target {plan.target.name}"
+    )
 
 
 def _kv_cache(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
@@ -116,7 +126,9 @@ def _kv_cache(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
             "kv_cache_dtype", (value,), f"--kv-cache-dtype ({plan.args['--kv-cache-dtype'].source})"
         )
     declared = plan.checkpoint.scheme.kv_cache if plan.checkpoint else None
-    return Expectation("kv_cache_dtype", (declared,) if declared else ("model_dtype",), "the checkpoint")
+    return Expectation(
+        "kv_cache_dtype", (declared,) if declared else ("model_dtype",), "the checkpoint"
+    )
 
 
 def _is_eager(plan: Plan, asked: Mapping[str, Any]) -> bool:
@@ -136,7 +148,9 @@ def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     mode = _compilation_config(asked).get("cudagraph_mode")
     if not mode and _level(asked) == "0":  # vllm 0.32 config/vllm.py:261
         return Expectation("cudagraph_mode", ("NONE",), "--optimization-level 0")
-    return Expectation("cudagraph_mode", (str(mode),) if mode else (), "--compilation-config" if mode else "")
+    return Expectation(
+        "cudagraph_mode", (str(mode),) if mode else (), "--compilation-config" if mode else ""
+    )
 
 
 def _compilation(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
@@ -163,9 +177,15 @@ def deviations(
 
 
 def plain_torch_on_the_cpu(reports: Iterable[Mapping[str, Any]]) -> str:
-    """The warning that nothing is compiled, on the CPU: numbers are right, and no more is to be had without a compiler."""
+    """The warning that nothing is compiled, on the CPU: numbers are right, and no more is to be
+    had without a compiler.
+    """
     found = [one for ran in reports if ran["device"] == "cpu" for one in _plain_torch(ran)]
-    return f"{found[0].part} are {found[0].found}, much slower than {found[0].expected}" if found else ""
+    return (
+        f"{found[0].part} are {found[0].found}, much slower than {found[0].expected}"
+        if found
+        else ""
+    )
 
 
 def _compare(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
@@ -189,7 +209,9 @@ def _kernel(want: Expectation, found: str) -> Iterator[Deviation]:
     is_slow = any(word in _plain(names) for word in SLOW)
     if is_slow and not fits:
         yield Deviation(
-            f"{scheme} {want.part} layers", names, _told(want) if want.allowed else "no slow fallback"
+            f"{scheme} {want.part} layers",
+            names,
+            _told(want) if want.allowed else "no slow fallback",
         )
     elif scheme == "nvfp4" and want.allowed and not fits:
         yield Deviation(f"{scheme} {want.part} layers", names, _told(want))
@@ -205,16 +227,23 @@ def _attention(want: Expectation, found: list[str]) -> Iterator[Deviation]:
 
 
 def _cache_format(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
-    """Some layers may keep the model's type (skipped layers, a draft); one has to have what was asked for."""
+    """Some layers may keep the model's type (skipped layers, a draft); one has to have what was
+    asked for.
+    """
     model, found = ran["model_dtype"], ran["kv_cache_dtype"]
     allowed = tuple(model if name in ("model_dtype", "auto") else name for name in want.allowed)
     others = [name for name in found if not _fits(name, allowed) and name != model]
     if others or (found and not any(_fits(name, allowed) for name in found)):
-        yield Deviation("KV cache", ", ".join(others or found), f"{' or '.join(allowed)} ({want.source})")
+        yield Deviation(
+            "KV cache", ", ".join(others or found), f"{' or '.join(allowed)} ({want.source})"
+        )
 
 
 def _mode(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
-    part, found = want.part.replace("_", " ").replace("cudagraph", "CUDA graph"), str(ran[want.part])
+    part, found = (
+        want.part.replace("_", " ").replace("cudagraph", "CUDA graph"),
+        str(ran[want.part]),
+    )
     if want.allowed == ("any",):
         return
     if want.allowed and not _fits(found, want.allowed):
@@ -226,7 +255,9 @@ def _mode(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
 
 
 def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
-    """nibble's kernels where nothing compiled is installed: the plain torch code computes, and is slow."""
+    """nibble's kernels where nothing compiled is installed: the plain torch code computes, and
+    is slow.
+    """
     state = ran["operators"].get(ran["device"], "compiled")
     names = [name for part in ("linear", "moe") for found in ran[part] for name in found.split()]
     if state != "compiled" and any(name.startswith(OURS) for name in names):
@@ -238,7 +269,9 @@ def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
 
 
 def _fits(found: str, allowed: Sequence[str]) -> bool:
-    """Whether a name begins with one that is allowed; vLLM's own kernels may have `VLLM_` in front."""
+    """Whether a name begins with one that is allowed; vLLM's own kernels may have `VLLM_` in
+    front.
+    """
     plain = _plain(found)
     return any(
         plain.startswith(_plain(name)) or plain.removeprefix("vllm").startswith(_plain(name))

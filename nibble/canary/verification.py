@@ -1,4 +1,6 @@
-"""Between the first answer and ready: what ran is held against the plan, and the canary asked. The effects of both are here."""
+"""Between the first answer and ready: what ran is held against the plan, and the canary asked.
+The effects of both are here.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ if TYPE_CHECKING:
 
 PLUGIN = "nibble_proof"
 FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
-HANDED_OVER, PENDING = "references.json", "references.pending"  # the plugin looks for them in that folder
+HANDED_OVER, PENDING = (
+    "references.json",
+    "references.pending",
+)  # the plugin looks for them in that folder
 WARM_UP_S = 600.0  # log-probs are compiled at their first use
 # Flags under which a model's numbers are not those that were recorded.
 OTHER_NUMBERS = (
@@ -47,7 +52,8 @@ OTHER_NUMBERS = (
     "--dtype",
     "--hf-overrides",
 )
-# Flags under which a prompt has other tokens than the checkpoint's own tokenizer and template give it.
+# Flags under which a prompt has other tokens than the checkpoint's own tokenizer and template give
+# it.
 OTHER_TOKENS = (
     "--chat-template",
     "--tokenizer",
@@ -55,7 +61,10 @@ OTHER_TOKENS = (
     "--default-chat-template-kwargs",
     "--chat-template-content-format",
 )
-ACTION = "--linear-backend, --moe-backend and --attention-backend choose other kernels; NIBBLE_CANARY=warn serves all the same"
+ACTION = (
+    "--linear-backend, --moe-backend and --attention-backend choose other kernels;"
+    " NIBBLE_CANARY=warn serves all the same"
+)
 
 
 class Proof:
@@ -69,8 +78,8 @@ class Proof:
         elsewhere: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict,
         computed: Callable[[], Mapping[str, Path]] = dict,
     ) -> None:
-        """`elsewhere` gives the reports of the workers on other nodes, by the node's name; `computed` waits for
-        references by activations, for which workers wait too."""
+        """`elsewhere` gives the reports of the workers on other nodes, by the node's name;
+        `computed` waits for references by activations, for which workers wait too."""
         self._plan, self._folder, self._api, self._elsewhere = plan, folder, api, elsewhere
         self._ran: list[Any] = []
         self._assertion: tuple[str, tuple[str, ...]] = ("pending", ())
@@ -107,19 +116,27 @@ class Proof:
         }
 
     def run(self, names: tuple[str, ...], generates: bool, say: Callable[[str], None]) -> None:
-        """Raises CANARY for a kernel or an answer that is to end the start; OSError where vLLM went away."""
+        """Raises CANARY for a kernel or an answer that is to end the start; OSError where vLLM
+        went away.
+        """
         elsewhere = self._elsewhere()
         by_node = {"": read_reports(self._folder), **elsewhere}
         reports = [{**report, "node": node} for node, found in by_node.items() for report in found]
         told = [report for report in reports if report["ran"] is not None]
         self._ran = [
             report["ran"]
-            | {"activations": activations_of([report]), "node": report["node"], "rank": report["rank"]}
+            | {
+                "activations": activations_of([report]),
+                "node": report["node"],
+                "rank": report["rank"],
+            }
             for report in told
         ]
         for problem in dict.fromkeys(report["problem"] for report in reports if report["problem"]):
             say(f"warning: a worker could not tell all of what runs: {problem}")
-        self._assert_kernels(len(reports), [node for node, found in elsewhere.items() if not found], say)
+        self._assert_kernels(
+            len(reports), [node for node, found in elsewhere.items() if not found], say
+        )
         if self._plan.settings.canary == "off":
             self._canary = ("off", ())
         elif is_dummy(self._plan):
@@ -127,7 +144,9 @@ class Proof:
         else:
             self._ask(reports, names, generates, say)
 
-    def _assert_kernels(self, reports: int, silent: Sequence[str], say: Callable[[str], None]) -> None:
+    def _assert_kernels(
+        self, reports: int, silent: Sequence[str], say: Callable[[str], None]
+    ) -> None:
         self._assertion = ("unknown", ())
         if silent or reports < workers(self._plan):
             installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
@@ -143,9 +162,14 @@ class Proof:
         ]
         wrong_nodes = {node for node, _ in found}
         unlike = [one for one in disagreements(self._ran) if one.node not in wrong_nodes]
-        lines = [f"{on_node(node)}{one.line()}" for node, one in found] + [one.line() for one in unlike]
+        lines = [f"{on_node(node)}{one.line()}" for node, one in found] + [
+            one.line() for one in unlike
+        ]
         self._assertion = ("failed" if lines else "passed", tuple(lines))
-        for error in [*(_unexpected(node, one) for node, one in found), *(one.error() for one in unlike)]:
+        for error in [
+            *(_unexpected(node, one) for node, one in found),
+            *(one.error() for one in unlike),
+        ]:
             self._tell(error, self._plan.settings.kernel_assertion, say)
         if slow := plain_torch_on_the_cpu(self._ran):
             say(f"warning: {slow}")
@@ -163,11 +187,16 @@ class Proof:
         self._canary = ("failed" if failed else "passed", tuple(findings))
         for finding in failed:
             error = NibbleError(
-                ExitCode.CANARY, f"the canary failed: {finding.mechanism}: {finding.detail}", "", ACTION
+                ExitCode.CANARY,
+                f"the canary failed: {finding.mechanism}: {finding.detail}",
+                "",
+                ACTION,
             )
             self._tell(error, self._plan.settings.canary, say)
         for finding in findings:
-            if finding.warning or (finding.verdict == "not compared" and finding.mechanism != "layers"):
+            if finding.warning or (
+                finding.verdict == "not compared" and finding.mechanism != "layers"
+            ):
                 say(f"warning: canary: {finding.line()}")
         took = sum(finding.seconds for finding in findings)
         passed = [finding.mechanism for finding in findings if finding.verdict == "passed"]
@@ -202,7 +231,8 @@ class Proof:
             computed,
             tools=calls_tools(plan),
             drafts=drafts,
-            # vLLM 0.32's engine ends on the CPU when top_k meets drafts (v1/sample/ops/topk_topp_sampler.py:533, without Triton).
+            # vLLM 0.32's engine ends on the CPU when top_k meets drafts
+            # (v1/sample/ops/topk_topp_sampler.py:533, without Triton).
             samples=not (drafts and plan.target.device == "cpu"),
             floor=floor,
         )
@@ -221,27 +251,41 @@ def is_dummy(plan: Plan) -> bool:
 
 
 def calls_tools(plan: Plan) -> bool:
-    """Whether the model may call tools: vLLM 0.32 answers 400 to that unless both are set (renderers/online_renderer.py:264)."""
+    """Whether the model may call tools: vLLM 0.32 answers 400 to that unless both are set
+    (renderers/online_renderer.py:264).
+    """
     automatic = plan.args.get("--enable-auto-tool-choice")
     return "--tool-call-parser" in plan.args and automatic is not None and automatic.value is True
 
 
 def read_reports(folder: Path, of_the_living: bool = False) -> list[Mapping[str, Any]]:
-    """What this machine's workers wrote, by rank; of those that still run, where the folder outlives a run of vLLM's."""
+    """What this machine's workers wrote, by rank; of those that still run, where the folder
+    outlives a run of vLLM's.
+    """
     files = list(folder.glob("worker-*.json"))
     if of_the_living:
-        files = [file for file in files if Path("/proc", file.stem.removeprefix("worker-")).exists()]
+        files = [
+            file for file in files if Path("/proc", file.stem.removeprefix("worker-")).exists()
+        ]
     found = [json.loads(file.read_text()) for file in files]
     return sorted(found, key=lambda report: report["rank"])
 
 
 def reference_files(model: str, folder: Path | None) -> list[Path]:
-    """Where recorded answers may lie, the first first: beside the recipe of a Hugging Face id, then in the model's folder."""
+    """Where recorded answers may lie, the first first: beside the recipe of a Hugging Face id,
+    then in the model's folder.
+    """
     beside = recipe_path(model, root())
     found = (
-        [beside.with_suffix(f".{name}") for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)] if beside else []
+        [beside.with_suffix(f".{name}") for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)]
+        if beside
+        else []
     )
-    return found + [folder / name for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)] if folder else found
+    return (
+        found + [folder / name for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)]
+        if folder
+        else found
+    )
 
 
 def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None:
@@ -249,10 +293,13 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     folder = plan.checkpoint.path if plan.checkpoint is not None else None
     paths = reference_files(str(plan.settings.model), folder)
     differs = _differs(plan)
-    # Ranks add up parts that are rounded to BF16, which decides about FP4 activations near the middle of two values.
+    # Ranks add up parts that are rounded to BF16, which decides about FP4 activations near the
+    # middle of two values.
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
-    return references_like(paths, activations, differs, plan.hardware.arithmetic(plan.target.device))
+    return references_like(
+        paths, activations, differs, plan.hardware.arithmetic(plan.target.device)
+    )
 
 
 def _differs(plan: Plan) -> bool:
@@ -281,16 +328,22 @@ def computed_references(
 
 def how_to_record(plan: Plan, url: str) -> str:
     """What a server says whose model has no recorded answers."""
-    model, local = str(plan.settings.model), plan.checkpoint is not None and plan.checkpoint.is_local
+    model, local = (
+        str(plan.settings.model),
+        plan.checkpoint is not None and plan.checkpoint.is_local,
+    )
     where = f"--out {Path(plan.model) / CANARY_FILE}" if local else f"--recipe {model}"
     return (
-        f"canary: no answers are recorded for {model}: a wrong chat template, tokenizer or checkpoint may pass; once this server "
-        f"is known to be right, `python models/record_canary.py --url {url} {where}` records them"
+        f"canary: no answers are recorded for {model}: a wrong chat template, tokenizer or"
+        " checkpoint may pass; once this server is known to be right, `python"
+        f" models/record_canary.py --url {url} {where}` records them"
     )
 
 
 def _unexpected(node: str, found: Deviation) -> NibbleError:
-    error = found.error("--linear-backend, --moe-backend and --attention-backend ask for a kernel by name")
+    error = found.error(
+        "--linear-backend, --moe-backend and --attention-backend ask for a kernel by name"
+    )
     return NibbleError(error.code, f"{on_node(node)}{error.what}", error.expected, error.action)
 
 
@@ -300,7 +353,9 @@ def workers(plan: Plan) -> int:
 
 
 def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
-    """Not everybody told what ran: an installation without the plugin, or one that leaves it out."""
+    """Not everybody told what ran: an installation without the plugin, or one that leaves it
+    out.
+    """
     allowed = os.environ.get("VLLM_PLUGINS")
     action = "install the nibble-kernels of this nibble (`make setup` does, the image has it)"
     if allowed is not None and PLUGIN not in allowed.split(","):

@@ -24,10 +24,16 @@ def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
     start = time.monotonic()
     values = check_values(checkpoint.path, weights)
     count = checkpoint.num_layers
-    read = [one for one in checkpoint.tensors.values() if with_draft or kind_of(one.name, count) != "draft"]
+    read = [
+        one
+        for one in checkpoint.tensors.values()
+        if with_draft or kind_of(one.name, count) != "draft"
+    ]
     for problem in (*values.problems, *check_plain_values(checkpoint.path, read, count)):
         raise problem.error(checkpoint.where)
     if problem := check_layout(checkpoint.path, weights, is_cloverlm(checkpoint)).problem:
         raise problem.error(checkpoint.where)
     seconds = time.monotonic() - start
-    return [f"checked {values.tensors} NVFP4 scale tensors ({gib(values.nbytes)}) in {seconds:.1f} s"]
+    return [
+        f"checked {values.tensors} NVFP4 scale tensors ({gib(values.nbytes)}) in {seconds:.1f} s"
+    ]

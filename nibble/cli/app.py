@@ -42,7 +42,9 @@ Port = Annotated[
 
 @app.command()
 def stop(port: Port = None) -> None:
-    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, 0 where none runs."""
+    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code,
+    0 where none runs.
+    """
     from nibble.cli.serve import background_place, say
     from nibble.serve.background import stop as run
 
@@ -54,8 +56,12 @@ def stop(port: Port = None) -> None:
 @app.command()
 def logs(
     port: Port = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the last lines.")] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the server ends.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="So many of the last lines.")
+    ] = 100,
 ) -> None:
     """Show the log of a server that `serve --detach` started, also after its end."""
     from nibble.cli.serve import background_place
@@ -81,7 +87,9 @@ def plan(words: Words = None) -> None:
 
 @app.command(context_settings=FREE_WORDS)
 def inspect(words: Words = None) -> None:
-    """Show what a checkpoint holds, whether it loads exactly, and what vLLM alone would get wrong."""
+    """Show what a checkpoint holds, whether it loads exactly, and what vLLM alone would get
+    wrong.
+    """
     from nibble.cli.inspection import inspect_model
     from nibble.plan.gather import read_wishes
 
@@ -104,29 +112,42 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help="modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4 numbers;"
-            " nvfp4: quantize a BF16 model, in ModelOpt's layout (CloverLM in Quartet's).",
+            help=(
+                "modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4"
+                " numbers;"
+                " nvfp4: quantize a BF16 model, in ModelOpt's layout (CloverLM in Quartet's)."
+            ),
         ),
     ],
     activations: Annotated[
         str | None,
         typer.Option(
-            help="bf16 or fp4: what linear layers compute with. Default: bf16 for --to nvfp4, else the source's."
+            help=(
+                "bf16 or fp4: what linear layers compute with. Default: bf16 for --to nvfp4, else"
+                " the source's."
+            )
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="A text file; the model reads each line to find the activation scales of --activations fp4."
+            help=(
+                "A text file; the model reads each line to find the activation scales of"
+                " --activations fp4."
+            )
         ),
     ] = None,
     four_over_six: Annotated[
         bool,
-        typer.Option("--four-over-six", help="Give a block the scale for 4 where that errs less than for 6."),
+        typer.Option(
+            "--four-over-six", help="Give a block the scale for 4 where that errs less than for 6."
+        ),
     ] = False,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Leave these modules in BF16, such as '*.layers.0.*'; may be given again."),
+        typer.Option(
+            help="Leave these modules in BF16, such as '*.layers.0.*'; may be given again."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -136,8 +157,10 @@ def convert(
 
     wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
     done = run(source, dest, to, wishes)
-    print_json(vars(done)) if as_json else print(
-        f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes"
+    (
+        print_json(vars(done))
+        if as_json
+        else print(f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes")
     )
 
 
@@ -145,17 +168,24 @@ def convert(
 def reference(
     model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id or a demo.")],
     device: Annotated[str, typer.Option(help="cpu or cuda: what computes.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32 or float64: what it computes with.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32 or float64: what it computes with.")
+    ] = "float32",
     activations: Annotated[
         str | None,
         typer.Option(
-            help="fp4 or bf16: inputs of NVFP4 layers. Default: as this machine would serve the model."
+            help=(
+                "fp4 or bf16: inputs of NVFP4 layers. Default: as this machine would serve the"
+                " model."
+            )
         ),
     ] = None,
     answer_tokens: Annotated[
         int,
         typer.Option(
-            min=1, max=256, help="Tokens of each answer; each reads the weights again where they do not fit."
+            min=1,
+            max=256,
+            help="Tokens of each answer; each reads the weights again where they do not fit.",
         ),
     ] = 16,
     out: Annotated[
@@ -176,7 +206,9 @@ def reference(
 
 @app.command(context_settings=FREE_WORDS)
 def pull(words: Words = None) -> None:
-    """Download a model completely and verify it; --dry-run: only say what would come, from where and whether it fits."""
+    """Download a model completely and verify it; --dry-run: only say what would come, from where
+    and whether it fits.
+    """
     from nibble.cli.serve import pull_model as run
 
     result, as_json = run(wanted(words, "pull"), dict(os.environ))
@@ -194,7 +226,9 @@ def doctor(
     as_json: Json = False,
     bundle: Annotated[
         Path | None,
-        typer.Option("--bundle", metavar="PATH", help="Write a .tar.gz for a bug report, without secrets."),
+        typer.Option(
+            "--bundle", metavar="PATH", help="Write a .tar.gz for a bug report, without secrets."
+        ),
     ] = None,
 ) -> None:
     """Look at this machine and say what would stop or slow a server."""
@@ -317,19 +351,28 @@ def _failed(error: Exception) -> int:
     message = getattr(error, "format_message", None)
     if message is not None:
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
-        print(message() if is_help else f"nibble: error: {message()}; see `nibble --help`", file=sys.stderr)
+        print(
+            message() if is_help else f"nibble: error: {message()}; see `nibble --help`",
+            file=sys.stderr,
+        )
         return int(ExitCode.USAGE)
     if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
         raise error
     detail = f"{type(error).__name__}: {error}".splitlines()[0]
     written = _write_traceback(error)
-    where = f"with the traceback in {written}" if written else "with NIBBLE_DEBUG=1 it shows the traceback"
+    where = (
+        f"with the traceback in {written}"
+        if written
+        else "with NIBBLE_DEBUG=1 it shows the traceback"
+    )
     print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
     return int(ExitCode.INTERNAL)
 
 
 def _write_traceback(error: Exception) -> Path | None:
-    """The traceback in a file for this user alone, beside nibble's state or where temporary files go; None where neither."""
+    """The traceback in a file for this user alone, beside nibble's state or where temporary
+    files go; None where neither.
+    """
     import tempfile
     import traceback
 
@@ -358,7 +401,9 @@ def _version_option(value: bool) -> None:
 def _root(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_version_option, is_eager=True, help="Show nibble's version."),
+        typer.Option(
+            "--version", callback=_version_option, is_eager=True, help="Show nibble's version."
+        ),
     ] = False,
 ) -> None:
     pass

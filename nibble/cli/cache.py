@@ -31,7 +31,9 @@ class Verified:
     def line(self) -> str:
         """For people."""
         more = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
-        return f"{self.name}: {self.state}" + (f": {self.problems[0]}{more}" if self.problems else "")
+        return f"{self.name}: {self.state}" + (
+            f": {self.problems[0]}{more}" if self.problems else ""
+        )
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
@@ -67,7 +69,9 @@ def show(there: Sequence[Entry], build: str) -> None:
         ]
         notes += ["another build"] if entry.parts.get("build") != build else []
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used_s))
-        parts = [entry.parts[name] for name in ("model", "arch", "vllm", "build") if name in entry.parts]
+        parts = [
+            entry.parts[name] for name in ("model", "arch", "vllm", "build") if name in entry.parts
+        ]
         parts += [entry.parts["flags"]] if entry.parts.get("flags", "{}") != "{}" else []
         what = ", ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
         table.add_row(entry.folder.name, gib(entry.size_bytes), when, escape(what))
@@ -98,13 +102,17 @@ def prune(
     all_but_current: bool,
     dry_run: bool,
 ) -> list[Entry]:
-    """Remove entries; those that are gone (or would be). Raises USAGE without any limit, CONFIG where nothing can be removed."""
+    """Remove entries; those that are gone (or would be). Raises USAGE without any limit, CONFIG
+    where nothing can be removed.
+    """
     if older_than_days is None and max_gib is None and not all_but_current:
         action = "give one of --older-than DAYS, --max-gib N, --all-but-current"
         raise NibbleError(ExitCode.USAGE, "nothing says what to prune", "", action)
     for flag, value in (("--older-than", older_than_days), ("--max-gib", max_gib)):
         if value is not None and not 0 <= value < math.inf:
-            raise NibbleError(ExitCode.USAGE, f"{flag} is {value}", "a number from 0 up", "correct it")
+            raise NibbleError(
+                ExitCode.USAGE, f"{flag} is {value}", "a number from 0 up", "correct it"
+            )
     root = cache_root(environ)
     if not dry_run:
         sweep(root)

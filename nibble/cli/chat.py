@@ -30,7 +30,9 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
     }
     connection = http.client.HTTPConnection(host, settings.port, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), _headers(settings, environ))
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), _headers(settings, environ)
+        )
         response = connection.getresponse()
         if response.status != 200:
             raise _refused(response.status, response.read().decode(errors="replace"))
@@ -40,7 +42,9 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
     except OSError as error:
         what = f"no server answers at {host}:{settings.port} ({error.strerror or error})"
         start = (
-            "start one with `nibble serve`" if "NIBBLE_IMAGE" in environ else "start one with `make serve`"
+            "start one with `nibble serve`"
+            if "NIBBLE_IMAGE" in environ
+            else "start one with `make serve`"
         )
         action = f"{start} and wait for `ready`{elsewhere_hint(environ, 'chat QUESTION')}"
         raise NibbleError(ExitCode.ENGINE_DIED, what, "a running server", action) from None
@@ -48,7 +52,9 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         http.client.HTTPException
     ) as error:  # vLLM ended in the middle of the answer, or it is no HTTP server
         what = f"the answer of {host}:{settings.port} broke off ({type(error).__name__})"
-        raise NibbleError(ExitCode.ENGINE_DIED, what, "", "see `nibble status` and `nibble logs`") from None
+        raise NibbleError(
+            ExitCode.ENGINE_DIED, what, "", "see `nibble status` and `nibble logs`"
+        ) from None
     finally:
         connection.close()
 
@@ -57,9 +63,13 @@ def _headers(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     key = settings.api_key.get_secret_value() if settings.api_key else None
     stored = (settings.cache_dir or cache_dir(environ)) / KEY_FILE
     if key is None:
-        with contextlib.suppress(OSError):  # none, or another user's: a server that wants it says so
+        with contextlib.suppress(
+            OSError
+        ):  # none, or another user's: a server that wants it says so
             key = stored.read_text().strip()
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
 
 
 def _refused(status: int, text: str) -> NibbleError:
@@ -73,7 +83,9 @@ def _refused(status: int, text: str) -> NibbleError:
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    """Text pieces of a server-sent event stream. Raises where the stream carries an error instead of an end."""
+    """Text pieces of a server-sent event stream. Raises where the stream carries an error
+    instead of an end.
+    """
     for raw in response:
         line = raw.decode().strip()
         if not line.startswith("data: ") or line == "data: [DONE]":

@@ -1,4 +1,6 @@
-"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine that has the token."""
+"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine that
+has the token.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,19 @@ _NOT_WITH_RAY = ("nnodes", "node_rank")
 
 
 def cluster_nodes(asked: Asked) -> dict[str, Any]:
-    """The head's list of nodes, its state and its run. Raises CLUSTER where no head answers or the token is refused."""
+    """The head's list of nodes, its state and its run. Raises CLUSTER where no head answers or
+    the token is refused.
+    """
     return _ask(_caller(asked))
 
 
 def cluster_check(asked: Asked, say: Callable[[str], None]) -> Report:
-    """What a start checks, over all nodes: those that are expected are waited for. With the model where one is given.
+    """What a start checks, over all nodes: those that are expected are waited for. With the model
+    where one is given.
 
-    How many there have to be is --nnodes, else what rank 0 was started with, else (with Ray and a model) as many as have the
-    GPUs. Not while a server starts or serves: both use the same ports, network and GPUs.
+    How many there have to be is --nnodes, else what rank 0 was started with, else (with Ray and a
+    model) as many as have the GPUs. Not while a server starts or serves: both use the same ports,
+    network and GPUs.
     """
     caller = _caller(asked)
     has_ray = any(node["role"].startswith("ray") for node in _ask(caller)["nodes"])
@@ -58,7 +64,9 @@ def cluster_check(asked: Asked, say: Callable[[str], None]) -> Report:
 def _all_nodes(
     caller: Caller, asked: Asked, plan: Plan | None, say: Callable[[str], None]
 ) -> Sequence[dict[str, Any]]:
-    """The nodes, once all that are expected are there. Raises CLUSTER where they do not come in time."""
+    """The nodes, once all that are expected are there. Raises CLUSTER where they do not come in
+    time.
+    """
     limit_s = asked.settings.cluster_wait_seconds
     deadline, reminder = time.monotonic() + limit_s, Reminder()
     gpus = plan.topology.ranks if plan and plan.topology.mode == "ray" else None
@@ -68,11 +76,15 @@ def _all_nodes(
         if any(node["busy"] for node in nodes):
             raise _not_idle("the cluster serves a model")
         has_ray = any(node["role"].startswith("ray") for node in nodes)
-        missing = missing_of(nodes, has_ray, Expected(asked.settings.nnodes or found.get("expects"), gpus))
+        missing = missing_of(
+            nodes, has_ray, Expected(asked.settings.nnodes or found.get("expects"), gpus)
+        )
         if missing is None:
             return nodes
         if time.monotonic() >= deadline:
-            raise NibbleError(ExitCode.CLUSTER, f"{missing.what} after {limit_s} s", "", missing.action)
+            raise NibbleError(
+                ExitCode.CLUSTER, f"{missing.what} after {limit_s} s", "", missing.action
+            )
         if reminder.is_due(missing.what, time.monotonic()):
             say(f"waiting for the cluster, for up to {limit_s} s: {missing.what}; {missing.action}")
         time.sleep(BEAT_S)
@@ -110,28 +122,38 @@ def _check(
 def _least_memory_bytes(
     plan: Plan | None, nodes: Sequence[Mapping[str, Any]], say: Callable[[str], None]
 ) -> int:
-    """What a start of the model would need on each node; of the engine alone where no model is given."""
+    """What a start of the model would need on each node; of the engine alone where no model is
+    given.
+    """
     there = nodes[0]["facts"].get("target")
     if plan is None:
         return load_target(there).memory.engine_bytes if there and there != "unknown" else 0
     if there == plan.target.name:
         return least_memory_bytes(plan)
     say(
-        f"memory is not compared: the nodes are for {there} and the plan is for {plan.target.name} (--target {there})"
+        f"memory is not compared: the nodes are for {there} and the plan is for {plan.target.name}"
+        f" (--target {there})"
     )
     return 0
 
 
 def _reached_by_ray(caller: Caller, report: Report, say: Callable[[str], None]) -> Report:
-    """Ray's own ways, as before a start, where this machine is one of the nodes: a driver needs a Ray node beside it."""
+    """Ray's own ways, as before a start, where this machine is one of the nodes: a driver needs
+    a Ray node beside it.
+    """
     addresses = [node["address"] for node in report.nodes]
     here = caller.environ.get("VLLM_HOST_IP")
     if here not in addresses:
         say(
-            "Ray's own connections were not tried: run the check on a node for that (in containers `docker exec`)"
+            "Ray's own connections were not tried: run the check on a node for that (in containers"
+            " `docker exec`)"
         )
         return report
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": caller.token, "RAY_USAGE_STATS_ENABLED": "0"}
+    token = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": caller.token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     environ = {**caller.environ, "RAY_ADDRESS": f"{caller.head}:{GCS_PORT}", **token}
     why = unreached(addresses, environ, threading.Event())
     action = "see `nibble cluster status`, and start the Ray node anew that was away"
@@ -159,7 +181,9 @@ def _not_idle(what: str) -> NibbleError:
 
 
 def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A line for each node: name, role, GPUs, processes of vLLM's, last sign of life, host and interface."""
+    """A line for each node: name, role, GPUs, processes of vLLM's, last sign of life, host and
+    interface.
+    """
     return [
         (
             node["name"],
@@ -174,12 +198,15 @@ def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def network_lines(report: Report) -> list[str]:
-    """A line for each node that said what it is: its interface, the RDMA devices that NCCL would take, and the model there."""
+    """A line for each node that said what it is: its interface, the RDMA devices that NCCL would
+    take, and the model there.
+    """
     return [
         f"node {node['name']}: {node['facts'].get('interface', '?')}, "
         f"RDMA {', '.join(usable_rdma(node['facts'])) or 'none'}"
         + "".join(
-            f", {one} {state.partition(',')[0]}" for one, state in node["facts"].get("models", {}).items()
+            f", {one} {state.partition(',')[0]}"
+            for one, state in node["facts"].get("models", {}).items()
         )
         for node in report.nodes
     ]
@@ -210,6 +237,8 @@ def _no_answer(caller: Caller, error: AgentError) -> NibbleError:
         return NibbleError(ExitCode.CLUSTER, what, "the head's token", action)
     if error.status == 404:
         what = f"the node at {caller.head} is no head"
-        return NibbleError(ExitCode.CLUSTER, what, "the address of rank 0 or `ray-head`", "correct HEAD_IP")
+        return NibbleError(
+            ExitCode.CLUSTER, what, "the address of rank 0 or `ray-head`", "correct HEAD_IP"
+        )
     what = f"no head answers at {caller.head} ({error})"
     return NibbleError(ExitCode.CLUSTER, what, "a running head", "set HEAD_IP to its address")

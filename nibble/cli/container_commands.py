@@ -1,4 +1,6 @@
-"""The container commands of README and docs, declared once. `nibble docs` writes them; tests run every one of them."""
+"""The container commands of README and docs, declared once. `nibble docs` writes them; tests run
+every one of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ def serve_command(target: str, model: str, *options: str) -> str:
     """A server whose API only this machine reaches."""
     words = ["docker run --rm", f"--name {NAME}", *options, "-p 127.0.0.1:8000:8000"]
     return wrapped(
-        [*words, f"--stop-timeout {stop_timeout_s()}", f"-v {VOLUME}", f"nibble:{target}", "serve", model]
+        [
+            *words,
+            f"--stop-timeout {stop_timeout_s()}",
+            f"-v {VOLUME}",
+            f"nibble:{target}",
+            "serve",
+            model,
+        ]
     )
 
 
@@ -68,7 +77,11 @@ def hardened_commands() -> list[str]:
 
 def look_commands() -> list[str]:
     """What can be asked of an image without a server."""
-    return [verb_command(f"doctor {CPU_MODEL}"), verb_command(f"plan {CPU_MODEL}"), verb_command("cache ls")]
+    return [
+        verb_command(f"doctor {CPU_MODEL}"),
+        verb_command(f"plan {CPU_MODEL}"),
+        verb_command("cache ls"),
+    ]
 
 
 def owner_commands() -> list[str]:

@@ -1,4 +1,6 @@
-"""Generated parts of the documentation, between markers, so that they cannot drift from the code."""
+"""Generated parts of the documentation, between markers, so that they cannot drift from the
+code.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,21 @@ def options_table() -> str:
             else f"`{int(default) if isinstance(default, bool) else default}`"
         )
         names = ", ".join(
-            f"`{variable}`" + (f", `{variable}_FILE`" if option.secret else "") for variable in option.env
+            f"`{variable}`" + (f", `{variable}_FILE`" if option.secret else "")
+            for variable in option.env
         )
-        rows.append(f"| {names} | {f'`{option.flag}`' if option.flag else ''} | {shown} | {option.help} |")
+        rows.append(
+            f"| {names} | {f'`{option.flag}`' if option.flag else ''} | {shown} | {option.help} |"
+        )
     return "\n".join(rows)
 
 
 def other_names_table() -> str:
     """Variables with our prefix that are not options of the server."""
     rows = ["| environment | meaning |", "|---|---|"]
-    return "\n".join(rows + [f"| `{name}` | {meaning} |" for name, meaning in OTHER_NIBBLE_NAMES.items()])
+    return "\n".join(
+        rows + [f"| `{name}` | {meaning} |" for name, meaning in OTHER_NIBBLE_NAMES.items()]
+    )
 
 
 def owned_table() -> str:
@@ -54,7 +61,9 @@ def owned_table() -> str:
 
 
 def dead_table() -> str:
-    """Variables of old guides and what becomes of them; `1` stands for the value where the effect depends on it."""
+    """Variables of old guides and what becomes of them; `1` stands for the value where the
+    effect depends on it.
+    """
     rows = ["| variable | what nibble does |", "|---|---|"]
     for name, successor in DEAD_VARIABLES.items():
         flags = successor.flags("1")
@@ -93,7 +102,8 @@ def targets_table() -> str:
         target = load_target(name)
         platforms = ", ".join(target.platforms)
         rows.append(
-            f"| `{name}` | {target.title} | {target.torch_cuda_arch_list or 'x86-64, Arm'} | {platforms} |"
+            f"| `{name}` | {target.title} | {target.torch_cuda_arch_list or 'x86-64, Arm'} |"
+            f" {platforms} |"
         )
     return "\n".join(rows)
 
@@ -105,7 +115,8 @@ def recipes_table() -> str:
         recipe = load_recipe(model_id, root())
         assert recipe is not None
         statuses = [
-            recipe.targets[name].status if name in recipe.targets else "unknown" for name in TARGET_NAMES[:4]
+            recipe.targets[name].status if name in recipe.targets else "unknown"
+            for name in TARGET_NAMES[:4]
         ]
         rows.append(f"| `{model_id}` | " + " | ".join(statuses) + " |")
     return "\n".join(rows)
@@ -144,8 +155,12 @@ def _where(when: Condition) -> str:
 
 def _what(rule: Rule) -> str:
     effects = [f"`--{name} {value}`" for name, value in rule.force.items()]
-    effects += [f"refuses `--{name} {value}`" for name, many in rule.forbid.items() for value in many]
-    effects += [f"a notice for `--{name} {value}`" for name, many in rule.warn.items() for value in many]
+    effects += [
+        f"refuses `--{name} {value}`" for name, many in rule.forbid.items() for value in many
+    ]
+    effects += [
+        f"a notice for `--{name} {value}`" for name, many in rule.warn.items() for value in many
+    ]
     effects += [f"`{name}={value}`" for name, value in rule.env.items()]
     return ", ".join(effects)
 
@@ -161,7 +176,9 @@ def patch_list() -> str:
 
 
 def probe_tables() -> str:
-    """Both tables of the probes: the seeds' patches, and what is wrong in the release nibble is made for."""
+    """Both tables of the probes: the seeds' patches, and what is wrong in the release nibble is
+    made for.
+    """
     found = sorted(probe_rows().items(), key=lambda item: row_order(item[1].id))
     tables: list[str] = []
     for title, live in (("What the seeds patched", 0), ("What is wrong in vLLM 0.32.0", 1)):
@@ -180,7 +197,13 @@ def _probe_line(name: str, row: Row) -> str:
     pristine = ", ".join(f"{version} {state}" for version, state in row.expect.items())
     answer = f"{row.instead} ({row.fix.kind} `{row.fix.at}`)" if row.fix else row.instead
     sources = "; ".join(row.references)
-    cells = (row.id, row.title, f"{row.verdict} {sources}", answer, f"`{name}`, {row.how}: {pristine}")
+    cells = (
+        row.id,
+        row.title,
+        f"{row.verdict} {sources}",
+        answer,
+        f"`{name}`, {row.how}: {pristine}",
+    )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -207,7 +230,9 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     **{name: partial(block, name) for name in BLOCKS},
 }
 # In Markdown, and as comments of a script.
-_BLOCK = re.compile(r"((?:<!--|#) generated: ([a-z-]+)(?: -->)?\n)(.*?)((?:<!-- end -->|# end\n))", re.DOTALL)
+_BLOCK = re.compile(
+    r"((?:<!--|#) generated: ([a-z-]+)(?: -->)?\n)(.*?)((?:<!-- end -->|# end\n))", re.DOTALL
+)
 
 
 def pages() -> list[Path]:

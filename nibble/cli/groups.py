@@ -1,4 +1,6 @@
-"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share: verbs only, as in cli.py."""
+"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share: verbs
+only, as in cli.py.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,33 @@ import typer
 
 from nibble.errors import ExitCode
 
-# Words after these verbs are read by nibble.settings.command_line, which knows nibble's options and vLLM's flags alike.
+# Words after these verbs are read by nibble.settings.command_line, which knows nibble's options and
+# vLLM's flags alike.
 FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Root = Annotated[
     str | None,
     typer.Option(
-        "--root", help="A site-packages folder or vLLM's unpacked source; default: the installed vLLM."
+        "--root",
+        help="A site-packages folder or vLLM's unpacked source; default: the installed vLLM.",
     ),
 ]
 
-recipes_app = typer.Typer(no_args_is_help=True, help="What is known about serving a model on a target.")
+recipes_app = typer.Typer(
+    no_args_is_help=True, help="What is known about serving a model on a target."
+)
 patches_app = typer.Typer(
     no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
 )
 cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
 cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
-GROUPS = {"recipes": recipes_app, "patches": patches_app, "cache": cache_app, "cluster": cluster_app}
+GROUPS = {
+    "recipes": recipes_app,
+    "patches": patches_app,
+    "cache": cache_app,
+    "cluster": cluster_app,
+}
 
 
 def print_json(data: Any) -> None:
@@ -39,7 +50,9 @@ def print_json(data: Any) -> None:
 
 
 def wanted(words: Sequence[str] | None, verb: str) -> list[str]:
-    """The words of a verb; prints our own help where it is asked for, since typer's does not know vLLM's flags."""
+    """The words of a verb; prints our own help where it is asked for, since typer's does not
+    know vLLM's flags.
+    """
     given = list(words or ())
     if "--help" in given or "-h" in given:
         from nibble.cli.show import show_verb_help
@@ -68,7 +81,9 @@ def recipes_show(model: str, as_json: Json = False) -> None:
 
 
 @recipes_app.command("lint")
-def recipes_lint(paths: Annotated[list[str] | None, typer.Argument()] = None, as_json: Json = False) -> None:
+def recipes_lint(
+    paths: Annotated[list[str] | None, typer.Argument()] = None, as_json: Json = False
+) -> None:
     """Check every flag, choice, nested key and variable against the installed vLLM."""
     from nibble.machine.paths import root
     from nibble.recipes.lint import lint
@@ -96,7 +111,9 @@ def patches_status(tree: Root = None, as_json: Json = False) -> None:
 
 @patches_app.command("check")
 def patches_check(tree: Root = None, as_json: Json = False) -> None:
-    """Like status, and exit 6 naming the first probe that does not pass; leaves the table for `nibble doctor`."""
+    """Like status, and exit 6 naming the first probe that does not pass; leaves the table for
+    `nibble doctor`.
+    """
     from nibble.cli.show import show_patches
     from nibble.engine.patching.status import check, keep_report, look
 
@@ -115,7 +132,10 @@ def patches_apply(tree: Root = None) -> None:
 
     there = _tree(tree)
     done = apply_series(there, load_series("vllm"))
-    print(f"{there.root}: " + (f"applied {', '.join(done)}" if done else "all patches are already applied"))
+    print(
+        f"{there.root}: "
+        + (f"applied {', '.join(done)}" if done else "all patches are already applied")
+    )
 
 
 @patches_app.command("revert")
@@ -141,7 +161,9 @@ def cache_ls(as_json: Json = False) -> None:
 
 @cache_app.command("verify")
 def cache_verify(as_json: Json = False) -> None:
-    """Compare every entry with its record, and drop those that differ: the next start compiles them again."""
+    """Compare every entry with its record, and drop those that differ: the next start compiles
+    them again.
+    """
     from nibble.cli.cache import verify
 
     results = verify(dict(os.environ))
@@ -155,13 +177,17 @@ def cache_verify(as_json: Json = False) -> None:
 @cache_app.command("prune")
 def cache_prune(
     older_than: Annotated[
-        float | None, typer.Option("--older-than", metavar="DAYS", help="Entries unused for longer.")
+        float | None,
+        typer.Option("--older-than", metavar="DAYS", help="Entries unused for longer."),
     ] = None,
     max_gib: Annotated[
         float | None, typer.Option("--max-gib", help="The longest unused, until all are no larger.")
     ] = None,
     all_but_current: Annotated[
-        bool, typer.Option("--all-but-current", help="Entries of other builds than the one installed here.")
+        bool,
+        typer.Option(
+            "--all-but-current", help="Entries of other builds than the one installed here."
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: Json = False,
@@ -198,8 +224,9 @@ def cluster_status(words: Words = None) -> None:
 
 @cluster_app.command("check", context_settings=FREE_WORDS)
 def cluster_check(words: Words = None) -> None:
-    """The checks before a start, alone: are all nodes there (--nnodes), do they fit together, reach one another, and add up
-    the same numbers? With MODEL: have they got it, or can they download it, and have they the memory for it?
+    """The checks before a start, alone: are all nodes there (--nnodes), do they fit together, reach
+    one another, and add up the same numbers? With MODEL: have they got it, or can they download it,
+    and have they the memory for it?
     """
     from nibble.cli.cluster import cluster_check as check
     from nibble.cli.cluster import network_lines
@@ -216,7 +243,10 @@ def cluster_check(words: Words = None) -> None:
             print(line)
         if report.reduce:
             found = report.reduce
-            print(f"all-reduce over {found['nodes']} nodes: {found['gb_per_s']} GB/s ({found['backend']})")
+            print(
+                f"all-reduce over {found['nodes']} nodes: {found['gb_per_s']} GB/s"
+                f" ({found['backend']})"
+            )
     raise typer.Exit(ExitCode.CLUSTER if report.problems else ExitCode.OK)
 
 
@@ -226,7 +256,9 @@ def cluster_manifest(
     words: Words = None,
     image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
 ) -> None:
-    """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL and FLAGS."""
+    """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL
+    and FLAGS.
+    """
     from nibble.cli.manifests import carried, manifest, read_kind, words_for
     from nibble.plan.gather import plan_for, read_wishes
 

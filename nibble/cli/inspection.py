@@ -1,4 +1,6 @@
-"""`nibble inspect`: what a checkpoint holds, whether nibble loads it exactly, and what vLLM alone would get wrong."""
+"""`nibble inspect`: what a checkpoint holds, whether nibble loads it exactly, and what vLLM
+alone would get wrong.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ class Inspection:
         if self.refusal:
             return f"refused: {self.refusal}"
         if self.layout and self.layout.wrong:
-            return f"loads; {self.layout.wrong} of its weights may have their scales in another layout ({self.scales_read})"
+            return (
+                f"loads; {self.layout.wrong} of its weights may have their scales in another layout"
+                f" ({self.scales_read})"
+            )
         if self.checkpoint.missing:
             return f"seems to be incomplete ({self.scales_read})"
         if self.doubts:
@@ -72,29 +77,58 @@ class Inspection:
         checkpoint = self.checkpoint
         weights = checkpoint.weights
         return {
-            "id": checkpoint.id, "revision": checkpoint.revision, "path": str(checkpoint.path or ""),
-            "architecture": checkpoint.architecture, "model_type": checkpoint.model_type,
-            "scheme": asdict(checkpoint.scheme), "producer": self.producer, "inventory": list(self.inventory),
-            "bytes": weights.total_bytes if weights else None, "parameters": weights.parameters if weights else None,
-            "nvfp4_weights": len(checkpoint.nvfp4), "kv_scales": self.kv_scales, "excluded": list(self.excluded),
-            "wrong_modules": list(self.wrong_modules), "corrected": self.corrected, "lm_head": self.lm_head,
-            "draft": self.draft, "fused_groups": [_group_json(group) for group in self.groups],
-            "layout": {"tensors": self.layout.tensors, "right": self.layout.right, "wrong": self.layout.wrong}
-            if self.layout else None,
-            "scales_read": self.scales_read, "vllm_alone": list(self.vllm_alone),
-            "missing": list(checkpoint.missing), "doubts": list(self.doubts),
-            "problems": [{**asdict(problem), "code": int(problem.code)} for problem in self.problems],
-            "verdict": self.verdict, "exit_code": self.exit_code,
-        }  # fmt: skip
+            "id": checkpoint.id,
+            "revision": checkpoint.revision,
+            "path": str(checkpoint.path or ""),
+            "architecture": checkpoint.architecture,
+            "model_type": checkpoint.model_type,
+            "scheme": asdict(checkpoint.scheme),
+            "producer": self.producer,
+            "inventory": list(self.inventory),
+            "bytes": weights.total_bytes if weights else None,
+            "parameters": weights.parameters if weights else None,
+            "nvfp4_weights": len(checkpoint.nvfp4),
+            "kv_scales": self.kv_scales,
+            "excluded": list(self.excluded),
+            "wrong_modules": list(self.wrong_modules),
+            "corrected": self.corrected,
+            "lm_head": self.lm_head,
+            "draft": self.draft,
+            "fused_groups": [_group_json(group) for group in self.groups],
+            "layout": {
+                "tensors": self.layout.tensors,
+                "right": self.layout.right,
+                "wrong": self.layout.wrong,
+            }
+            if self.layout
+            else None,
+            "scales_read": self.scales_read,
+            "vllm_alone": list(self.vllm_alone),
+            "missing": list(checkpoint.missing),
+            "doubts": list(self.doubts),
+            "problems": [
+                {**asdict(problem), "code": int(problem.code)} for problem in self.problems
+            ],
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+        }
 
 
 def _group_json(group: FusedGroup) -> dict[str, Any]:
-    return {"name": group.name, "scales": list(group.scales), "is_expert": group.is_expert, "quality": group.quality,
-            "gain_error_of_vllm": group.gain_error, "worst_part": group.worst_part}  # fmt: skip
+    return {
+        "name": group.name,
+        "scales": list(group.scales),
+        "is_expert": group.is_expert,
+        "quality": group.quality,
+        "gain_error_of_vllm": group.gain_error,
+        "worst_part": group.worst_part,
+    }
 
 
 def inspect_model(asked: Asked, deep: bool) -> Inspection:
-    """Inspect the model that was asked for: a folder, an id in the cache, or one on the Hub. Raises USAGE without a model."""
+    """Inspect the model that was asked for: a folder, an id in the cache, or one on the Hub.
+    Raises USAGE without a model.
+    """
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(
@@ -108,7 +142,8 @@ def inspect_model(asked: Asked, deep: bool) -> Inspection:
 def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspection:
     """Look at the checkpoint that was read from `source`.
 
-    Reads headers and fp32 scales; in a folder the block scales too, where they are less than 2 GiB or `deep` is asked for.
+    Reads headers and fp32 scales; in a folder the block scales too, where they are less than 2 GiB
+    or `deep` is asked for.
     """
     nvfp4, folder = checkpoint.nvfp4, checkpoint.path
     scale_bytes = sum(weight.scale.nbytes for weight in nvfp4 if weight.scale)
@@ -117,7 +152,9 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
     doubts: tuple[str, ...] = ()
     if folder is not None:
         model_type = str(checkpoint.text_config.get("model_type") or checkpoint.model_type)
-        plausible = check_plausible(folder, checkpoint.tensors, nvfp4, model_type, checkpoint.num_layers)
+        plausible = check_plausible(
+            folder, checkpoint.tensors, nvfp4, model_type, checkpoint.num_layers
+        )
         problems, doubts = [*problems, *plausible.problems], plausible.doubts
     if reads_all and folder is not None:
         problems += check_values(folder, nvfp4).problems
@@ -157,7 +194,9 @@ def _refusal(checkpoint: Checkpoint, problems: Iterable[Problem]) -> NibbleError
         check_checkpoint(checkpoint, {})
     except NibbleError as error:
         return error
-    return next((problem.error(checkpoint.where) for problem in problems if not problem.is_draft), None)
+    return next(
+        (problem.error(checkpoint.where) for problem in problems if not problem.is_draft), None
+    )
 
 
 def _producer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
@@ -241,15 +280,24 @@ def _merge_errors(groups: Iterable[FusedGroup]) -> Iterable[str]:
             continue
         total = sum(group.is_expert is is_expert for group in groups)
         worst = max(unequal, key=lambda group: group.gain_error)
-        what = "experts: up with gate's scale" if is_expert else "fused layers: one part's scale for all"
+        what = (
+            "experts: up with gate's scale"
+            if is_expert
+            else "fused layers: one part's scale for all"
+        )
         yield (
-            f"{len(unequal)} of {total} {what}, gain wrong by up to {worst.gain_error:.1%} ({worst.worst_part})"
+            f"{len(unequal)} of {total} {what}, gain wrong by up to {worst.gain_error:.1%}"
+            f" ({worst.worst_part})"
         )
 
 
 def _reason(text: str) -> str:
     known = {
-        "it is labelled W4A4 and has no activation scales": "takes uninitialised memory for its activation scales",
-        "vLLM 0.32 does not read its hf_quant_config.json": "does not read its hf_quant_config.json, or stops at it",
+        "it is labelled W4A4 and has no activation scales": (
+            "takes uninitialised memory for its activation scales"
+        ),
+        "vLLM 0.32 does not read its hf_quant_config.json": (
+            "does not read its hf_quant_config.json, or stops at it"
+        ),
     }
     return known.get(text, text)

@@ -1,7 +1,8 @@
-"""Kubernetes manifests from a plan: a KubeRay RayCluster, or a LeaderWorkerSet for vLLM's own way. Pure.
+"""Kubernetes manifests from a plan: a KubeRay RayCluster, or a LeaderWorkerSet for vLLM's own way.
+Pure.
 
-JSON, which kubectl reads as it does YAML. The pods run nibble's own modes, so that gate, canary, watchdog, token and the fixed
-ports are those of every other installation.
+JSON, which kubectl reads as it does YAML. The pods run nibble's own modes, so that gate, canary,
+watchdog, token and the fixed ports are those of every other installation.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ Kind = Literal["kuberay", "lws"]
 RAY_VERSION = "2.60.0"  # requirements/cuda.lock
 # The image's own ENTRYPOINT: a process 1 that hands signals on and collects what ended.
 ENTRY = "tini -- /opt/nibble/docker/start.sh"
-# Made by the user: kubectl create secret generic nibble --from-file=api-key --from-file=cluster-token, and hf-token where the
-# model needs one.
+# Made by the user: kubectl create secret generic nibble --from-file=api-key
+# --from-file=cluster-token, and hf-token where the model needs one.
 SECRET = "nibble"
-RAY_TOKEN_KEY = (
-    "auth_token"  # in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
-)
+# in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
+RAY_TOKEN_KEY = "auth_token"
 # Not for the pods: what each gets from its place, from its image, or for this machine only.
 _OF_THIS_MACHINE = frozenset(
     (
@@ -46,7 +46,8 @@ _OF_THIS_MACHINE = frozenset(
         "worker_ip",
     )
 )
-# Variables that are no options of nibble's and that vLLM, Ray, NCCL, Gloo or the Hub's client in the pods need as they are here …
+# Variables that are no options of nibble's and that vLLM, Ray, NCCL, Gloo or the Hub's client in
+# the pods need as they are here …
 _OF_OTHERS = ("VLLM_", "RAY_", "NCCL_", "GLOO_", "HF_ENDPOINT")
 # … but for this machine's folders and addresses, what a pod has from its operator, and secrets …
 _NOT_FOR_PODS = (
@@ -58,10 +59,15 @@ _NOT_FOR_PODS = (
     "RAY_REDIS_PASSWORD",
     "RAY_TMPDIR",
 )
-# … and of them what Ray's nodes need too: agent, preflight and all-reduce run there. vLLM's ranks have the server's environment.
+# … and of them what Ray's nodes need too: agent, preflight and all-reduce run there. vLLM's ranks
+# have the server's environment.
 _FOR_RAY_NODES = ("RAY_", "NCCL_", "GLOO_", "VLLM_NCCL_SO_PATH")
 _SETTINGS_OF_RAY_NODES = ("cluster_interface", "memory_reserve_gib")
-_HEALTH_CHECK = ["/opt/venv/bin/python", "-ISB", "/opt/nibble/docker/healthcheck.py"]  # the image's own
+_HEALTH_CHECK = [
+    "/opt/venv/bin/python",
+    "-ISB",
+    "/opt/nibble/docker/healthcheck.py",
+]  # the image's own
 _DRAIN_MARGIN_S = 30
 
 
@@ -86,29 +92,40 @@ def words_for(command: CommandLine) -> list[str]:
 
 
 def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ`, as it was given here, that the pods need too: name -> value, no secrets.
+    """The variables of `environ`, as it was given here, that the pods need too: name -> value, no
+    secrets.
 
     Raises CONFIG where some are in a file, which the pods would not have.
     """
     if asked.settings.config:
         what = f"the settings file {asked.settings.config} would not be in the pods"
-        raise NibbleError(ExitCode.CONFIG, what, "variables or flags", "unset NIBBLE_CONFIG and give them so")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "variables or flags", "unset NIBBLE_CONFIG and give them so"
+        )
     names = [
         origin.name
         for field, origin in asked.loaded.origins.items()
-        if origin.layer == "environment" and field not in _OF_THIS_MACHINE and not options()[field].secret
+        if origin.layer == "environment"
+        and field not in _OF_THIS_MACHINE
+        and not options()[field].secret
     ]
     # Names that vLLM no longer has became flags here, and will in the pods.
     names += asked.accepted.flag_origins.values()
     names += [
         name
         for name in asked.accepted.environ
-        if name.startswith(_OF_OTHERS) and not name.startswith(_NOT_FOR_PODS) and name not in nibble_names()
+        if name.startswith(_OF_OTHERS)
+        and not name.startswith(_NOT_FOR_PODS)
+        and name not in nibble_names()
     ]
     found = {name: environ[name] for name in names}
-    if secret := next((name for name, value in found.items() if PASSWORD_IN_ADDRESS.search(value)), None):
+    if secret := next(
+        (name for name, value in found.items() if PASSWORD_IN_ADDRESS.search(value)), None
+    ):
         what = f"{secret} has a password in its address, and a manifest is no place for one"
-        raise NibbleError(ExitCode.CONFIG, what, "an address without a password", "give the pods another one")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "an address without a password", "give the pods another one"
+        )
     if more := found.get("VLLM_EXTRA_ARGS"):
         flags = read_flags(split_words(more, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", load_schema())
         found["VLLM_EXTRA_ARGS"] = shlex.join(_words_for_pods(flags))
@@ -118,13 +135,19 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
 def _words_for_pods(flags: Flags) -> list[str]:
     """Flags of vLLM without those that are options of this machine."""
     ours = {options()[field].vllm for field in _OF_THIS_MACHINE}
-    return [word for name, value in flags.items() if name not in ours for word in write_flag(name, value)]
+    return [
+        word
+        for name, value in flags.items()
+        if name not in ours
+        for word in write_flag(name, value)
+    ]
 
 
 def manifest(
     kind: Kind, plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The manifest that serves `plan`; `words` (see `words_for`) and `environ` (see `carried`) are those of `serve`.
+    """The manifest that serves `plan`; `words` (see `words_for`) and `environ` (see `carried`) are
+    those of `serve`.
 
     Raises CONFIG for a plan of another topology.
     """
@@ -133,18 +156,24 @@ def manifest(
     if topology.mode != wanted:
         what = f"the plan is for {'one machine' if topology.mode == 'machine' else topology.mode}"
         action = (
-            "set NIBBLE_CLUSTER=ray and HEAD_IP" if kind == "kuberay" else "set NIBBLE_NNODES and HEAD_IP"
+            "set NIBBLE_CLUSTER=ray and HEAD_IP"
+            if kind == "kuberay"
+            else "set NIBBLE_NNODES and HEAD_IP"
         )
         raise NibbleError(ExitCode.CONFIG, what, f"one that {kind} can run", action)
     make = _ray_cluster if kind == "kuberay" else _leader_worker_set
     return make(plan, words, image, environ)
 
 
-def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The operator's own start command is replaced by ours (its annotation for that). It gives its token to the first container
-    of a pod only (kuberay common/pod.go configureTokenAuth), so the server asks for the same Secret.
+def _ray_cluster(
+    plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """The operator's own start command is replaced by ours (its annotation for that). It gives its
+    token to the first container of a pod only (kuberay common/pod.go configureTokenAuth), so the
+    server asks for the same Secret.
 
-    The server is a container of the head's pod: a Ray driver needs its node's sockets (/tmp) and shared memory.
+    The server is a container of the head's pod: a Ray driver needs its node's sockets (/tmp) and
+    shared memory.
     """
     gpus = plan.topology.ranks_here
     workers = -(-plan.topology.ranks // gpus) - 1
@@ -164,7 +193,8 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
             _secret("NIBBLE_API_KEY", "api-key"),
             _hub_token(),
             _secret("RAY_AUTH_TOKEN", RAY_TOKEN_KEY, _name(plan)),
-            # Each pod has a cache of its own, and Ray's ranks look for the model at the server's path.
+            # Each pod has a cache of its own, and Ray's ranks look for the model at the server's
+            # path.
             *_settings(plan, {"NIBBLE_CLUSTER_MODEL": "head", **environ}),
         ],
         0,
@@ -191,7 +221,10 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
-        "metadata": {"name": _name(plan), "annotations": {"ray.io/overwrite-container-cmd": "true"}},
+        "metadata": {
+            "name": _name(plan),
+            "annotations": {"ray.io/overwrite-container-cmd": "true"},
+        },
         "spec": {
             "rayVersion": RAY_VERSION,
             "authOptions": {"mode": "token"},
@@ -207,7 +240,9 @@ def _ray_cluster(plan: Plan, words: list[str], image: str, environ: Mapping[str,
 def _leader_worker_set(
     plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The leader is rank 0. No pod is recreated because another one restarts: the ranks find each other again by themselves."""
+    """The leader is rank 0. No pod is recreated because another one restarts: the ranks find
+    each other again by themselves.
+    """
     topology = plan.topology
     pod_ip = _field("POD_IP", "status.podIP")
     common = [
@@ -221,7 +256,12 @@ def _leader_worker_set(
     ]
     command = f"exec {ENTRY} serve {_quoted(words)}"
     leader = _container(
-        plan, "serve", image, f"HEAD_IP=$POD_IP NIBBLE_NODE_RANK=0 {command}", common, topology.ranks_here
+        plan,
+        "serve",
+        image,
+        f"HEAD_IP=$POD_IP NIBBLE_NODE_RANK=0 {command}",
+        common,
+        topology.ranks_here,
     )
     start = f"HEAD_IP=$LWS_LEADER_ADDRESS NIBBLE_NODE_RANK=$LWS_WORKER_INDEX {command}"
     worker = _container(plan, "serve", image, start, common, topology.ranks_here) | _probes()
@@ -242,7 +282,9 @@ def _leader_worker_set(
 
 
 def _name(plan: Plan) -> str:
-    """A DNS label from the model's name, as KubeRay leaves it: from a letter on, and not too long for a pod's."""
+    """A DNS label from the model's name, as KubeRay leaves it: from a letter on, and not too
+    long for a pod's.
+    """
     text = re.sub(r"[^a-z0-9]+", "-", plan.served_names[0].rsplit("/", 1)[-1].lower()).strip("-")
     return (text if text[:1].isalpha() else f"nibble-{text}")[:40].strip("-")
 
@@ -252,12 +294,16 @@ def _quoted(words: list[str]) -> str:
 
 
 def _settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What was set here, with the plan's parallel sizes, which a recipe may have brought, and the port that the probes ask."""
+    """What was set here, with the plan's parallel sizes, which a recipe may have brought, and
+    the port that the probes ask.
+    """
     names = {
         "--tensor-parallel-size": "TENSOR_PARALLEL_SIZE",
         "--pipeline-parallel-size": "NIBBLE_PIPELINE_PARALLEL_SIZE",
     }
-    planned = {name: str(plan.args[flag].value) for flag, name in names.items() if flag in plan.args}
+    planned = {
+        name: str(plan.args[flag].value) for flag, name in names.items() if flag in plan.args
+    }
     planned["NIBBLE_CONTROL_PORT"] = str(plan.settings.control_port)
     return [_value(name, value) for name, value in {**environ, **planned}.items()]
 
@@ -295,18 +341,24 @@ def _container(
 
 
 def _ray_probes() -> dict[str, Any]:
-    """In place of the operator's own, which ask the dashboard that is off; the node's process ends with Ray."""
+    """In place of the operator's own, which ask the dashboard that is off; the node's process
+    ends with Ray.
+    """
     check = {"tcpSocket": {"port": AGENT_PORT}, "periodSeconds": 5, "failureThreshold": 24}
     return {
-        "ports": [{"name": "gcs", "containerPort": GCS_PORT}, {"name": "agent", "containerPort": AGENT_PORT}],
+        "ports": [
+            {"name": "gcs", "containerPort": GCS_PORT},
+            {"name": "agent", "containerPort": AGENT_PORT},
+        ],
         "readinessProbe": check,
         "livenessProbe": check | {"initialDelaySeconds": 60},
     }
 
 
 def _probes() -> dict[str, Any]:
-    """The image's health check asks the control port, which is open on loopback only: for readiness whether it serves, for
-    liveness whether nibble runs at all (it loads, drains and waits for other nodes without being killed for it).
+    """The image's health check asks the control port, which is open on loopback only: for readiness
+    whether it serves, for liveness whether nibble runs at all (it loads, drains and waits for other
+    nodes without being killed for it).
     """
     ready = {"exec": {"command": _HEALTH_CHECK}, "periodSeconds": 5, "timeoutSeconds": 5}
     live = ready | {"exec": {"command": [*_HEALTH_CHECK, "live"]}, "failureThreshold": 24}

@@ -17,11 +17,23 @@ def shown(say: Callable[[str], None]) -> Iterator[OnProgress]:
         yield as_lines(say)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("[nibble] {task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Bars(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+    columns = (
+        TextColumn("[nibble] {task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+    )
+    with Bars(
+        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    ) as bars:
         tasks = {}
 
         def report(step: Progress) -> None:

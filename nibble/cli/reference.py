@@ -36,13 +36,18 @@ def make(
     answer_tokens: int,
     out: Path | None,
 ) -> dict[str, Any]:
-    """Compute and write; what was done, as plain data. Raises MODEL where there can be no reference."""
+    """Compute and write; what was done, as plain data. Raises MODEL where there can be no
+    reference.
+    """
     from nibble.cli.serve import fetched, say
     from nibble.hub.pull import as_lines
 
     if activations not in (None, "fp4", "bf16"):
         raise NibbleError(
-            ExitCode.USAGE, f"--activations is {activations!r}", "fp4 or bf16", "correct --activations"
+            ExitCode.USAGE,
+            f"--activations is {activations!r}",
+            "fp4 or bf16",
+            "correct --activations",
         )
     asked = read_wishes([model], environ)
     plan = fetched(plan_for(asked), asked, as_lines(say))
@@ -52,11 +57,18 @@ def make(
     place = out or reference_path(asked.cache, checkpoint, served)
     cost = estimate(checkpoint, plan.hardware, answer_tokens)
     request = make_request(
-        checkpoint, place.absolute(), served, answer_tokens, bool(cost and cost.keeps), device, dtype
+        checkpoint,
+        place.absolute(),
+        served,
+        answer_tokens,
+        bool(cost and cost.keeps),
+        device,
+        dtype,
     )
     if cost:
         say(
-            f"computing a reference of {checkpoint.id} on the {device}: about {cost.seconds:.0f} s on all cores of this machine"
+            f"computing a reference of {checkpoint.id} on the {device}: about {cost.seconds:.0f} s"
+            " on all cores of this machine"
         )
     try:
         done = run(request, environ, say)
@@ -66,7 +78,13 @@ def make(
             ExitCode.MODEL, f"{checkpoint.id} has no computed reference: {why}", "", action
         ) from None
     _problem_file(place).unlink(missing_ok=True)
-    return {"out": str(place), "path": str(checkpoint.path), "activations": served, "dtype": dtype, **done}
+    return {
+        "out": str(place),
+        "path": str(checkpoint.path),
+        "activations": served,
+        "dtype": dtype,
+        **done,
+    }
 
 
 def references_for(
@@ -104,7 +122,9 @@ def references_for(
 
 
 def beside_the_load(make: Callable[[], dict[str, Path]]) -> Callable[[], dict[str, Path]]:
-    """`make` in a thread; what it gives once it is over. The process that computes ends with this one."""
+    """`make` in a thread; what it gives once it is over. The process that computes ends with
+    this one.
+    """
     found: dict[str, Path] = {}
     thread = threading.Thread(target=lambda: found.update(make()), name="reference", daemon=True)
     thread.start()
@@ -161,7 +181,9 @@ def _make_for_a_start(
 
 
 def _problem_file(place: Path) -> Path:
-    """Beside a reference that could not be made: the reason, so that later starts do not try again."""
+    """Beside a reference that could not be made: the reason, so that later starts do not try
+    again.
+    """
     return place.with_suffix(".problem")
 
 

@@ -56,7 +56,9 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     if VARIABLE not in environ:
         return _serve(asked, lambda: None)
     code = int(ExitCode.INTERNAL)
-    with registered(place, str(settings.model), settings.control_port, settings.drain_seconds) as note:
+    with registered(
+        place, str(settings.model), settings.control_port, settings.drain_seconds
+    ) as note:
         try:
             code = _serve(asked, place.log.keep_rotating)
         except NibbleError as error:
@@ -86,11 +88,19 @@ def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json
     if as_json:
         status = f"http://127.0.0.1:{record.control_port}/status"
         print(
-            json.dumps({"pid": record.pid, "port": record.port, "status": status, "log": str(place.log.path)})
+            json.dumps(
+                {
+                    "pid": record.pid,
+                    "port": record.port,
+                    "status": status,
+                    "log": str(place.log.path),
+                }
+            )
         )
     port = f" --port {record.port}" if record.port != default_of("port") else ""
     say(
-        f"pid {record.pid} in the background; follow it with `nibble logs -f{port}`, end it with `nibble stop{port}`"
+        f"pid {record.pid} in the background; follow it with `nibble logs -f{port}`, end it with"
+        f" `nibble stop{port}`"
     )
     return ExitCode.OK
 
@@ -118,7 +128,10 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     _announce(plan)
     if "--json" in asked.command.rest:
         # One line, the first on stdout; a program that started us follows `status` from there.
-        start = {"status": f"http://127.0.0.1:{settings.control_port}/status", "plan": plan.to_json()}
+        start = {
+            "status": f"http://127.0.0.1:{settings.control_port}/status",
+            "plan": plan.to_json(),
+        }
         print(json.dumps(start, default=str), flush=True)
     record = f"{plan_key(plan, accepted)}.json"
     breaker = Breaker(cache / "crash-loop" / record, str(settings.model), say)
@@ -128,13 +141,18 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if verdict.wait_s > 0:
         if not _hold(plan, verdict):
             return ExitCode.OK
-        # What is free has changed meanwhile, and the files may have: somebody may have mended what failed.
+        # What is free has changed meanwhile, and the files may have: somebody may have mended what
+        # failed.
         plan = _checked(on_disk(plan_for(asked), asked), accepted)
     times = StartTimes(cache / "start-times" / record)
-    return _Run(plan, accepted, key, breaker, times, on_ready, _references(plan, asked, accepted)).run()
+    return _Run(
+        plan, accepted, key, breaker, times, on_ready, _references(plan, asked, accepted)
+    ).run()
 
 
-def _references(plan: Plan, asked: Asked, environ: dict[str, str]) -> Callable[[], Mapping[str, Path]]:
+def _references(
+    plan: Plan, asked: Asked, environ: dict[str, str]
+) -> Callable[[], Mapping[str, Path]]:
     """Computed references, for the canary: made before the engine starts, or while it loads."""
     if is_beside(plan.target, plan.settings.reference):
         return beside_the_load(lambda: references_for(plan, environ, say))
@@ -193,7 +211,8 @@ class _Run:
             with prebuilding(self.plan, self.plan.vllm_environ(self.environ)) as compiles:
                 if compiles:
                     say(
-                        "compiling FlashInfer's sampling kernels beside the load, for this and every later start"
+                        "compiling FlashInfer's sampling kernels beside the load, for this and"
+                        " every later start"
                     )
                 if self.plan.topology.spans_machines:
                     return self._across(ready)
@@ -206,7 +225,9 @@ class _Run:
             compiled.close()
 
     def _across(self, on_ready: Callable[[], None]) -> int:
-        """Several machines: the one with the API runs vLLM as ever, inside of what looks after the others."""
+        """Several machines: the one with the API runs vLLM as ever, inside of what looks after
+        the others.
+        """
         from nibble.cluster.across import serve_across
         from nibble.cluster.headless import serve_headless
 
@@ -237,7 +258,10 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(
-            ExitCode.USAGE, "no model is given", "MODEL or an argument", "write `nibble pull ORG/NAME`"
+            ExitCode.USAGE,
+            "no model is given",
+            "MODEL or an argument",
+            "write `nibble pull ORG/NAME`",
         )
     as_json = "--json" in asked.command.rest
     if demo := demo_models().get(settings.model):
@@ -259,18 +283,22 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
 
 
 def _told(result: PullResult) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(result).items()
+    }
 
 
 def on_disk(plan: Plan, asked: Asked) -> Plan:
-    """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses costs no download."""
+    """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses
+    costs no download.
+    """
     if plan.topology.is_headless and plan.settings.cluster_model == "head":
         return _from_head(plan, asked)
     if _is_local(plan) and not beside_the_model(plan.args):
         return fetched(plan, asked, as_lines(say))
-    run_checks(
-        plan, asked.accepted.environ
-    )  # a port in use or a GPU that is not here costs no download either
+    # A port in use or a GPU that is not here costs no download either
+    run_checks(plan, asked.accepted.environ)
     with _early_phase(asked) as on_progress:
         return fetched(plan, asked, on_progress)
 
@@ -320,7 +348,9 @@ def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
 
 @contextmanager
 def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgress]:
-    """/status and signals while the model comes down or a reference is computed; the supervisor takes both over after that."""
+    """/status and signals while the model comes down or a reference is computed; the supervisor
+    takes both over after that.
+    """
     phase = "download" if doing == "downloading" else "reference"
     since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
     lines = as_lines(say)
@@ -332,11 +362,18 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
 
     def status() -> dict[str, Any]:
         share = step.done_bytes / step.total_bytes if step.total_bytes else None
-        found = {"state": "starting", "phase": step.stage, "progress": share, "detail": asdict(step)}
+        found = {
+            "state": "starting",
+            "phase": step.stage,
+            "progress": share,
+            "detail": asdict(step),
+        }
         return found | {"since": since, "pid": os.getpid()}
 
     def stop(signum: int) -> None:
-        """Nothing is served yet, so a stop is a stop; threads of the download would hold up an ordinary exit."""
+        """Nothing is served yet, so a stop is a stop; threads of the download would hold up an
+        ordinary exit.
+        """
         say(f"stopped while {doing}; the next start goes on from here")
         with suppress(OSError):
             note_end(_place(asked), ExitCode.OK)
@@ -359,7 +396,8 @@ def link_moe_configs(plan: Plan) -> None:
         make_folder(plan.moe_alias)
     except OSError as error:  # vLLM then takes its own defaults, as without us
         say(
-            f"warning: {plan.moe_alias.folder} cannot be written ({error.strerror}): no MoE tuning for this GPU"
+            f"warning: {plan.moe_alias.folder} cannot be written ({error.strerror}): no MoE tuning"
+            " for this GPU"
         )
 
 
@@ -367,7 +405,8 @@ def _announce(plan: Plan) -> None:
     chosen = plan.choices["target"]
     recipe = f"recipe {plan.recipe.id} ({plan.recipe.status})" if plan.recipe else "no recipe"
     say(
-        f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble plan` shows every setting"
+        f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble"
+        " plan` shows every setting"
     )
 
 

@@ -44,7 +44,9 @@ VERSIONED = (
 
 
 def show_plan(plan: Plan) -> None:
-    """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact command."""
+    """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact
+    command.
+    """
     console = wide_console()
     for title, choices in (
         ("nibble", plan.choices),
@@ -57,7 +59,8 @@ def show_plan(plan: Plan) -> None:
         notices = [*plan.notices, *check_memory(plan)]
     except NibbleError as error:
         console.print(
-            f"[red]serve ends with exit {int(error.code)}:[/] {escape(error.line())}", soft_wrap=True
+            f"[red]serve ends with exit {int(error.code)}:[/] {escape(error.line())}",
+            soft_wrap=True,
         )
         notices = plan.notices
     for notice in notices:
@@ -74,7 +77,11 @@ def _choices_table(title: str, choices: Mapping[str, Choice]) -> Table:
     for heading in ("setting", "value", "from", "why"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
     for name, choice in choices.items():
-        value = "vLLM's default" if choice.value is None and name.startswith("--") else _short(choice.value)
+        value = (
+            "vLLM's default"
+            if choice.value is None and name.startswith("--")
+            else _short(choice.value)
+        )
         table.add_row(name, *(escape(text) for text in (value, choice.source, choice.reason)))
     return table
 
@@ -99,10 +106,16 @@ def _budget_table(plan: Plan) -> Table:
     rows: list[tuple[str, str]] = [
         (
             f"memory of {where}",
-            f"{_gib(budget.memory_bytes)} ({_gib(budget.available_bytes)} available: {budget.limited_by})",
+            (
+                f"{_gib(budget.memory_bytes)} ({_gib(budget.available_bytes)} available:"
+                f" {budget.limited_by})"
+            ),
         ),
         ("reserve", f"{_gib(budget.reserve_bytes)}: {budget.reserve_reason}"),
-        ("vLLM may take", _gib(budget.allowed_bytes) + (f" (cap {budget.cap})" if budget.is_capped else "")),
+        (
+            "vLLM may take",
+            _gib(budget.allowed_bytes) + (f" (cap {budget.cap})" if budget.is_capped else ""),
+        ),
         ("weights", _gib(budget.weights_bytes)),
         ("engine, CUDA graphs, workspace", _overhead(plan)),
         ("room for the KV cache", _gib(budget.room_bytes)),
@@ -113,9 +126,11 @@ def _budget_table(plan: Plan) -> Table:
         ("a decode step reads", _gib(bound.bytes_per_step)),
         (
             "decode bound, one sequence",
-            f"{bound.tokens_per_s:.1f} tokens/s, {bound.note}"
-            if bound.tokens_per_s
-            else f"unknown: {bound.note}",
+            (
+                f"{bound.tokens_per_s:.1f} tokens/s, {bound.note}"
+                if bound.tokens_per_s
+                else f"unknown: {bound.note}"
+            ),
         ),
     ]
     for name, value in rows:
@@ -134,11 +149,15 @@ def _watchdog(plan: Plan) -> str:
     if not limit.reserve_bytes:
         return "off: the reserve is 0"
     pause, stop, resume = (
-        show_gib(size) for size in (limit.pause_below_bytes, limit.stop_below_bytes, limit.resume_from_bytes)
+        show_gib(size)
+        for size in (limit.pause_below_bytes, limit.stop_below_bytes, limit.resume_from_bytes)
     )
     if plan.topology.is_headless:
         return f"host memory below {stop}: this rank is stopped"
-    text = f"host memory below {pause}: no new requests until {resume}; below {stop}: the engine is stopped"
+    text = (
+        f"host memory below {pause}: no new requests until {resume}; below {stop}: the engine is"
+        " stopped"
+    )
     return f"{text}; every Ray node has its own" if plan.topology.mode == "ray" else text
 
 
@@ -172,7 +191,9 @@ def recipe_rows() -> list[dict[str, Any]]:
             name: recipe.targets[name].status if name in recipe.targets else "unknown"
             for name in TARGET_NAMES
         }
-        rows.append({"id": model_id, "revision": recipe.revision, "scheme": recipe.scheme, "status": status})
+        rows.append(
+            {"id": model_id, "revision": recipe.revision, "scheme": recipe.scheme, "status": status}
+        )
     return rows
 
 
@@ -208,17 +229,31 @@ def recipe_data(model: str) -> dict[str, Any]:
             "see `nibble serve --help`", "see `nibble recipes list`"
         )
         raise NibbleError(
-            ExitCode.USAGE, f"there is no recipe for {model!r}", "an id from `nibble recipes list`", hint
+            ExitCode.USAGE,
+            f"there is no recipe for {model!r}",
+            "an id from `nibble recipes list`",
+            hint,
         )
     targets = {}
     for name in recipe.targets:
         found = resolve(recipe, name)
         targets[name] = {
-            "status": found.status, "evidence": found.evidence, "gpus": found.gpus, "args": dict(found.args),
-            "env": dict(found.env), "expected": dict(found.expected), "notes": list(found.notes),
-        }  # fmt: skip
-    return {"id": recipe.id, "revision": recipe.revision, "scheme": recipe.scheme, "note": recipe.note,
-            "source": list(recipe.source), "targets": targets}  # fmt: skip
+            "status": found.status,
+            "evidence": found.evidence,
+            "gpus": found.gpus,
+            "args": dict(found.args),
+            "env": dict(found.env),
+            "expected": dict(found.expected),
+            "notes": list(found.notes),
+        }
+    return {
+        "id": recipe.id,
+        "revision": recipe.revision,
+        "scheme": recipe.scheme,
+        "note": recipe.note,
+        "source": list(recipe.source),
+        "targets": targets,
+    }
 
 
 def show_recipe(data: Mapping[str, Any]) -> None:
@@ -227,14 +262,19 @@ def show_recipe(data: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"[bold]{data['id']}[/]  revision {data['revision'] or 'not pinned'}  scheme {data['scheme'] or 'not recorded'}"
+        f"[bold]{data['id']}[/]  revision {data['revision'] or 'not pinned'}  scheme"
+        f" {data['scheme'] or 'not recorded'}"
     )
     for line in filter(None, (data["note"], *(f"source: {source}" for source in data["source"]))):
         console.print(line, markup=False)
     for name, section in data["targets"].items():
         gpus = f", {section['gpus']} GPUs" if section["gpus"] else ""
-        console.print(f"\n[bold]{name}[/]: {section['status']}{gpus}. {escape(section['evidence'])}")
-        words = [word for flag, value in section["args"].items() for word in write_flag(flag, value)]
+        console.print(
+            f"\n[bold]{name}[/]: {section['status']}{gpus}. {escape(section['evidence'])}"
+        )
+        words = [
+            word for flag, value in section["args"].items() for word in write_flag(flag, value)
+        ]
         console.print("  " + shlex.join(words), markup=False)
         for variable, value in section["env"].items():
             console.print(f"  {variable}={value}", markup=False)
@@ -260,7 +300,9 @@ def show_patches(tree: Any, lines: Sequence[Any]) -> None:
     console = wide_console()
     colours = {"applied": "green", "needed": "red", "failed": "red", "unmended": "yellow"}
     for title, live in (("what the seeds patched", False), ("what is wrong in vLLM 0.32.0", True)):
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
         for heading in ("id", "state", "defect", "nibble's answer", "seen"):
             table.add_column(heading, overflow="fold", no_wrap=heading in ("id", "state"))
         for line in lines:
@@ -277,7 +319,9 @@ def show_patches(tree: Any, lines: Sequence[Any]) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions, read from metadata: nothing is imported. `build` stands for their content."""
+    """Installed versions, read from metadata: nothing is imported. `build` stands for their
+    content.
+    """
     found: dict[str, str | None] = {"nibble": __version__, "build": build_id()}
     for name in VERSIONED:
         try:
@@ -289,15 +333,24 @@ def versions() -> dict[str, str | None]:
 
 # What a verb has beside the options of all.
 SWITCHES = {
-    "serve": "--detach starts the server in the background; --json prints where its status is, and the plan.",
+    "serve": (
+        "--detach starts the server in the background; --json prints where its status is, and the"
+        " plan."
+    ),
     "plan": "--json prints everything.",
-    "inspect": "--deep reads every block scale of a folder, however many; --json prints everything.",
-    "pull": "--dry-run only says what would come and whether it fits; --json prints it for programs.",
+    "inspect": (
+        "--deep reads every block scale of a folder, however many; --json prints everything."
+    ),
+    "pull": (
+        "--dry-run only says what would come and whether it fits; --json prints it for programs."
+    ),
 }
 
 
 def show_verb_help(verb: str) -> None:
-    """Help of a verb that takes nibble's options and vLLM's flags, or of a Ray node, which takes some of the former."""
+    """Help of a verb that takes nibble's options and vLLM's flags, or of a Ray node, which takes
+    some of the former.
+    """
     console = Console(highlight=False)
     if verb in WHAT_THEY_DO:
         lines = [f"usage: nibble {verb} [FLAGS]", "", WHAT_THEY_DO[verb]]
@@ -307,8 +360,14 @@ def show_verb_help(verb: str) -> None:
             f"usage: nibble {verb} [MODEL] [FLAGS]",
             "",
             f"MODEL is a Hugging Face id, a folder, or a demo: {' or '.join(demo_models())}.",
-            "FLAGS are those below and any flag of `vllm serve`. The command line wins over VLLM_EXTRA_ARGS, that over",
-            "other variables, these over the user's TOML file, the recipe, the target, and the defaults.",
+            (
+                "FLAGS are those below and any flag of `vllm serve`. The command line wins over"
+                " VLLM_EXTRA_ARGS, that over"
+            ),
+            (
+                "other variables, these over the user's TOML file, the recipe, the target, and the"
+                " defaults."
+            ),
             *([SWITCHES[verb]] if verb in SWITCHES else []),
         ]
         fields = tuple(options())
@@ -320,7 +379,12 @@ def show_verb_help(verb: str) -> None:
 def _options_table(group: str, fields: Sequence[str]) -> Table:
     """Of `fields`, the options of one group."""
     table = Table(
-        title=group, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False
+        title=group,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        show_header=False,
     )
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

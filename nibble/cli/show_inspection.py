@@ -26,7 +26,8 @@ def show_inspection(found: Inspection) -> None:
         console.print(f"[yellow]vLLM alone[/] {escape(line)}", soft_wrap=True)
     if missing := found.checkpoint.missing:
         console.print(
-            f"[yellow]missing[/] {len(missing)}, as it seems: {escape(some_of(missing))}", soft_wrap=True
+            f"[yellow]missing[/] {len(missing)}, as it seems: {escape(some_of(missing))}",
+            soft_wrap=True,
         )
     for doubt in found.doubts:
         console.print(f"[yellow]unlikely:[/] {escape(doubt)}", soft_wrap=True)
@@ -92,7 +93,8 @@ def _merges(found: Inspection) -> str:
         counted = Counter(group.quality for group in found.groups if group.is_expert is is_expert)
         if counted:
             parts.append(
-                f"{counted.total()} {name}: " + ", ".join(f"{n} {q}" for q, n in counted.most_common())
+                f"{counted.total()} {name}: "
+                + ", ".join(f"{n} {q}" for q, n in counted.most_common())
             )
     return "; ".join(parts)
 
@@ -103,7 +105,8 @@ def _layout(found: Inspection) -> str:
     layout = found.layout
     undecided = layout.tensors - layout.right - layout.wrong
     return (
-        f"{layout.right} of {layout.tensors} weights as labelled, {layout.wrong} not, {undecided} undecided"
+        f"{layout.right} of {layout.tensors} weights as labelled, {layout.wrong} not, {undecided}"
+        " undecided"
     )
 
 

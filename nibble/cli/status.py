@@ -1,4 +1,6 @@
-"""`nibble status`: what the server on this machine does and what it proved, from its control port."""
+"""`nibble status`: what the server on this machine does and what it proved, from its control
+port.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _TIMEOUT_S = 5.0
 
 
 def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
-    """/status of the server at the control port of the settings. Raises ENGINE_DIED where none of nibble's answers there."""
+    """/status of the server at the control port of the settings. Raises ENGINE_DIED where none
+    of nibble's answers there.
+    """
     port = read_wishes([], environ).settings.control_port
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=_TIMEOUT_S)
     try:
@@ -55,8 +59,14 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lines(status: Mapping[str, Any]) -> Iterator[str]:
-    phase = f"{status['state']}" + (f", {status['phase']}" if status["phase"] != status["state"] else "")
-    since = f", {status['seconds_in_phase']:.0f} s in this phase" if "seconds_in_phase" in status else ""
+    phase = f"{status['state']}" + (
+        f", {status['phase']}" if status["phase"] != status["state"] else ""
+    )
+    since = (
+        f", {status['seconds_in_phase']:.0f} s in this phase"
+        if "seconds_in_phase" in status
+        else ""
+    )
     yield f"state     {phase}{since}{_eta(status)}"
     if isinstance(status.get("detail"), str) and status["detail"]:
         yield f"          {status['detail']}"
@@ -92,4 +102,7 @@ def ran_lines(ran: Mapping[str, Any]) -> Iterator[str]:
         f" ({ran['cudagraphs_captured']} captured)" if ran["cudagraphs_captured"] else ""
     )
     cache = ", ".join(ran["kv_cache_dtype"]) or "none"
-    yield f"KV cache {cache}; CUDA graphs {graphs}; compilation {ran['compilation_mode']}; sampler {ran['sampler']}"
+    yield (
+        f"KV cache {cache}; CUDA graphs {graphs}; compilation {ran['compilation_mode']}; sampler"
+        f" {ran['sampler']}"
+    )

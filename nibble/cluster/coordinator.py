@@ -1,4 +1,6 @@
-"""The server's side: wait for the nodes, check them, watch them while vLLM runs, and start again when one comes back."""
+"""The server's side: wait for the nodes, check them, watch them while vLLM runs, and start again
+when one comes back.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,15 @@ from nibble.cluster.node import Place
 from nibble.cluster.preflight import Caller, Report, preflight
 from nibble.cluster.rank_settings import rank_facts
 from nibble.cluster.ray_reach import unreached
-from nibble.cluster.roster import BEAT_S, LOST_S, STOPPING, Roster, ended_process, head_first, lost_node
+from nibble.cluster.roster import (
+    BEAT_S,
+    LOST_S,
+    STOPPING,
+    Roster,
+    ended_process,
+    head_first,
+    lost_node,
+)
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.errors import ExitCode, NibbleError
@@ -45,7 +55,9 @@ if TYPE_CHECKING:
 STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
 LOOK_S = 0.1
 HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
-SAME_MOMENT_S = 0.5  # within which it cannot be told which of two processes on two machines ended first
+SAME_MOMENT_S = (
+    0.5  # within which it cannot be told which of two processes on two machines ended first
+)
 FOLLOWS_S = 20.0  # vLLM has ended by then, or goes on without the process (launch.ENGINE_END_S)
 Say = Callable[[str], None]
 
@@ -75,7 +87,9 @@ class Cluster:
         self._left: Mapping[str, str] = {}
         self._answered = time.monotonic()
         self.head_stops = self._runs = False
-        self._ranks: dict[tuple[str, int], int] = {}  # with Ray: (node's address, pid) -> rank of the model
+        self._ranks: dict[
+            tuple[str, int], int
+        ] = {}  # with Ray: (node's address, pid) -> rank of the model
         self._began_at, self._died_here_at = 0.0, float("inf")
         self._was_ready = False
         self._seen: Sequence[dict[str, Any]] = ()
@@ -112,10 +126,17 @@ class Cluster:
         if self._roster:
             self._left = self._roster.left
             return self._roster.nodes()
-        serves = {"server": self.claim.who, "stops_within_s": self.plan.settings.drain_seconds + STOP_S}
+        serves = {
+            "server": self.claim.who,
+            "stops_within_s": self.plan.settings.drain_seconds + STOP_S,
+        }
         try:
             found = self._caller.ask(self.head, "/nodes", serves if self._runs else {}, 3.0)
-            self._last, self._left, self._answered = found["nodes"], found.get("left", {}), time.monotonic()
+            self._last, self._left, self._answered = (
+                found["nodes"],
+                found.get("left", {}),
+                time.monotonic(),
+            )
             self.head_stops = found.get("state") == STOPPING
         except AgentError as error:
             if error.status == 401:
@@ -136,10 +157,13 @@ class Cluster:
             return Missing(f"the Ray head at {self.head} is stopping", "start it again")
         if not alive:
             return Missing(
-                f"no Ray head answers at {self._caller.head}", "start `ray-head` there, or correct HEAD_IP"
+                f"no Ray head answers at {self._caller.head}",
+                "start `ray-head` there, or correct HEAD_IP",
             )
         if not any(node["address"] == self.place.address for node in alive):
-            return Missing(f"no Ray node runs on this machine ({self.place.address})", INTO_THE_HEAD)
+            return Missing(
+                f"no Ray node runs on this machine ({self.place.address})", INTO_THE_HEAD
+            )
         return missing_gpus(alive, topology.ranks)
 
     def _taken(self) -> Missing | None:
@@ -147,8 +171,12 @@ class Cluster:
         try:
             self.claim.take()
         except AgentError as error:
-            what = str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
-            return Missing(what, "wait until that is over, or stop it" if error.status else START_NODES)
+            what = (
+                str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
+            )
+            return Missing(
+                what, "wait until that is over, or stop it" if error.status else START_NODES
+            )
         return None
 
     def lost(self) -> str | None:
@@ -156,9 +184,12 @@ class Cluster:
         now = self._seen = self.nodes()
         if self._head_silence_s >= LOST_S:
             return (
-                f"the head at {self._caller.head} has given no sign of life for {self._head_silence_s:.0f} s"
+                f"the head at {self._caller.head} has given no sign of life for"
+                f" {self._head_silence_s:.0f} s"
             )
-        if self._roster is None:  # Ray chose the nodes: those that hold parts of it, but none lost before
+        if (
+            self._roster is None
+        ):  # Ray chose the nodes: those that hold parts of it, but none lost before
             self._members |= {
                 node["address"]: node
                 for node in now
@@ -167,18 +198,24 @@ class Cluster:
         return lost_node(list(self._members.values()), now, self._left)
 
     def loss(self) -> NibbleError | None:
-        """What ends this run: NodeLost, after which there is another run, or a process that ended before the server was ready,
-        which another run would most likely see again.
+        """What ends this run: NodeLost, after which there is another run, or a process that ended
+        before the server was ready, which another run would most likely see again.
         """
         if why := self.lost():
             return NodeLost(why)
         if why := ended_process(living(self._seen), self._matters):
             what = f"{why}, before the server was ready"
-            return NodeLost(why) if self._was_ready else NibbleError(ExitCode.ENGINE_DIED, what, "", SEE_NODE)
+            return (
+                NodeLost(why)
+                if self._was_ready
+                else NibbleError(ExitCode.ENGINE_DIED, what, "", SEE_NODE)
+            )
         return None
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
-        """Whether the end of a process on another node concerns this run, and is no consequence of one that ended here."""
+        """Whether the end of a process on another node concerns this run, and is no consequence
+        of one that ended here.
+        """
         at = time.monotonic() - end["ago_s"]
         if at < self._began_at or SAME_MOMENT_S < at - self._died_here_at < FOLLOWS_S:
             return False
@@ -191,7 +228,9 @@ class Cluster:
         self._died_here_at = time.monotonic()
 
     def node_of_rank(self, rank: int) -> str | None:
-        """With Ray, once the workers have told what they run: the address of the node that has `rank`."""
+        """With Ray, once the workers have told what they run: the address of the node that has
+        `rank`.
+        """
         return next((address for (address, _), one in self._ranks.items() if one == rank), None)
 
     def explain(self, error: NibbleError, watch: Watch) -> NodeLost:
@@ -205,12 +244,16 @@ class Cluster:
             return found
         if self._was_ready and (why := watch.dead_worker()):
             return NodeLost(why)
-        if self.stop.is_set():  # told to stop meanwhile: there is no other run that `error` could hold up
+        if (
+            self.stop.is_set()
+        ):  # told to stop meanwhile: there is no other run that `error` could hold up
             return NodeLost(error.what)
         raise found or error
 
     def who_was_lost(self) -> NibbleError | None:
-        """After vLLM ended by itself: was it a node? A lost node is known only once it was silent for LOST_S."""
+        """After vLLM ended by itself: was it a node? A lost node is known only once it was
+        silent for LOST_S.
+        """
         deadline = time.monotonic() + LOST_S + 3 * BEAT_S
         while time.monotonic() < deadline and not self.stop.is_set():
             if loss := self.loss():
@@ -227,7 +270,8 @@ class Cluster:
     def prepare(self, lost: NodeLost | None) -> bool:
         """Wait for the nodes and check them; False when told to stop.
 
-        Raises CLUSTER where they do not come in time or do not fit together, after a loss ENGINE_DIED where they stay away.
+        Raises CLUSTER where they do not come in time or do not fit together, after a loss
+        ENGINE_DIED where they stay away.
         """
         self._set(starting=False)
         self._reminder = Reminder()
@@ -240,8 +284,8 @@ class Cluster:
         return False
 
     def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
-        """Until all are there and nobody else has them. A rank that fetches the model from this one gives no other sign
-        of life.
+        """Until all are there and nobody else has them. A rank that fetches the model from this one
+        gives no other sign of life.
         """
         limit_s = self.plan.settings.cluster_wait_seconds
         while not self.stop.is_set():
@@ -265,7 +309,9 @@ class Cluster:
             self.say(text)
 
     def _check(self, lost: NodeLost | None, deadline: float) -> bool:
-        """The preflight; False where it fails with a node that has just come back, which is not always whole yet."""
+        """The preflight; False where it fails with a node that has just come back, which is not
+        always whole yet.
+        """
         topology = self.plan.topology
         nodes = head_first(living(self.nodes()))
         if topology.nodes is None:
@@ -290,18 +336,23 @@ class Cluster:
                 f"{node['address']} ({node['facts']['interface']})" for node in self.report.nodes
             )
             self.say(
-                f"preflight: {len(nodes)} nodes fit together: {names}; all-reduce {found['gb_per_s']} GB/s with "
-                f"{found['backend']} (at least {found['least_gb_per_s']})"
+                f"preflight: {len(nodes)} nodes fit together: {names}; all-reduce"
+                f" {found['gb_per_s']} GB/s with {found['backend']} (at least"
+                f" {found['least_gb_per_s']})"
             )
         self._members = {node["address"]: node for node in nodes if topology.nodes is not None}
         return True
 
     def _preflight(self, nodes: Sequence[Mapping[str, Any]]) -> Report:
-        """The checks; with Ray also the folders that the driver names, from which every node loads, and Ray's own ways."""
+        """The checks; with Ray also the folders that the driver names, from which every node
+        loads, and Ray's own ways.
+        """
         settings, has_ray = self.plan.settings, self.plan.topology.mode == "ray"
         folders = model_folders(self.plan) if has_ray else []
         if settings.cluster_model == "head":
-            problems = distribute(self._caller, nodes, self.place.address, folders, self.stop, self._tell)
+            problems = distribute(
+                self._caller, nodes, self.place.address, folders, self.stop, self._tell
+            )
             if problems or self.stop.is_set():
                 return Report(nodes, problems, None)
         report = preflight(
@@ -312,12 +363,18 @@ class Cluster:
             ports=rank_0_ports(values_of(self.plan.args)),
             least_gb_per_s=settings.cluster_min_gb_per_s,
             least_memory_bytes=least_memory_bytes(self.plan),
-            server=rank_facts(self.plan, self.plan.vllm_environ(self.place.environ)) if has_ray else None,
+            server=(
+                rank_facts(self.plan, self.plan.vllm_environ(self.place.environ))
+                if has_ray
+                else None
+            ),
             over=self.stop,
         )
         if not has_ray or report.problems or self.stop.is_set():
             return report
-        why = unreached([node["address"] for node in nodes], self.environ(self.place.environ), self.stop)
+        why = unreached(
+            [node["address"] for node in nodes], self.environ(self.place.environ), self.stop
+        )
         action = "see `nibble cluster status`, and start the Ray node anew that was away"
         return replace(report, problems=[Problem(self._caller.head, why, action)] if why else [])
 
@@ -328,8 +385,13 @@ class Cluster:
     # --- while vLLM runs ---
 
     def environ(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment for vLLM: `base`, this node's network and, with Ray, the cluster's address and token."""
-        found = {**base, **{name: value for name, value in self.place.environ.items() if name not in base}}
+        """The environment for vLLM: `base`, this node's network and, with Ray, the cluster's
+        address and token.
+        """
+        found = {
+            **base,
+            **{name: value for name, value in self.place.environ.items() if name not in base},
+        }
         if self.plan.topology.mode != "ray":
             return found
         path = self._folder / "token"
@@ -351,12 +413,15 @@ class Cluster:
         return Watch(self)
 
     def reports(self) -> dict[str, list[Mapping[str, Any]]]:
-        """What workers outside of this process's family proved, by the node's name; nothing of a node that does not answer.
+        """What workers outside of this process's family proved, by the node's name; nothing of a
+        node that does not answer.
 
         With Ray no worker is in it: those on this machine are the Ray node's.
         """
         if self._roster:
-            nodes = [node for address, node in self._members.items() if address != self.place.address]
+            nodes = [
+                node for address, node in self._members.items() if address != self.place.address
+            ]
         else:
             nodes = [node for node in self.nodes() if node["busy"] and node["age_s"] < LOST_S]
         found: dict[str, list[Mapping[str, Any]]] = {}

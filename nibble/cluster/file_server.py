@@ -1,7 +1,7 @@
 """One download for the cluster: a node that has a model's files gives them to the others.
 
-HTTP with ranges on the agent's port, for whoever has the token; every file is compared by sha256 and a broken transfer goes on
-where it ended.
+HTTP with ranges on the agent's port, for whoever has the token; every file is compared by sha256
+and a broken transfer goes on where it ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ HASH_TIMEOUT_S = 3600.0  # a terabyte at 300 MB/s
 ATTEMPTS = 5  # without a byte
 PAUSE_S = 0.5
 PARTIAL = ".nibble-part"
-# Fetched last: without the index that names them, the first of several would look like a whole model after an interruption.
+# Fetched last: without the index that names them, the first of several would look like a whole
+# model after an interruption.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -105,7 +106,9 @@ class Offers:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files below `folder`, relative to it; links are followed as the Hub's cache needs, half-fetched files left out."""
+    """Files below `folder`, relative to it; links are followed as the Hub's cache needs,
+    half-fetched files left out.
+    """
     found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     return [path for path in found if not path.name.endswith(PARTIAL)]
 
@@ -138,7 +141,8 @@ def send_file(request: BaseHTTPRequestHandler, path: Path) -> None:
         if asked:
             request.send_header("Content-Range", f"bytes {first}-{max(first, size - 1)}/{size}")
         request.end_headers()
-        # By the kernel, or in pieces through TLS; waits where the other side reads slowly, up to the connection's timeout.
+        # By the kernel, or in pieces through TLS; waits where the other side reads slowly, up to
+        # the connection's timeout.
         if request.connection.sendfile(file, first) < size - first:
             request.close_connection = True  # the file has become shorter
 
@@ -153,8 +157,9 @@ def fetch_model(
 ) -> Path:
     """The model that the agent at `address` offers, complete and verified in `destination`.
 
-    What is there already with the right sha256 is kept. Raises AgentError where nothing is offered (400) or nobody answers (0),
-    NO_FIT where the rest is more than the disk has free, before any of it comes, MODEL where files do not come or arrive wrong.
+    What is there already with the right sha256 is kept. Raises AgentError where nothing is offered
+    (400) or nobody answers (0), NO_FIT where the rest is more than the disk has free, before any of
+    it comes, MODEL where files do not come or arrive wrong.
     """
     offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
     files = sorted(offer["files"], key=lambda file: str(file["path"]).endswith(_WEIGHTS))
@@ -163,12 +168,15 @@ def fetch_model(
             what = f"the node {address} offers a file outside of the model: {file['path']}"
             raise NibbleError(ExitCode.MODEL, what, "", "do not trust that node")
     absent = [file for file in files if not _is_here(destination, file)]
-    fetch_bytes = sum(max(0, file["size"] - _size(_partial(destination / file["path"]))) for file in absent)
+    fetch_bytes = sum(
+        max(0, file["size"] - _size(_partial(destination / file["path"]))) for file in absent
+    )
     model, free = f"the model from {address}", free_bytes(destination)
     check_disk(model, fetch_bytes, free, destination, "NIBBLE_CACHE_DIR")
     for number, file in enumerate(absent, 1):
         say(
-            f"fetching {file['path']} from {address} ({number} of {len(absent)}, {file['size'] / 1e9:.2f} GB)"
+            f"fetching {file['path']} from {address} ({number} of {len(absent)},"
+            f" {file['size'] / 1e9:.2f} GB)"
         )
         _fetch_file(address, token, environ, offer["name"], file, destination / file["path"])
     return destination
@@ -185,18 +193,27 @@ def _partial(target: Path) -> Path:
 
 
 def _is_below(target: Path, folder: Path) -> bool:
-    """Whether a file `target` would lie in `folder`. A link at its place does not count: the file takes that place."""
+    """Whether a file `target` would lie in `folder`. A link at its place does not count: the
+    file takes that place.
+    """
     return target.name != ".." and target.parent.resolve().is_relative_to(folder.resolve())
 
 
 def _fetch_file(
-    address: str, token: str, environ: Mapping[str, str], name: str, file: Mapping[str, Any], target: Path
+    address: str,
+    token: str,
+    environ: Mapping[str, str],
+    name: str,
+    file: Mapping[str, Any],
+    target: Path,
 ) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failed:
         what = f"{target.parent} cannot be made ({failed.strerror or failed})"
-        raise NibbleError(ExitCode.MODEL, what, "a writable folder", "set NIBBLE_CACHE_DIR") from None
+        raise NibbleError(
+            ExitCode.MODEL, what, "a writable folder", "set NIBBLE_CACHE_DIR"
+        ) from None
     partial = _partial(target)
     error: Exception = ConnectionError("the connection ended early")
     left, wrong = ATTEMPTS, 0
@@ -204,7 +221,9 @@ def _fetch_file(
         first = _size(partial)
         try:
             with partial.open("ab") as out:
-                for data in _receive(address, token, environ, f"/files/{name}/{quote(file['path'])}", first):
+                for data in _receive(
+                    address, token, environ, f"/files/{name}/{quote(file['path'])}", first
+                ):
                     out.write(data)
         except (OSError, http.client.HTTPException) as broken:
             error = broken
@@ -222,7 +241,10 @@ def _fetch_file(
         partial.unlink()
     what = f"{file['path']} did not come from {address} whole ({error})"
     raise NibbleError(
-        ExitCode.MODEL, what, "", "look at the network between the nodes and at the disk, and start again"
+        ExitCode.MODEL,
+        what,
+        "",
+        "look at the network between the nodes and at the disk, and start again",
     )
 
 
@@ -230,8 +252,13 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _receive(address: str, token: str, environ: Mapping[str, str], path: str, first: int) -> Iterator[bytes]:
-    headers = {"Authorization": f"Bearer {token}", **({"Range": f"bytes={first}-"} if first else {})}
+def _receive(
+    address: str, token: str, environ: Mapping[str, str], path: str, first: int
+) -> Iterator[bytes]:
+    headers = {
+        "Authorization": f"Bearer {token}",
+        **({"Range": f"bytes={first}-"} if first else {}),
+    }
     with contextlib.closing(connect(address, TIMEOUT_S, environ)) as connection:
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
@@ -265,7 +292,10 @@ def fetch_from_head(
                 action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
                 raise NibbleError(ExitCode.CLUSTER, what, "the head's token", action) from None
             if time.monotonic() >= deadline:
-                what = f"the head at {head} offers no model ({error}) after {settings.cluster_wait_seconds} s"
+                what = (
+                    f"the head at {head} offers no model ({error}) after"
+                    f" {settings.cluster_wait_seconds} s"
+                )
                 raise NibbleError(
                     ExitCode.CLUSTER, what, "", "start rank 0, or unset NIBBLE_CLUSTER_MODEL"
                 ) from None

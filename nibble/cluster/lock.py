@@ -1,4 +1,5 @@
-"""One at a time: a server that starts, or `nibble cluster check`, has the nodes' fixed ports and GPUs to itself.
+"""One at a time: a server that starts, or `nibble cluster check`, has the nodes' fixed ports and
+GPUs to itself.
 
 The head keeps the claim (`Roster.claim`) and forgets one that nobody repeats.
 """
@@ -36,7 +37,9 @@ class Claim:
         self.release()
 
     def take(self) -> None:
-        """Have the nodes from now on. Raises AgentError: 400 with who has them, the others as any call."""
+        """Have the nodes from now on. Raises AgentError: 400 with who has them, the others as
+        any call.
+        """
         if self._thread is None:
             self._ask("/claim")
             self._over.clear()

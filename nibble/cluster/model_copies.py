@@ -1,4 +1,5 @@
-"""One download with Ray: nodes that lack the folder a server names get it from the machine of that server, at the same path.
+"""One download with Ray: nodes that lack the folder a server names get it from the machine of that
+server, at the same path.
 
 A node's side is `Copies`: it offers a folder or fetches one, when the server asks (`distribute`).
 """
@@ -23,13 +24,15 @@ Tell = Callable[[str], None]
 
 
 class Copies:
-    """What a node gives away and what it fetches. `cache` is nibble's cache folder: nothing is written outside of it and of
-    the Hub's.
+    """What a node gives away and what it fetches. `cache` is nibble's cache folder: nothing is
+    written outside of it and of the Hub's.
     """
 
     def __init__(self, token: str, environ: Mapping[str, str], cache: Path | None) -> None:
         self._token, self._environ = token, environ
-        self._places = [place.resolve() for place in (cache or cache_dir(environ), access(environ).cache)]
+        self._places = [
+            place.resolve() for place in (cache or cache_dir(environ), access(environ).cache)
+        ]
         self._offers = Offers()
         self._lock = threading.Lock()
         self._states: dict[str, tuple[str, str]] = {}
@@ -37,8 +40,9 @@ class Copies:
     def handlers(self) -> dict[str, Handler]:
         """For the agent's POST paths.
 
-        `/offer` {folder} -> {name}; `/fetch` {address, name, folder} -> {state, detail}: asked again and again, it begins the
-        transfer once and says how far it is. "here" and "failed" are said once; a request after that begins anew.
+        `/offer` {folder} -> {name}; `/fetch` {address, name, folder} -> {state, detail}: asked
+        again and again, it begins the transfer once and says how far it is. "here" and "failed" are
+        said once; a request after that begins anew.
         """
         return {"/offer": self._offer, "/fetch": self._fetch, **self._offers.handlers()}
 
@@ -78,7 +82,9 @@ class Copies:
             )
             self._note(folder, "here", "")
         except Exception as error:  # whatever it is, the server asks until it hears an end
-            self._note(folder, "failed", error.what if isinstance(error, NibbleError) else str(error))
+            self._note(
+                folder, "failed", error.what if isinstance(error, NibbleError) else str(error)
+            )
 
     def _note(self, folder: str, state: str, detail: str) -> None:
         with self._lock:
@@ -93,8 +99,8 @@ def distribute(
     over: threading.Event,
     tell: Tell,
 ) -> list[Problem]:
-    """Give `folders` of the node at address `source` to those of `nodes` that lack them; returns when all have them, at the
-    first problem, or when `over` is set.
+    """Give `folders` of the node at address `source` to those of `nodes` that lack them; returns
+    when all have them, at the first problem, or when `over` is set.
     """
     for folder in folders:
         try:
@@ -103,12 +109,16 @@ def distribute(
         except AgentError as error:
             action = "run `serve` beside a Ray node that sees the same files"
             return [Problem(source, f"it cannot give {folder} to the others ({error})", action)]
-        if problem := _give(caller, lacking, {"address": source, "name": name, "folder": folder}, over, tell):
+        if problem := _give(
+            caller, lacking, {"address": source, "name": name, "folder": folder}, over, tell
+        ):
             return [problem]
     return []
 
 
-def _lacking(caller: Caller, nodes: Sequence[Mapping[str, Any]], folder: str) -> dict[str, Mapping[str, Any]]:
+def _lacking(
+    caller: Caller, nodes: Sequence[Mapping[str, Any]], folder: str
+) -> dict[str, Mapping[str, Any]]:
     """The nodes that have not all of `folder`, by address. Raises AgentError."""
     found = {}
     for node in nodes:
@@ -134,10 +144,17 @@ def _give(
             try:
                 answer = caller.ask(address, "/fetch", body)
             except AgentError as error:
-                action = "copy the model to the same path there, or give every node the same NIBBLE_CACHE_DIR"
-                return Problem(node["name"], f"it does not fetch {body['folder']} ({error})", action)
+                action = (
+                    "copy the model to the same path there, or give every node the same"
+                    " NIBBLE_CACHE_DIR"
+                )
+                return Problem(
+                    node["name"], f"it does not fetch {body['folder']} ({error})", action
+                )
             if answer["state"] == "failed":
-                action = "look at that node's disk and network, and start again: whole files are kept"
+                action = (
+                    "look at that node's disk and network, and start again: whole files are kept"
+                )
                 return Problem(node["name"], answer["detail"], action)
             if answer["state"] == "here":
                 del waiting[address]

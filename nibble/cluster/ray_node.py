@@ -1,9 +1,9 @@
-"""One node of a Ray cluster in the foreground: token required, dashboard off, every port named, ends when Ray
-ends.
+"""One node of a Ray cluster in the foreground: token required, dashboard off, every port named,
+ends when Ray ends.
 
-Whoever reaches an open Ray port runs code on the machine (CVE-2023-48022), and Ray 2.60 asks for a token only where
-it is told to, so every node is started with RAY_AUTH_MODE=token. A token does not encrypt: keep these ports
-private.
+Whoever reaches an open Ray port runs code on the machine (CVE-2023-48022), and Ray 2.60 asks for a
+token only where it is told to, so every node is started with RAY_AUTH_MODE=token. A token does not
+encrypt: keep these ports private.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from nibble.serve.progress import Display
 from nibble.serve.watchdog import Action, Governor
 from nibble.settings.options import Settings
 
-OBJECT_STORE_BYTES = 256 << 20  # vLLM moves no tensors through it; Ray's own default is 30 % of memory
+# vLLM moves no tensors through it; Ray's own default is 30 % of memory
+OBJECT_STORE_BYTES = 256 << 20
 START_S = 180.0  # a start takes seconds; none may hang without a word
 STOP_S = 10.0
 WATCH_S = 2.0
@@ -71,8 +72,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     """Run a head node until told to stop (0).
 
-    Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7) where memory runs short
-    here; 10 when it dies later.
+    Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7)
+    where memory runs short here; 10 when it dies later.
     """
     if settings.head_ip and not is_here(resolve(settings.head_ip, "HEAD_IP")):
         what = f"HEAD_IP {settings.head_ip} is no address of this machine"
@@ -100,14 +101,16 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
         head, limit = f"{address}:{GCS_PORT}", memory_limits(settings, environ)
         own = node_environ(place, token, Path(proof.name))
         parts = Parts(member, Path(proof.name))
-        return _Node(command, own, "head", head, up, member.start, parts, limit=limit, roster=roster).run()
+        return _Node(
+            command, own, "head", head, up, member.start, parts, limit=limit, roster=roster
+        ).run()
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     """Join the cluster of HEAD_IP until told to stop (0); 10 when Ray dies or the head is lost.
 
-    Raises USAGE (2) where HEAD_IP or the token is missing, CONFIG (5) for more GPUs than are here, CLUSTER (9) where the head
-    does not take this node, NO_FIT (7) where memory runs short here.
+    Raises USAGE (2) where HEAD_IP or the token is missing, CONFIG (5) for more GPUs than are here,
+    CLUSTER (9) where the head does not take this node, NO_FIT (7) where memory runs short here.
     """
     if not settings.head_ip:
         what = "a Ray worker needs the head's address"
@@ -116,7 +119,9 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     place = find_place(settings, environ, settings.head_ip)
     address, head = place.address, f"{settings.head_ip}:{GCS_PORT}"
     require_head(settings.head_ip)
-    member = Member(settings.head_ip, token, address, "ray-worker", None, gpus, environ, place.facts)
+    member = Member(
+        settings.head_ip, token, address, "ray-worker", None, gpus, environ, place.facts
+    )
     member.greet()
     refuse(member)
     copies = Copies(token, environ, settings.cache_dir)
@@ -135,7 +140,9 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
 
 
 def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
-    """How many this node offers. Raises CONFIG for more than it has: Ray believes it, and vLLM's ranks would find none."""
+    """How many this node offers. Raises CONFIG for more than it has: Ray believes it, and vLLM's
+    ranks would find none.
+    """
     here = len(detect(environ).gpus)
     if here and settings.num_gpus is not None and settings.num_gpus > here:
         what = f"NUM_GPUS is {settings.num_gpus} and {here} GPUs are here"
@@ -152,7 +159,9 @@ def memory_limits(settings: Settings, environ: Mapping[str, str]) -> Limits:
     here, asked = detect(environ), settings.memory_reserve_gib
     target = target_of(here) if settings.target == "auto" else load_target(settings.target)
     asked_bytes = None if asked is None else int(asked * GIB)
-    return limits(host_reserve_bytes(target or load_target("cpu"), here.memory_total_bytes, asked_bytes))
+    return limits(
+        host_reserve_bytes(target or load_target("cpu"), here.memory_total_bytes, asked_bytes)
+    )
 
 
 # --- decisions ---
@@ -160,7 +169,12 @@ def memory_limits(settings: Settings, environ: Mapping[str, str]) -> Limits:
 
 def head_flags(address: str, gpus: int | None) -> list[str]:
     """Words after `ray start` for a head."""
-    return ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", *_node_flags(address, gpus)]
+    return [
+        "--head",
+        f"--port={GCS_PORT}",
+        "--include-dashboard=false",
+        *_node_flags(address, gpus),
+    ]
 
 
 def worker_flags(head: str, address: str, gpus: int | None) -> list[str]:
@@ -183,15 +197,17 @@ def ray_command(flags: Sequence[str]) -> list[str]:
 def node_environ(place: Place, token: str, proof: Path) -> dict[str, str]:
     """The environment of Ray and of every process it starts:
 
-    with the cluster's token, this node's network and its folder for what workers prove, without the API's key and the Hub's
-    token. What the server has too does not replace it in a worker (vllm 0.32 v1/executor/ray_executor_v2.py:175).
+    with the cluster's token, this node's network and its folder for what workers prove, without the
+    API's key and the Hub's token. What the server has too does not replace it in a worker (vllm
+    0.32 v1/executor/ray_executor_v2.py:175).
     """
     withheld = SECRETS | {"RAY_AUTH_TOKEN_FILE", "RAY_AUTH_TOKEN_PATH", "VLLM_EXTRA_ARGS"}
     kept = {name: value for name, value in place.environ.items() if name not in withheld}
     added = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     ports = {name: str(port) for name, port in PORT_VARIABLES.items()}
     own = {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address, FOLDER: str(proof)}
-    # Ray's own would kill a worker at 95 % of a machine's memory, which on unified memory is what a plan may take.
+    # Ray's own would kill a worker at 95 % of a machine's memory, which on unified memory is what a
+    # plan may take.
     monitor = {"RAY_memory_monitor_refresh_ms": "0"}
     return ports | monitor | kept | added | own
 
@@ -203,19 +219,31 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
     if re.search(r"AuthenticationError|InvalidAuthToken|Unauthenticated|UNAUTHENTICATED", text):
         what = f"the Ray head at {head} refused this node's token"
         return NibbleError(
-            ExitCode.CLUSTER, what, "the head's token", "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
+            ExitCode.CLUSTER,
+            what,
+            "the head's token",
+            "set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if re.search(r"already running at|Address already in use|already in use|EADDRINUSE", text):
         what = f"Ray cannot open its ports for {head}, something uses one already"
         return NibbleError(
-            ExitCode.CLUSTER, what, "free ports", "stop the other Ray node on this machine (`ray stop`)"
+            ExitCode.CLUSTER,
+            what,
+            "free ports",
+            "stop the other Ray node on this machine (`ray stop`)",
         )
     if role == "worker" and re.search(
         r"[Ff]ailed to connect|[Uu]nable to connect|[Tt]imed? ?out|ConnectionError", text
     ):
         return _unreachable(head)
-    errors = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+)?(?:Error|Exception)\b.*: ", line)]
-    last = errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), "no message")
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*(?:[\w.]+)?(?:Error|Exception)\b.*: ", line)
+    ]
+    last = (
+        errors[-1]
+        if errors
+        else next((line for line in reversed(lines) if line.strip()), "no message")
+    )
     return NibbleError(
         ExitCode.CLUSTER,
         f"Ray did not start: {last[:300]}",
@@ -227,7 +255,10 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
 def _unreachable(head: str, why: str = "") -> NibbleError:
     what = f"no Ray head answers at {head}" + (f" ({why})" if why else "")
     return NibbleError(
-        ExitCode.CLUSTER, what, "a running `ray-head`", "check HEAD_IP and the firewall between the nodes"
+        ExitCode.CLUSTER,
+        what,
+        "a running `ray-head`",
+        "check HEAD_IP and the firewall between the nodes",
     )
 
 
@@ -287,7 +318,9 @@ class _Node:
             threading.Thread(target=governor.run, daemon=True).start()
             over = threading.Event()
             if (parts := self.parts) is not None:
-                watch = threading.Thread(target=lambda: parts.watch(child.pid, governor, over), daemon=True)
+                watch = threading.Thread(
+                    target=lambda: parts.watch(child.pid, governor, over), daemon=True
+                )
                 watch.start()
             try:
                 return self._wait(child, reader)
@@ -297,7 +330,9 @@ class _Node:
                 kill_family(child.pid)
 
     def _on_memory(self, action: Action, why: str) -> None:
-        """In the watchdog's thread: nothing here may wait. `run` ends what was started since the last look."""
+        """In the watchdog's thread: nothing here may wait. `run` ends what was started since the
+        last look.
+        """
         if action == "stop":
             what = f"stopped Ray and vLLM's part on this node: {why}, {kept(self.limit)}"
             expected = f"at least {show_gib(self.limit.stop_below_bytes)}"
@@ -338,14 +373,15 @@ class _Node:
         return ExitCode.ENGINE_DIED
 
     def _let_servers_drain(self, signal_: str) -> None:
-        """A server hears with its next look at the nodes that the head stops, and says when it has ended. A second signal, and
-        the end of Ray, end the waiting.
+        """A server hears with its next look at the nodes that the head stops, and says when it has
+        ended. A second signal, and the end of Ray, end the waiting.
         """
         roster = self.roster
         if roster is None or not (limit_s := roster.servers_stop_within_s()):
             return
         self._display.say(
-            f"{signal_}: the server that runs on this cluster drains first, for up to {limit_s:.0f} s"
+            f"{signal_}: the server that runs on this cluster drains first, for up to"
+            f" {limit_s:.0f} s"
         )
         roster.state = STOPPING
         deadline = time.monotonic() + limit_s
@@ -357,10 +393,11 @@ class _Node:
                 return
 
     def _next(self, session: int) -> int | str | NibbleError | None:
-        """A signal's name, Ray's return code, the watchdog's error, or None where it does not start, its node process went away
-        quietly or the head is lost.
+        """A signal's name, Ray's return code, the watchdog's error, or None where it does not
+        start, its node process went away quietly or the head is lost.
 
-        `ray start --block` takes a raylet or GCS that ended on SIGTERM for a planned stop and goes on blocking.
+        `ray start --block` takes a raylet or GCS that ended on SIGTERM for a planned stop and goes
+        on blocking.
         """
         needed = {"raylet", "gcs_server"} if self.role == "head" else {"raylet"}
         deadline = time.monotonic() + START_S

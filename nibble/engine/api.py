@@ -1,7 +1,8 @@
 """Is the server really ready? Asks its API as a client would, through the gate, with our own pass.
 
-Ready means: /v1/models lists every name we serve under, and a generating model has answered one token. vLLM
-reports healthy earlier than that (peers.md 2.11), and the first request can take long where it compiles.
+Ready means: /v1/models lists every name we serve under, and a generating model has answered one
+token. vLLM reports healthy earlier than that (peers.md 2.11), and the first request can take long
+where it compiles.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from nibble.errors import ExitCode, NibbleError
 INTERNAL_HEADER = "x-nibble-internal"
 _LOOK_TIMEOUT_S = 5.0
 _FIRST_TOKEN_TIMEOUT_S = 1800.0  # 30 minutes of compilation have been seen (peers.md 2.3)
-_IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+_IN_FLIGHT = re.compile(
+    r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
 class Api:
-    """The server's address as this machine reaches it, and the token of the supervisor's own requests."""
+    """The server's address as this machine reaches it, and the token of the supervisor's own
+    requests.
+    """
 
     host: str
     port: int
@@ -37,8 +42,12 @@ class Api:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
-    def call(self, path: str, body: Any = None, timeout_s: float = _LOOK_TIMEOUT_S) -> tuple[int, bytes]:
-        """(status, body) of a GET, or of a POST where there is a body. OSError where nobody answers."""
+    def call(
+        self, path: str, body: Any = None, timeout_s: float = _LOOK_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        """(status, body) of a GET, or of a POST where there is a body. OSError where nobody
+        answers.
+        """
         connection = self._connect(timeout_s)
         try:
             headers = {
@@ -88,13 +97,21 @@ def lists_models(api: Api, names: Collection[str]) -> bool:
 
 
 def answer_one_token(api: Api, name: str, required: bool = True) -> None:
-    """Let the model produce one token. Raises CANARY where it refuses; OSError where the connection breaks.
+    """Let the model produce one token. Raises CANARY where it refuses; OSError where the connection
+    breaks.
 
-    It is a sampled one: in eager mode on an H200 the first request with top_p waited 57 s for FlashInfer to compile
-    its sampling kernels, and a server that is ready has that behind it.
-    Not `required`: a server without that route (404, an embedding model) is fine.
+    It is a sampled one: in eager mode on an H200 the first request with top_p waited 57 s for
+    FlashInfer to compile its sampling kernels, and a server that is ready has that behind it. Not
+    `required`: a server without that route (404, an embedding model) is fine.
     """
-    body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 1, "top_p": 0.9, "top_k": 20}
+    body = {
+        "model": name,
+        "prompt": "Hello",
+        "max_tokens": 1,
+        "temperature": 1,
+        "top_p": 0.9,
+        "top_k": 20,
+    }
     status, answer = api.call("/v1/completions", body, _FIRST_TOKEN_TIMEOUT_S)
     if status != 200 and (required or status != 404):
         text = " ".join(answer.decode(errors="replace").split())[:300]
@@ -103,7 +120,9 @@ def answer_one_token(api: Api, name: str, required: bool = True) -> None:
 
 
 def requests_in_flight(api: Api) -> int | None:
-    """Requests that engines hold, running or waiting, from /metrics; None where that cannot be known."""
+    """Requests that engines hold, running or waiting, from /metrics; None where that cannot be
+    known.
+    """
     try:
         status, body = api.call("/metrics", timeout_s=2.0)
     except OSError:

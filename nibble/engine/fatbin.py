@@ -1,10 +1,13 @@
-"""The GPU code in a compiled module, read from its ELF file without CUDA: which object has code for which architecture.
+"""The GPU code in a compiled module, read from its ELF file without CUDA: which object has code for
+which architecture.
 
-A fat binary is a header (magic 0xBA55ED50, version, header size, size of all entries) and entries: kind (1 PTX, 2 machine code),
-header size, size of the code, SM number at byte 28, flags at byte 40. The code may be compressed (vLLM's is, since CUDA 13);
-the headers never are. nvcc leaves two local symbols in each object: FILE, whose name has the source file's in it, and
-fatbinData, its place in section .nv_fatbin. So one sees which source has which code, as long as the file was not stripped.
-The layout is not documented: checked against cuobjdump 13.5 and against objects of known flags (tests/patches/test_binaries.py).
+A fat binary is a header (magic 0xBA55ED50, version, header size, size of all entries) and entries:
+kind (1 PTX, 2 machine code), header size, size of the code, SM number at byte 28, flags at byte 40.
+The code may be compressed (vLLM's is, since CUDA 13); the headers never are. nvcc leaves two local
+symbols in each object: FILE, whose name has the source file's in it, and fatbinData, its place in
+section .nv_fatbin. So one sees which source has which code, as long as the file was not stripped.
+The layout is not documented: checked against cuobjdump 13.5 and against objects of known flags
+(tests/patches/test_binaries.py).
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ class Code:
     is_ptx: bool = False
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU can load it: machine code of its major version up to its minor one; PTX of any earlier one."""
+        """Whether a GPU can load it: machine code of its major version up to its minor one; PTX
+        of any earlier one.
+        """
         own = divmod(self.sm, 10)
         if self.suffix == "a":
             return capability == own
@@ -47,7 +52,9 @@ class Code:
 
 @dataclass(frozen=True)
 class GpuObject:
-    """What nvcc made of one source file. `name` is that file's, without .cu; empty in a stripped module."""
+    """What nvcc made of one source file. `name` is that file's, without .cu; empty in a stripped
+    module.
+    """
 
     name: str
     codes: tuple[Code, ...]
@@ -62,7 +69,9 @@ class _Section:
 
 
 def gpu_objects(path: Path) -> tuple[GpuObject, ...]:
-    """Every fat binary of an ELF file, in its order; none where it has no GPU code. Raises NibbleError (exit 6)."""
+    """Every fat binary of an ELF file, in its order; none where it has no GPU code. Raises
+    NibbleError (exit 6).
+    """
     with _elf(path) as data:
         sections = _sections(data)
         code = sections.get(".nv_fatbin")
@@ -70,7 +79,10 @@ def gpu_objects(path: Path) -> tuple[GpuObject, ...]:
             return ()
         names = dict(_names(data, sections))
         return tuple(
-            GpuObject(names.get(offset - code.offset + code.address, ""), tuple(_entries(data, offset, end)))
+            GpuObject(
+                names.get(offset - code.offset + code.address, ""),
+                tuple(_entries(data, offset, end)),
+            )
             for offset, end in _containers(data, code)
         )
 
@@ -120,7 +132,9 @@ class _elf:
 def _sections(data: mmap.mmap) -> dict[str, _Section]:
     (table,) = struct.unpack_from("<Q", data, 40)
     width, count, names_index = struct.unpack_from("<HHH", data, 58)
-    headers = [struct.unpack_from("<IIQQQQ", data, table + number * width) for number in range(count)]
+    headers = [
+        struct.unpack_from("<IIQQQQ", data, table + number * width) for number in range(count)
+    ]
     names = headers[names_index][4]
     found = (_Section(_text(data, names + header[0]), *header[3:]) for header in headers)
     return {section.name: section for section in found}
@@ -171,5 +185,7 @@ def _names(data: mmap.mmap, sections: dict[str, _Section]) -> Iterator[tuple[int
 
 
 def _source_name(file: str) -> str:
-    """tmpxft_00001d71_00000000-6_nvfp4_quant_kernels.compute_120.cudafe1.cpp -> nvfp4_quant_kernels"""
+    """tmpxft_00001d71_00000000-6_nvfp4_quant_kernels.compute_120.cudafe1.cpp ->
+    nvfp4_quant_kernels
+    """
     return re.sub(r"^tmpxft_\w+-\d+_|(\.compute_\w+)?\.cudafe\d+\.cpp$", "", file)

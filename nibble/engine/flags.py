@@ -1,7 +1,8 @@
 """Flags of `vllm serve` as values: read from words, joined layer by layer, written back as words.
 
-A flag set maps the canonical long name (`--max-model-len`) to True, False (written `--no-…`), a string, a number, a
-list, or a dict for JSON-valued flags. Dotted flags (`--compilation-config.mode 3`) are read into the dict they set.
+A flag set maps the canonical long name (`--max-model-len`) to True, False (written `--no-…`), a
+string, a number, a list, or a dict for JSON-valued flags. Dotted flags (`--compilation-config.mode
+3`) are read into the dict they set.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ Flags = dict[str, Any]
 
 
 def split_words(text: str, source: str) -> list[str]:
-    """Words of `text` as a POSIX shell splits them; JSON in single quotes survives with its spaces."""
+    """Words of `text` as a POSIX shell splits them; JSON in single quotes survives with its
+    spaces.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -54,7 +57,9 @@ def split_words(text: str, source: str) -> list[str]:
 
 
 def read_flags(words: Sequence[str], source: str, schema: Schema) -> Flags:
-    """Flags of `vllm serve` in `words`. CONFIG for a flag vLLM does not have, a bad value, or one nibble owns."""
+    """Flags of `vllm serve` in `words`. CONFIG for a flag vLLM does not have, a bad value, or
+    one nibble owns.
+    """
     flags: Flags = {}
     position = 0
     while position < len(words):
@@ -63,7 +68,11 @@ def read_flags(words: Sequence[str], source: str, schema: Schema) -> Flags:
         value, position = _value(name, spec, inline, words, position, source)
         if path:
             value = _nested(path, value)
-        flags = merge(flags, {spec.name: value}) if isinstance(value, dict) else flags | {spec.name: value}
+        flags = (
+            merge(flags, {spec.name: value})
+            if isinstance(value, dict)
+            else flags | {spec.name: value}
+        )
     check_flags(flags, source, schema)
     return flags
 
@@ -71,7 +80,9 @@ def read_flags(words: Sequence[str], source: str, schema: Schema) -> Flags:
 def _next_flag(
     words: Sequence[str], position: int, source: str, schema: Schema
 ) -> tuple[str, FlagSpec, str | None, int]:
-    """The flag at `position`: as written (normalised), its spec, the part after `=`, and the next position."""
+    """The flag at `position`: as written (normalised), its spec, the part after `=`, and the
+    next position.
+    """
     word = words[position]
     if not word.startswith("-") or word in ("-", "--"):
         what = f"{source} has {word!r} where a flag belongs"
@@ -79,7 +90,11 @@ def _next_flag(
             ExitCode.CONFIG,
             what,
             "flags of `vllm serve`, such as --kv-cache-dtype fp8",
-            "write MODEL, once, before the flags" if source == COMMAND_LINE else "check the quotes around it",
+            (
+                "write MODEL, once, before the flags"
+                if source == COMMAND_LINE
+                else "check the quotes around it"
+            ),
         )
     written, equals, inline = word.partition("=")
     name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
@@ -94,7 +109,10 @@ def _next_flag(
         hint = schema.suggest(head)
         action = f"did you mean {hint}?" if hint else "see `vllm serve --help=all`"
         raise NibbleError(
-            ExitCode.CONFIG, f"{source} has {written}, which vLLM {schema.version} does not know", "", action
+            ExitCode.CONFIG,
+            f"{source} has {written}, which vLLM {schema.version} does not know",
+            "",
+            action,
         )
     if spec.kind == "bool" and head == "--no-" + spec.name[2:]:
         return spec.name, spec, "false", position + 1
@@ -113,7 +131,11 @@ def _value(
     if inline is not None:
         return _typed(inline, spec, name, source, nested), position
     end = position
-    while end < len(words) and not _looks_like_flag(words[end]) and (end == position or spec.kind == "list"):
+    while (
+        end < len(words)
+        and not _looks_like_flag(words[end])
+        and (end == position or spec.kind == "list")
+    ):
         end += 1
     taken = list(words[position:end])
     if not taken:
@@ -135,19 +157,26 @@ def _looks_like_flag(word: str) -> bool:
 
 
 def _typed(text: str, spec: FlagSpec, name: str, source: str, nested: bool) -> Any:
-    """JSON where it is JSON, else the text itself (vLLM converts numbers; what it refuses, `check_flags` finds)."""
+    """JSON where it is JSON, else the text itself (vLLM converts numbers; what it refuses,
+    `check_flags` finds).
+    """
     if nested:
         try:
             return json.loads(text)
         except ValueError:
             return text
-    if text.lstrip().startswith(("{", "[")) or (spec.kind == "json" and not spec.accepts_plain_text):
+    if text.lstrip().startswith(("{", "[")) or (
+        spec.kind == "json" and not spec.accepts_plain_text
+    ):
         try:
             return json.loads(text)
         except ValueError as error:
             what = f"the value of {name} in {source} is not valid JSON ({error})"
             raise NibbleError(
-                ExitCode.CONFIG, what, 'JSON such as {"key": "value"}', f"put it in single quotes: {name} '…'"
+                ExitCode.CONFIG,
+                what,
+                'JSON such as {"key": "value"}',
+                f"put it in single quotes: {name} '…'",
             ) from None
     return [text] if spec.kind == "list" else text
 
@@ -159,11 +188,16 @@ def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
-    """Refuse owned flags, values outside a flag's choices and keys a nested config does not have."""
+    """Refuse owned flags, values outside a flag's choices and keys a nested config does not
+    have.
+    """
     for name, value in flags.items():
         if missing := MISSING_BACKENDS.get(str(value)):
             raise NibbleError(
-                ExitCode.CONFIG, f"{name} {value} in {source}: {missing}", "", "choose another backend"
+                ExitCode.CONFIG,
+                f"{name} {value} in {source}: {missing}",
+                "",
+                "choose another backend",
             )
         if name in OWNED:
             raise NibbleError(
@@ -173,10 +207,14 @@ def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
                 f"use {OWNED[name]} instead",
             )
         problems = (
-            schema.check_json(name, value) if isinstance(value, dict) else [schema.check_value(name, value)]
+            schema.check_json(name, value)
+            if isinstance(value, dict)
+            else [schema.check_value(name, value)]
         )
         for problem in filter(None, problems):
-            raise NibbleError(ExitCode.CONFIG, f"{source}: {problem}", "", f"correct or drop {name}")
+            raise NibbleError(
+                ExitCode.CONFIG, f"{source}: {problem}", "", f"correct or drop {name}"
+            )
 
 
 def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +223,9 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in high.items():
         below = joined.get(key)
         joined[key] = (
-            merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+            merge(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
         )
     return joined
 
@@ -199,5 +239,8 @@ def write_flag(name: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [name, json.dumps(value, separators=(",", ":"))]
     if isinstance(value, (list, tuple)):
-        return [name, *(json.dumps(item) if isinstance(item, Mapping) else str(item) for item in value)]
+        return [
+            name,
+            *(json.dumps(item) if isinstance(item, Mapping) else str(item) for item in value),
+        ]
     return [name, str(value)]

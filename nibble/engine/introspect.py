@@ -1,9 +1,11 @@
-"""Describe the vLLM that runs this file: flags, nested config keys, environment names, backends, parsers.
+"""Describe the vLLM that runs this file: flags, nested config keys, environment names, backends,
+parsers.
 
-Run as a script by the interpreter that has vLLM (`python -P introspect.py OUT.json [ARGVS.json]`; -P
-because this folder's module names would shadow vLLM's imports), so that nothing else imports vllm and so that
-another interpreter's vLLM can be described too: stdlib and vllm only. With ARGVS.json (a list of argument
-lists) vLLM's own parser also parses each list and the refusals are written.
+Run as a script by the interpreter that has vLLM (`python -P introspect.py OUT.json [ARGVS.json]`;
+-P because this folder's module names would shadow vLLM's imports), so that nothing else imports
+vllm and so that another interpreter's vLLM can be described too: stdlib and vllm only. With
+ARGVS.json (a list of argument lists) vLLM's own parser also parses each list and the refusals are
+written.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import typing
 from pathlib import Path
 from typing import Any
 
-# What a platform other than the one that runs this adds: vllm 0.32 arg_utils.py:1534 appends the device type.
+# What a platform other than the one that runs this adds: vllm 0.32 arg_utils.py:1534 appends the
+# device type.
 PLATFORM_CHOICES = {"mm-processor-device": ["cuda"]}
 MOE_ORACLES = ("nvfp4", "mxfp4", "fp8", "unquantized")
-MISSING_MODULE = "vllm does not have the module this reads; teach nibble/engine/introspect.py the new place"
+MISSING_MODULE = (
+    "vllm does not have the module this reads; teach nibble/engine/introspect.py the new place"
+)
 
 
 def serve_parser() -> Any:
@@ -63,12 +68,15 @@ class ClassTable:
         fields = getattr(cls, "__pydantic_fields__", None) or {}
         namespace = {**vars(sys.modules[cls.__module__]), **config_namespace()}
         hints = {name: resolve(hint, namespace) for name, hint in all_annotations(cls).items()}
-        settable = [f.name for f in dataclasses.fields(cls) if f.init and is_settable(fields.get(f.name), f)]
+        settable = [
+            f.name for f in dataclasses.fields(cls) if f.init and is_settable(fields.get(f.name), f)
+        ]
         before = before_validated(cls)
         described = {}
         for name in settable:
             spec = type_spec(hints.get(name, Any), self)
-            # A before-validator accepts more forms than the annotation says: its type is not checked.
+            # A before-validator accepts more forms than the annotation says: its type is not
+            # checked.
             described[name] = {**spec, "type": "any"} if name in before or "*" in before else spec
         open_keys = (getattr(cls, "__pydantic_config__", None) or {}).get("extra") != "forbid"
         return {"open": True, "fields": described} if open_keys else {"fields": described}
@@ -76,7 +84,10 @@ class ClassTable:
 
 def is_settable(field_info: Any, field: Any) -> bool:
     default = field.default
-    return getattr(field_info, "init", None) is not False and getattr(default, "init", None) is not False
+    return (
+        getattr(field_info, "init", None) is not False
+        and getattr(default, "init", None) is not False
+    )
 
 
 def before_validated(cls: Any) -> set[str]:
@@ -118,17 +129,20 @@ def resolve(hint: Any, namespace: dict[str, Any]) -> Any:
 
 
 def type_spec(hint: Any, classes: ClassTable) -> dict[str, Any]:
-    """{"type": "int|null", "choices": [...], "class": name, "items": spec, "values": spec}; empty keys left
-    out.
+    """{"type": "int|null", "choices": [...], "class": name, "items": spec, "values": spec}; empty
+    keys left out.
     """
     origin = typing.get_origin(hint)
     if hint is None or hint is type(None):
         return {"type": "null"}
     if origin is typing.Annotated:
         inner, *marks = typing.get_args(hint)
-        # Fields that vLLM fills in itself (SpeculativeConfig.target_model_config) are not worth describing.
+        # Fields that vLLM fills in itself (SpeculativeConfig.target_model_config) are not worth
+        # describing.
         return (
-            {"type": "any"} if any("SkipValidation" in repr(m) for m in marks) else type_spec(inner, classes)
+            {"type": "any"}
+            if any("SkipValidation" in repr(m) for m in marks)
+            else type_spec(inner, classes)
         )
     if origin is typing.Literal:
         return literal_spec(typing.get_args(hint))
@@ -173,11 +187,15 @@ def is_choice(value: Any) -> bool:
 
 
 def json_type(kind: type) -> str:
-    return {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", list: "list"}.get(kind, "any")
+    return {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", list: "list"}.get(
+        kind, "any"
+    )
 
 
 def union_spec(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {"type": "|".join(sorted({t for p in parts for t in p["type"].split("|")}))}
+    merged: dict[str, Any] = {
+        "type": "|".join(sorted({t for p in parts for t in p["type"].split("|")}))
+    }
     for part in parts:
         for key, value in part.items():
             if key == "choices":
@@ -205,21 +223,23 @@ def describe_flags(parser: Any, classes: ClassTable) -> dict[str, dict[str, Any]
     for name, values in registries().items():
         if name in flags:
             flags[name] = {**flags[name], "choices": in_order(values)}
-    # The parser itself rewrites -O2 and "-O 2" (vllm 0.32 argparse_utils.py, parse_args); argparse never sees
-    # them.
+    # The parser itself rewrites -O2 and "-O 2" (vllm 0.32 argparse_utils.py, parse_args); argparse
+    # never sees them.
     flags["optimization-level"]["options"].append("-O")
     return dict(sorted(flags.items()))
 
 
 def engine_hints() -> dict[str, Any]:
-    """Engine argument -> its annotation; two dicts of EngineArgs are checked later against a class of
-    VllmConfig.
+    """Engine argument -> its annotation; two dicts of EngineArgs are checked later against a class
+    of VllmConfig.
     """
     from vllm.config import VllmConfig
     from vllm.engine import arg_utils
 
     namespace = {**config_namespace(), **vars(arg_utils)}
-    hints = {n: resolve(h, namespace) for n, h in all_annotations(arg_utils.AsyncEngineArgs).items()}
+    hints = {
+        n: resolve(h, namespace) for n, h in all_annotations(arg_utils.AsyncEngineArgs).items()
+    }
     for name, hint in all_annotations(VllmConfig).items():
         if name in hints and name.endswith("_config"):
             hints[name] = resolve(hint, namespace)
@@ -237,7 +257,7 @@ def describe_action(action: argparse.Action, hint: Any, classes: ClassTable) -> 
         spec["suffix"] = True  # 1k, 2M, 80G (vllm 0.32 argparse_utils.py:29)
     if "human_readable_int_or_auto" in converters:
         spec["words"] = ["auto"]
-    if choices := [c for c in (action.choices or []) if c is not None]:
+    if choices := [c for c in action.choices or [] if c is not None]:
         spec["choices"] = choices
         spec |= {"nocase": True} if ignores_case(action, choices) else {}
     if (json_default := plain(action.default)) is not None:
@@ -246,8 +266,8 @@ def describe_action(action: argparse.Action, hint: Any, classes: ClassTable) -> 
 
 
 def hinted(spec: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
-    """What the annotation says beyond the argparse action: a nested class, or the known values of a free
-    text.
+    """What the annotation says beyond the argparse action: a nested class, or the known values of a
+    free text.
     """
     if spec["kind"] in ("json", "json-or-text"):
         return {"kind": "json", "class": described["class"]} if "class" in described else {}
@@ -272,7 +292,9 @@ def action_kind(action: argparse.Action) -> str:
 
 
 def type_chain(converter: Any) -> list[str]:
-    """Names of an argparse `type` and of what it wraps (optional_type(parse_type(int)) -> [..., "int"])."""
+    """Names of an argparse `type` and of what it wraps (optional_type(parse_type(int)) -> [...,
+    "int"]).
+    """
     names: list[str] = []
     while converter is not None:
         names.append(getattr(converter, "__name__", ""))
@@ -296,7 +318,9 @@ def plain(value: Any) -> Any:
         return None
     if isinstance(value, (bool, int, float, str)):
         return value
-    return value if isinstance(value, list) and all(isinstance(v, (int, str)) for v in value) else None
+    return (
+        value if isinstance(value, list) and all(isinstance(v, (int, str)) for v in value) else None
+    )
 
 
 def registries() -> dict[str, list[str]]:
@@ -335,21 +359,31 @@ def tool_parsers() -> list[str]:
 
 
 def moe_kernels() -> dict[str, list[str]]:
-    """Scheme -> names vLLM logs for the MoE backend it chose (vllm 0.32 fused_moe/oracle/nvfp4.py:242)."""
+    """Scheme -> names vLLM logs for the MoE backend it chose (vllm 0.32
+    fused_moe/oracle/nvfp4.py:242).
+    """
     found = {}
     for scheme in MOE_ORACLES:
         module = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{scheme}")
-        named = (value for name, value in vars(module).items() if name.lower().endswith("moebackend"))
-        enums = [value for value in named if isinstance(value, type) and issubclass(value, enum.Enum)]
+        named = (
+            value for name, value in vars(module).items() if name.lower().endswith("moebackend")
+        )
+        enums = [
+            value for value in named if isinstance(value, type) and issubclass(value, enum.Enum)
+        ]
         found[scheme] = sorted({str(m.value) for cls in enums for m in cls if m.name != "NONE"})
     return found
 
 
 def linear_kernels() -> list[str]:
-    """Class names vLLM logs for the NVFP4 linear kernel it chose (kernels/linear/__init__.py:1240)."""
+    """Class names vLLM logs for the NVFP4 linear kernel it chose
+    (kernels/linear/__init__.py:1240).
+    """
     module = importlib.import_module("vllm.model_executor.kernels.linear")
     return sorted(
-        n for n in vars(module) if "NvFp4" in n and n.endswith("LinearKernel") and n != "NvFp4LinearKernel"
+        n
+        for n in vars(module)
+        if "NvFp4" in n and n.endswith("LinearKernel") and n != "NvFp4LinearKernel"
     )
 
 

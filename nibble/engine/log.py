@@ -1,7 +1,9 @@
 """What is the engine doing? Reads vLLM's log line by line; pure, no clocks and no processes.
 
-The formats are those of vLLM 0.32.0; each rule names the file that prints the line. Start-up moves forward only:
-several workers report the same step at slightly different times, and a display that jumps back helps
+The formats are those of vLLM 0.32.0; each rule names the file that prints the line. Start-up moves
+forward only:
+several workers report the same step at slightly different times, and a display that jumps back
+helps
 nobody.
 """
 
@@ -11,7 +13,9 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-Phase = Literal["start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready"]
+Phase = Literal[
+    "start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready"
+]
 PHASES: tuple[Phase, ...] = (
     "start",
     "download",
@@ -27,7 +31,9 @@ PHASES: tuple[Phase, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseUpdate:
-    """The engine is in `phase`; `progress` of it is done (0 to 1, None: nobody knows); `detail` is for people."""
+    """The engine is in `phase`; `progress` of it is done (0 to 1, None: nobody knows); `detail`
+    is for people.
+    """
 
     phase: Phase
     progress: float | None = None
@@ -48,23 +54,40 @@ def _rule(phase: Phase, pattern: str, progress: float | None = None) -> _Rule:
 # A named group `percent` becomes the progress, `detail` the text shown beside it.
 _RULES: tuple[_Rule, ...] = (
     # huggingface_hub 2.x: _snapshot_download.py, file_download.py, utils/_xet_progress_reporting.py
-    _rule("download", r"^(?:Downloading bytes|Reconstructing|Fetching \d+ files)[^:]*: +(?P<percent>\d+)%"),
-    _rule("download", r"^(?P<detail>\S+\.(?:safetensors|bin|gguf|json|pt)):[a-z ]* (?P<percent>\d+)%"),
+    _rule(
+        "download",
+        r"^(?:Downloading bytes|Reconstructing|Fetching \d+ files)[^:]*: +(?P<percent>\d+)%",
+    ),
+    _rule(
+        "download", r"^(?P<detail>\S+\.(?:safetensors|bin|gguf|json|pt)):[a-z ]* (?P<percent>\d+)%"
+    ),
     # model_executor/model_loader/weight_utils.py:532
     _rule("download", r"^(?P<detail>Time spent downloading weights) ", 1.0),
     # v1/worker/{gpu,cpu}_model_runner.py, v1/worker/gpu/model_runner.py:392
     _rule("load", r"^(?:Starting to load model |Loading model from scratch|Loading drafter model)"),
-    # weight_utils.py: the safetensors, pt, np_cache, InstantTensor, Runai and multi-thread iterators
+    # weight_utils.py: the safetensors, pt, np_cache, InstantTensor, Runai and multi-thread
+    # iterators
     _rule(
         "load",
-        r"^(?:Multi-thread )?[Ll]oading (?:\S+ )*(?:shards|[Ll]oader|Streamer)\b[^:%]*: +(?P<percent>\d+)%",
+        r"^(?:Multi-thread )?[Ll]oading (?:\S+ )*(?:shards|[Ll]oader|Streamer)\b[^:%]*:"
+        r" +(?P<percent>\d+)%",
     ),
     _rule("load", r"^Loading weights took (?P<detail>[\d.]+ s)", 1.0),
     _rule("load", r"^Model loading took (?P<detail>[\d.]+ GiB)", 1.0),
-    # compilation/monitor.py, backends.py, decorators.py; v1/worker/cpu_model_runner.py:87; gpu_worker.py:939
-    _rule("compile", r"^(?:\[[^\]]*\] ?)?(?P<detail>Starting torch\.compile|Dynamo bytecode transform)"),
-    _rule("compile", r"^(?:\[[^\]]*\] ?)?(?P<detail>Compiling a graph for compile range \S+(?: \S+\))?)"),
-    _rule("compile", r"^(?:\[[^\]]*\] ?)?(?P<detail>Directly load (?:the compiled graph|AOT compilation))"),
+    # compilation/monitor.py, backends.py, decorators.py; v1/worker/cpu_model_runner.py:87;
+    # gpu_worker.py:939
+    _rule(
+        "compile",
+        r"^(?:\[[^\]]*\] ?)?(?P<detail>Starting torch\.compile|Dynamo bytecode transform)",
+    ),
+    _rule(
+        "compile",
+        r"^(?:\[[^\]]*\] ?)?(?P<detail>Compiling a graph for compile range \S+(?: \S+\))?)",
+    ),
+    _rule(
+        "compile",
+        r"^(?:\[[^\]]*\] ?)?(?P<detail>Directly load (?:the compiled graph|AOT compilation))",
+    ),
     _rule("compile", r"^(?:\[[^\]]*\] ?)?(?P<detail>Compiling model again)"),
     _rule("compile", r"^Warming up model for the (?P<detail>compilation)"),
     _rule("compile", r"^Compile and warming up model for (?P<detail>size \d+)"),
@@ -73,12 +96,15 @@ _RULES: tuple[_Rule, ...] = (
     _rule("autotune", r"^Running (?P<detail>FlashInfer autotune with \d+ tokens)"),
     _rule(
         "autotune",
-        r"^(?P<detail>JIT kernel warmup|DeepGEMM warmup|Compiling CuTeDSL kernels)[^:]*: +(?P<percent>\d+)%",
+        r"^(?P<detail>JIT kernel warmup|DeepGEMM warmup|Compiling CuTeDSL kernels)[^:]*:"
+        r" +(?P<percent>\d+)%",
     ),
     _rule("autotune", r"^(?P<detail>JIT kernel warmup) starting"),
     _rule("autotune", r"^Warming up (?P<detail>.*(?:kernels|FlashInfer attention))\b"),
     # v1/worker/gpu_model_runner.py:6654, gpu/cudagraph_utils.py:456, gpu/spec_decode/
-    _rule("capture", r"^(?P<detail>Capturing [\w -]*CUDA graphs(?: \([^)]*\))?): +(?P<percent>\d+)%"),
+    _rule(
+        "capture", r"^(?P<detail>Capturing [\w -]*CUDA graphs(?: \([^)]*\))?): +(?P<percent>\d+)%"
+    ),
     _rule("capture", r"^(?P<detail>Capturing model for [\w -]*speculator)"),
     _rule("capture", r"^Graph capturing finished in \d+ secs, took (?P<detail>[\d.]+ GiB)", 1.0),
     # v1/engine/core.py:402
@@ -93,17 +119,24 @@ _FACTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("checkpoint_gib", re.compile(r"Checkpoint size: ([\d.]+) GiB")),
     ("kv_cache_gib", re.compile(r"^(?:Available KV cache memory: |Explicitly set \()([\d.]+)")),
     ("kv_cache_tokens", re.compile(r"KV cache size: ([\d,]+) tokens")),
-    ("kv_cache_max_concurrency", re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")),
+    (
+        "kv_cache_max_concurrency",
+        re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"),
+    ),
     ("graphs_gib", re.compile(r"^Graph capturing finished in \d+ secs, took ([\d.]+) GiB")),
     ("engine_init_seconds", re.compile(r"^init engine \([^)]*\) took ([\d.]+) s")),
 )
-# Both model runners first capture graphs only to measure their memory; the V2 runner, which an H200 ran, says nothing
-# of it. What is captured before the KV cache has its size is that. Some models have no KV cache, hence the others.
+# Both model runners first capture graphs only to measure their memory; the V2 runner, which an H200
+# ran, says nothing of it. What is captured before the KV cache has its size is that. Some models
+# have no KV cache, hence the others.
 _CACHE_IS_SIZED = re.compile(
     r"KV cache size: [\d,]+ tokens|^JIT kernel warmup starting|^Running FlashInfer autotune"
 )
-# flashinfer/jit/core.py:565, through FlashInfer's own logger; a minute on an H200 with empty caches.
-_JIT_BUILD = re.compile(r"^\d{4}-\d\d-\d\d .* - flashinfer\.jit: (?P<detail>Building JIT module [^;\s]+)")
+# flashinfer/jit/core.py:565, through FlashInfer's own logger; a minute on an H200 with empty
+# caches.
+_JIT_BUILD = re.compile(
+    r"^\d{4}-\d\d-\d\d .* - flashinfer\.jit: (?P<detail>Building JIT module [^;\s]+)"
+)
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # vllm/logger.py _FORMAT, with decorate_logs' "(EngineCore pid=7) " in front where it is on.
@@ -157,7 +190,9 @@ class PhaseReader:
             self.http_is_up = True
 
     def _building(self, detail: str) -> PhaseUpdate:
-        """Kernels are compiled whenever one is first needed; before the KV cache has its size that is no warm-up."""
+        """Kernels are compiled whenever one is first needed; before the KV cache has its size
+        that is no warm-up.
+        """
         if self._cache_is_sized and PHASES.index(self.phase) < PHASES.index("autotune"):
             self.phase = "autotune"
         return PhaseUpdate(self.phase, None, detail)
@@ -176,10 +211,11 @@ class PhaseReader:
 
 @dataclass
 class DrainReader:
-    """Whether vLLM's own drain ended with every request answered (v1/engine/core.py, _handle_shutdown).
+    """Whether vLLM's own drain ended with every request answered (v1/engine/core.py,
+    _handle_shutdown).
 
-    Each engine process says how many requests it still has when told to stop, and says so when it is through. One
-    that was killed at --shutdown-timeout never says the latter.
+    Each engine process says how many requests it still has when told to stop, and says so when it
+    is through. One that was killed at --shutdown-timeout never says the latter.
     """
 
     gave_up: bool = False
@@ -198,12 +234,19 @@ class DrainReader:
         prefix = _PREFIX.match(line)
         process, source = (prefix["process"] or "", prefix["source"] or "") if prefix else ("", "")
         text = line[prefix.end() :] if prefix else line
-        # Logged requests hold what users write; they come from the API process and another source file.
+        # Logged requests hold what users write; they come from the API process and another source
+        # file.
         if process.startswith("EngineCore"):
             self._engine_says(text, f"{process} {prefix['pid'] if prefix else ''}")
-        elif not process and text.startswith("INFO:") and text.endswith("Application shutdown complete."):
+        elif (
+            not process
+            and text.startswith("INFO:")
+            and text.endswith("Application shutdown complete.")
+        ):
             self.http_is_down = True  # uvicorn, lifespan/on.py
-        elif source.startswith("utils.py") and text.startswith("[shutdown] Process manager: force killing"):
+        elif source.startswith("utils.py") and text.startswith(
+            "[shutdown] Process manager: force killing"
+        ):
             self.gave_up = True  # v1/utils.py:648
 
     def _engine_says(self, text: str, engine: str) -> None:
@@ -217,13 +260,17 @@ class DrainReader:
 
     @property
     def cut(self) -> int:
-        """How many requests an engine had when it was ended without finishing them, as far as it told."""
+        """How many requests an engine had when it was ended without finishing them, as far as it
+        told.
+        """
         return self._aborted + sum(self._running.values())
 
 
 @dataclass
 class ErrorReader:
-    """Remembers why the engine ended: the last exception that is not a mere consequence of another."""
+    """Remembers why the engine ended: the last exception that is not a mere consequence of
+    another.
+    """
 
     cause: str = ""
     exit_code: int | None = None  # of the worker process that ended first

@@ -1,7 +1,8 @@
 """vLLM as a child process: how it is started, what it writes, when it ends.
 
-It lives in a session of its own, so that Ctrl-C and `docker stop` reach only us, and only its API process is
-ever told to stop: its engine processes take a signal to the group as an order to break off (environment.md 2).
+It lives in a session of its own, so that Ctrl-C and `docker stop` reach only us, and only its API
+process is ever told to stop: its engine processes take a signal to the group as an order to break
+off (environment.md 2).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from nibble.machine.processes import (
 )
 
 _CHUNK_BYTES = 1 << 16
-API_SERVER = "APIServer"  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)
+API_SERVER = (  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)
+    "APIServer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,11 @@ Event = Stop | Ended | Answering | Failed | Told
 
 
 class Engine:
-    """The child and the threads that follow it. Construct in the main thread, before any other thread runs.
+    """The child and the threads that follow it. Construct in the main thread, before any other
+    thread runs.
 
-    `events` gets its end and every failure of a thread; `start_reading` begins to pass its output on. Where we are killed,
-    a guardian ends it and removes `folder`.
+    `events` gets its end and every failure of a thread; `start_reading` begins to pass its output
+    on. Where we are killed, a guardian ends it and removes `folder`.
     """
 
     def __init__(
@@ -92,8 +96,8 @@ class Engine:
         self._last_sign = time.monotonic()
         self._readers: list[threading.Thread] = []
         self._doomed: tuple[int, ...] = ()  # whom `kill_at_once` kills
-        # Forked from the main thread, since its death signal hangs on the thread that forked it, and while no
-        # other thread can hold a lock that the child would inherit.
+        # Forked from the main thread, since its death signal hangs on the thread that forked it,
+        # and while no other thread can hold a lock that the child would inherit.
         self._child = subprocess.Popen(
             child_command(argv),
             env={**environ, MARK: mark},
@@ -110,12 +114,18 @@ class Engine:
         """Of the API process; also the id of its session."""
         return self._child.pid
 
-    def start_reading(self, pass_on: Callable[[int, bytes], None], read: Callable[[str], None]) -> None:
-        """`pass_on` gets (1 or 2, bytes) of stdout and stderr as they come, `read` every line of both."""
+    def start_reading(
+        self, pass_on: Callable[[int, bytes], None], read: Callable[[str], None]
+    ) -> None:
+        """`pass_on` gets (1 or 2, bytes) of stdout and stderr as they come, `read` every line of
+        both.
+        """
         assert self._child.stdout is not None
         assert self._child.stderr is not None
         for source, target in ((self._child.stdout, 1), (self._child.stderr, 2)):
-            self._readers.append(self.run(lambda s=source, t=target: self._copy(s, t, pass_on, read)))
+            self._readers.append(
+                self.run(lambda s=source, t=target: self._copy(s, t, pass_on, read))
+            )
         self.run(lambda: self._events.put(Ended(self._child.wait())))
 
     def run(self, work: Callable[[], None]) -> threading.Thread:
@@ -141,19 +151,25 @@ class Engine:
             self._child.send_signal(signal.SIGTERM)
 
     def kill_at_once(self) -> None:
-        """SIGKILL without a look at anything: to those `first_death` saw last, else to the process group.
+        """SIGKILL without a look at anything: to those `first_death` saw last, else to the process
+        group.
 
-        Python's resource trackers live on, to remove the shared memory. `kill` finds what was forked since.
+        Python's resource trackers live on, to remove the shared memory. `kill` finds what was
+        forked since.
         """
         for pid in self._doomed or (-self.pid,):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
     def kill_below(self) -> None:
-        """SIGKILL to all but the API servers, which then end their clients' requests with an error."""
+        """SIGKILL to all but the API servers, which then end their clients' requests with an
+        error.
+        """
         for process in family(self.pid):
             title = engine_title(process.pid) or ""
-            spared = process.pid in (self.pid, self._guardian.pid) or is_resource_tracker(process.pid)
+            spared = process.pid in (self.pid, self._guardian.pid) or is_resource_tracker(
+                process.pid
+            )
             if spared or API_SERVER in title:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -164,7 +180,9 @@ class Engine:
         return not any(process.pid == self.pid for process in family(self.pid))
 
     def first_death(self, over: threading.Event) -> str | None:
-        """Waits until one of vLLM's own processes below the API server ends: its title and pid. None once `over`."""
+        """Waits until one of vLLM's own processes below the API server ends: its title and pid.
+        None once `over`.
+        """
 
         def find() -> dict[int, str]:
             pids = [one.pid for one in family(self.pid) if one.pid != self._guardian.pid]
@@ -208,7 +226,9 @@ class Engine:
 
 
 def child_command(argv: list[str]) -> list[str]:
-    """The command line of vLLM: this interpreter, without the working directory on its import path."""
+    """The command line of vLLM: this interpreter, without the working directory on its import
+    path.
+    """
     return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *argv]
 
 
@@ -216,7 +236,11 @@ def child_environ(
     base: Mapping[str, str], gate: Path, internal_token: str, key: str | None
 ) -> dict[str, str]:
     """`base` and what the gate inside vLLM needs; the key travels here and never in an argument."""
-    added = {"PYTHONUNBUFFERED": "1", "NIBBLE_GATE_STATE": str(gate), "NIBBLE_GATE_INTERNAL": internal_token}
+    added = {
+        "PYTHONUNBUFFERED": "1",
+        "NIBBLE_GATE_STATE": str(gate),
+        "NIBBLE_GATE_INTERNAL": internal_token,
+    }
     if key is not None:
         added["NIBBLE_API_KEY"] = key
     try:

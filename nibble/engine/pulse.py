@@ -1,4 +1,6 @@
-"""How far vLLM's processes are: reads what nibble's plugin in them writes (kernels' vllm_plugin/pulse.py, the same layout)."""
+"""How far vLLM's processes are: reads what nibble's plugin in them writes (kernels'
+vllm_plugin/pulse.py, the same layout).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ Kind = Literal["api", "engine"]
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """One process: `turns` grows with each step or answer, `doing` is IDLE, STEP (a step of the model) or CALL (a utility).
+    """One process: `turns` grows with each step or answer, `doing` is IDLE, STEP (a step of the
+    model) or CALL (a utility).
 
-    `requests` are those it holds, `tokens` those of the batch that it waits for; `is_paused` while it sleeps.
+    `requests` are those it holds, `tokens` those of the batch that it waits for; `is_paused` while
+    it sleeps.
     """
 
     kind: Kind
@@ -51,4 +55,6 @@ def _read(kind: Kind, path: Path) -> Pulse | None:
     if len(data) != LAYOUT.size:
         return None
     magic, pid, doing, paused, turns, requests, tokens = LAYOUT.unpack(data)
-    return Pulse(kind, pid, doing, bool(paused), turns, requests, tokens) if magic == MAGIC else None
+    return (
+        Pulse(kind, pid, doing, bool(paused), turns, requests, tokens) if magic == MAGIC else None
+    )

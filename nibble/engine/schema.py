@@ -1,9 +1,10 @@
-"""What the pinned vLLM accepts: flags with their choices, nested config keys, environment names, kernel
-names.
+"""What the pinned vLLM accepts: flags with their choices, nested config keys, environment names,
+kernel names.
 
 `load_schema()` reads the committed snapshot `schema.json`, so that planning never imports vllm.
-`live_schema()` asks an installed vLLM in a subprocess (`introspect.py`), and `drift` compares the two.
-`python -m nibble.engine.schema --emit` writes the snapshot anew; `--check` exits 6 where it differs.
+`live_schema()` asks an installed vLLM in a subprocess (`introspect.py`), and `drift` compares the
+two. `python -m nibble.engine.schema --emit` writes the snapshot anew; `--check` exits 6 where it
+differs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from nibble.errors import ExitCode, NibbleError
 
 SNAPSHOT = Path(__file__).with_name("schema.json")
 INTROSPECT = Path(__file__).with_name("introspect.py")
-INTROSPECTION_TIMEOUT_SECONDS = 300  # importing vllm and building its parser takes 10 s on two idle cores
+INTROSPECTION_TIMEOUT_SECONDS = (
+    300  # importing vllm and building its parser takes 10 s on two idle cores
+)
 
-# 1k, 25.6k, 2M as vLLM reads them (vllm 0.32 argparse_utils.py:29: a decimal point only before k, m, g, t).
+# 1k, 25.6k, 2M as vLLM reads them (vllm 0.32 argparse_utils.py:29: a decimal point only before k,
+# m, g, t).
 _SIZE = re.compile(r"[+-]?\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")
 _JSON_TYPES: dict[type, str] = {
     bool: "bool",
@@ -41,11 +45,13 @@ _JSON_TYPES: dict[type, str] = {
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag of `vllm serve`. `name` is the long form (`--max-model-len`), `kind` the value it takes.
+    """One flag of `vllm serve`. `name` is the long form (`--max-model-len`), `kind` the value it
+    takes.
 
-    kind: "bool" (no value), "int", "float", "str", "json", or "list" (one or more values of `item_kind`).
-    negatable: `--no-X` exists. nocase: choices may be written in any case. suffix: 8k, 2M are numbers.
-    config_class: the class whose fields are the keys of a JSON value; empty where any key goes.
+    kind: "bool" (no value), "int", "float", "str", "json", or "list" (one or more values of
+    `item_kind`). negatable: `--no-X` exists. nocase: choices may be written in any case. suffix:
+    8k, 2M are numbers. config_class: the class whose fields are the keys of a JSON value; empty
+    where any key goes.
     """
 
     name: str
@@ -92,11 +98,13 @@ class Schema:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        return {option: name for name, raw in self.data["flags"].items() for option in raw["options"]}
+        return {
+            option: name for name, raw in self.data["flags"].items() for option in raw["options"]
+        }
 
     def flag(self, name: str) -> FlagSpec | None:
-        """The flag called `name`: `--max_model_len`, `max-model-len`, `-tp`, `--no-enable-prefix-caching`; or
-        None.
+        """The flag called `name`: `--max_model_len`, `max-model-len`, `-tp`,
+        `--no-enable-prefix-caching`; or None.
         """
         option = _option(name)
         found = self._names.get(option)
@@ -132,7 +140,9 @@ class Schema:
         return _check_scalar(spec, spec.kind, value)
 
     def check_json(self, name: str, value: Any) -> list[str]:
-        """Every key and value in a JSON flag that vLLM's config class does not have, each with its path."""
+        """Every key and value in a JSON flag that vLLM's config class does not have, each with
+        its path.
+        """
         spec = self.flag(name)
         if spec is None:
             return [_unknown_flag(name, self.suggest(name))]
@@ -198,7 +208,8 @@ def live_schema(
     with tempfile.TemporaryDirectory() as folder:
         out, words = Path(folder, "schema.json"), Path(folder, "argvs.json")
         words.write_text(json.dumps([list(argv) for argv in argvs]))
-        # -P: the scripts' own folder holds module names (ray, gate) that must not shadow vLLM's imports.
+        # -P: the scripts' own folder holds module names (ray, gate) that must not shadow vLLM's
+        # imports.
         run = subprocess.run(
             [python, "-P", str(INTROSPECT), str(out), str(words)],
             env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
@@ -246,7 +257,9 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def _option(name: str) -> str:
-    """`name` as vLLM's parser reads it: long flags with dashes for underscores, short ones as they are."""
+    """`name` as vLLM's parser reads it: long flags with dashes for underscores, short ones as
+    they are.
+    """
     if name.startswith("-") and not name.startswith("--"):
         return name
     return "--" + name.removeprefix("--").replace("_", "-")
@@ -294,7 +307,8 @@ def _check_scalar(spec: FlagSpec, kind: str, value: Any) -> str | None:
         return f"{spec.name} takes a whole number, not {text}"
     if kind == "float" and not _is_number(text):
         return f"{spec.name} takes a number, not {text}"
-    # A plugin's class path is a legal value where vLLM looks names up (--distributed-executor-backend a.b.C).
+    # A plugin's class path is a legal value where vLLM looks names up
+    # (--distributed-executor-backend a.b.C).
     path_like = "." in text and kind == "str"
     if spec.choices and not path_like and not _in_choices(text, spec.choices, spec.nocase):
         return _not_a_choice(spec.name, text, spec.choices)
@@ -320,7 +334,9 @@ def _in_choices(text: str, choices: Iterable[Any], nocase: bool) -> bool:
 
 
 def _fits(types: str, value: Any) -> bool:
-    """Whether a JSON value has one of the types; pydantic reads an int as a float and a number from text."""
+    """Whether a JSON value has one of the types; pydantic reads an int as a float and a number
+    from text.
+    """
     accepted = set(types.split("|"))
     if "any" in accepted:
         return True
@@ -334,7 +350,8 @@ def _fits(types: str, value: Any) -> bool:
 def _chosen(spec: Mapping[str, Any], value: Any) -> bool:
     if "choices" not in spec or isinstance(value, bool):
         return True
-    # A before-validator (type any) folds case itself; class paths of plugins pass as in `_check_scalar`.
+    # A before-validator (type any) folds case itself; class paths of plugins pass as in
+    # `_check_scalar`.
     nocase = spec.get("nocase", False) or spec["type"] == "any"
     return ("." in str(value)) or _in_choices(str(value), spec["choices"], nocase)
 
@@ -348,7 +365,9 @@ def _not_a_choice(where: str, value: Any, choices: Sequence[Any]) -> str:
 
 
 def write_snapshot(schema: Schema, path: Path = SNAPSHOT) -> None:
-    """One flag, one config key, one name a line, so that a vLLM upgrade shows as a readable diff."""
+    """One flag, one config key, one name a line, so that a vLLM upgrade shows as a readable
+    diff.
+    """
     path.write_text(_dump(schema.data, {"classes": 4}.get, 2) + "\n")
 
 
@@ -366,8 +385,8 @@ def _dump(value: Any, depth_of: Any, depth: int, level: int = 0) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`--emit` writes the snapshot from the vLLM of this interpreter; `--check` says where it differs (exit
-    6).
+    """`--emit` writes the snapshot from the vLLM of this interpreter; `--check` says where it
+    differs (exit 6).
     """
     if list(argv) not in (["--emit"], ["--check"]):
         print("usage: python -m nibble.engine.schema --emit | --check", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""The Hugging Face Hub as settings and as errors: its cache, who asks, and one line for what went wrong."""
+"""The Hugging Face Hub as settings and as errors: its cache, who asks, and one line for what
+went wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TRUE = ("1", "on", "yes", "true")  # huggingface_hub 2.4 constants.py ENV_VARS_T
 
 @dataclass(frozen=True)
 class Access:
-    """How to reach the Hub: cache folder, endpoint, token (never printed), and whether to stay offline."""
+    """How to reach the Hub: cache folder, endpoint, token (never printed), and whether to stay
+    offline.
+    """
 
     cache: Path
     endpoint: str
@@ -43,8 +47,8 @@ class Access:
 
 
 def access(environ: Mapping[str, str]) -> Access:
-    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot be read, USAGE for a token
-    that cannot be sent and an endpoint that is no address.
+    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot
+    be read, USAGE for a token that cannot be sent and an endpoint that is no address.
     """
     home = hub_home(environ)
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or str(home / "hub")
@@ -90,13 +94,15 @@ def _address(endpoint: str) -> str:
 
 
 def _sendable(token: str | None) -> str | None:
-    """`token` without blanks around it, as huggingface_hub takes it. Raises USAGE for what no header can carry, and shows none of
-    it: the HTTP library would.
+    """`token` without blanks around it, as huggingface_hub takes it. Raises USAGE for what no
+    header can carry, and shows none of it: the HTTP library would.
     """
     clean = (token or "").strip()
     if not re.fullmatch(r"[\x21-\x7e]*", clean):
         expected = "one token, of visible ASCII characters"
-        raise NibbleError(ExitCode.USAGE, "HF_TOKEN is not usable", expected, "correct or unset HF_TOKEN")
+        raise NibbleError(
+            ExitCode.USAGE, "HF_TOKEN is not usable", expected, "correct or unset HF_TOKEN"
+        )
     return clean or None
 
 
@@ -114,7 +120,9 @@ def not_an_id(model: str) -> NibbleError:
 
 
 def hub_error(error: BaseException, model: str, revision: str | None, hub: Access) -> NibbleError:
-    """What huggingface_hub raised, with what to do. Exit code 4; 7 for a full disk; 5 for no permission."""
+    """What huggingface_hub raised, with what to do. Exit code 4; 7 for a full disk; 5 for no
+    permission.
+    """
     from huggingface_hub import errors
 
     chain = list(_chain(error))
@@ -127,7 +135,10 @@ def hub_error(error: BaseException, model: str, revision: str | None, hub: Acces
         if isinstance(part, errors.RevisionNotFoundError):
             what = f"{model} has no revision {revision!r}"
             return NibbleError(
-                ExitCode.MODEL, what, "a commit, branch or tag of it", "correct NIBBLE_REVISION or unset it"
+                ExitCode.MODEL,
+                what,
+                "a commit, branch or tag of it",
+                "correct NIBBLE_REVISION or unset it",
             )
         if isinstance(part, errors.HFValidationError):
             return not_an_id(model)
@@ -148,12 +159,16 @@ def not_cached(model: str, hub: Access) -> NibbleError:
 def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
     """The Hub did not answer (well)."""
     what = f"{model} is not complete in {hub.cache} and {hub.address} cannot be used ({detail})"
-    action = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
+    action = (
+        "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
+    )
     return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
 
 
 def in_words(error: BaseException) -> str:
-    """Why a server could not be asked, without the numbers of errno; it is the subject of the sentence."""
+    """Why a server could not be asked, without the numbers of errno; it is the subject of the
+    sentence.
+    """
     chain = list(_chain(error))
     for part in chain:
         if isinstance(part, socket.gaierror):
@@ -180,10 +195,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _gated(model: str, hub: Access) -> NibbleError:
     if hub.token is None:
-        action = f"accept its terms at {hub.page(model)}, then give a token in HF_TOKEN or HF_TOKEN_FILE"
-        return NibbleError(ExitCode.MODEL, f"{model} is a gated model and HF_TOKEN is not set", "", action)
+        action = (
+            f"accept its terms at {hub.page(model)}, then give a token in HF_TOKEN or HF_TOKEN_FILE"
+        )
+        return NibbleError(
+            ExitCode.MODEL, f"{model} is a gated model and HF_TOKEN is not set", "", action
+        )
     what = f"{model} is a gated model and the account of this HF_TOKEN has no access to it"
-    return NibbleError(ExitCode.MODEL, what, "", f"ask for access at {hub.page(model)} with that account")
+    return NibbleError(
+        ExitCode.MODEL, what, "", f"ask for access at {hub.page(model)} with that account"
+    )
 
 
 def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | None:
@@ -218,7 +239,10 @@ def _local_or_network(chain: list[BaseException], model: str, hub: Access) -> Ni
     for part in chain:
         number = part.errno if isinstance(part, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(part):
-            action = "free space or move the cache with HF_HOME, then run it again: finished files are kept"
+            action = (
+                "free space or move the cache with HF_HOME, then run it again: finished files are"
+                " kept"
+            )
             return NibbleError(
                 ExitCode.NO_FIT, f"{hub.cache} ran full while {model} was downloaded", "", action
             )

@@ -1,4 +1,6 @@
-"""`nibble pull --dry-run`: what a pull would fetch, whether it may and whether it fits. Fetches nothing but listings."""
+"""`nibble pull --dry-run`: what a pull would fetch, whether it may and whether it fits. Fetches
+nothing but listings.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nibble.machine.disk import free_bytes, gib, is_folder
 
 @dataclass(frozen=True)
 class PullPlan:
-    """A pull before it begins. `is_pinned`: the revision asked for is the commit itself and will not move."""
+    """A pull before it begins. `is_pinned`: the revision asked for is the commit itself and will
+    not move.
+    """
 
     model: str
     asked_revision: str | None
@@ -42,24 +46,34 @@ class PullPlan:
     def lines(self) -> list[str]:
         """For people."""
         moving = (
-            f"{self.asked_revision or 'main'} is now this commit; NIBBLE_REVISION={self.revision} pins it"
+            f"{self.asked_revision or 'main'} is now this commit; NIBBLE_REVISION={self.revision}"
+            " pins it"
         )
         here = self.total_bytes - self.fetch_bytes
-        room = "fits" if self.fits else f"{gib(self.fetch_bytes + MARGIN_BYTES - self.free_bytes)} too little"
+        room = (
+            "fits"
+            if self.fits
+            else f"{gib(self.fetch_bytes + MARGIN_BYTES - self.free_bytes)} too little"
+        )
         return [
             f"model     {self.model}",
             f"revision  {self.revision} ({'pinned' if self.is_pinned else moving})",
             f"access    {self.access}",
             f"files     {self.files}, {gib(self.total_bytes)}, of which {gib(here)} are here",
             f"download  {gib(self.fetch_bytes)}",
-            f"disk      {gib(self.free_bytes)} free for {self.cache}, {gib(MARGIN_BYTES)} to spare: {room}",
+            (
+                f"disk      {gib(self.free_bytes)} free for {self.cache}, {gib(MARGIN_BYTES)} to"
+                f" spare: {room}"
+            ),
         ]
 
 
 def plan_pull(
     model: str, revision: str | None, environ: Mapping[str, str], load_format: str = "auto"
 ) -> PullPlan:
-    """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated without access, not cached."""
+    """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated
+    without access, not cached.
+    """
     if is_folder(Path(os.path.expanduser(model))):
         raise NibbleError(
             ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"

@@ -19,8 +19,8 @@ from nibble.machine.disk import not_readable, unreadable_file
 READ_BYTES = 8 << 20
 # Recorded answers of a model, in its folder (nibble/canary/references.py).
 CANARY_FILE = "nibble-canary.json"
-WEIGHT_ONLY_CANARY_FILE = (
-    "nibble-canary.weight-only.json"  # of W4A4 layers, served by kernels for weights alone
+WEIGHT_ONLY_CANARY_FILE = (  # of W4A4 layers, served by kernels for weights alone
+    "nibble-canary.weight-only.json"
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Same weights for other runtimes, and what no runtime needs.
@@ -30,8 +30,18 @@ OTHER_WEIGHTS = (
     "*.onnx", "*.onnx_data", "*.gguf",
 )  # fmt: skip
 NOT_NEEDED = (
-    "*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.svg", "*.mp4", "*.pdf", ".git*", "*.zip", "*.tar.gz",
-)  # fmt: skip
+    "*.png",
+    "*.jpg",
+    "*.jpeg",
+    "*.gif",
+    "*.webp",
+    "*.svg",
+    "*.mp4",
+    "*.pdf",
+    ".git*",
+    "*.zip",
+    "*.tar.gz",
+)
 
 
 @dataclass(frozen=True)
@@ -52,21 +62,31 @@ def storage_folder(cache: Path, model: str) -> Path:
 def select(files: Iterable[RemoteFile], load_format: str = "auto") -> tuple[RemoteFile, ...]:
     """The files a server needs: one copy of the weights, config, tokenizer, code; no pictures.
 
-    Between `consolidated*.safetensors` (Mistral's) and `model*.safetensors` it chooses as vLLM does: the
-    former wins when `auto` finds it beside params.json (vllm 0.32 default_loader.py:170, config.py:828).
+    Between `consolidated*.safetensors` (Mistral's) and `model*.safetensors` it chooses as vLLM
+    does: the former wins when `auto` finds it beside params.json (vllm 0.32 default_loader.py:170,
+    config.py:828).
     """
     needed = [file for file in files if not _matches(file.path, NOT_NEEDED)]
     paths = {file.path for file in needed}
     if any(path.endswith(".safetensors") and "/" not in path for path in paths):
         needed = [file for file in needed if not _matches(file.path, OTHER_FOLDERS + OTHER_WEIGHTS)]
-        has_both = {_is_consolidated(path) for path in paths if _is_root_weight(path)} == {True, False}
-        wants_mistral = load_format == "mistral" or (load_format == "auto" and "params.json" in paths)
+        has_both = {_is_consolidated(path) for path in paths if _is_root_weight(path)} == {
+            True,
+            False,
+        }
+        wants_mistral = load_format == "mistral" or (
+            load_format == "auto" and "params.json" in paths
+        )
         if has_both:
             needed = [
-                f for f in needed if not _is_root_weight(f.path) or _is_consolidated(f.path) == wants_mistral
+                f
+                for f in needed
+                if not _is_root_weight(f.path) or _is_consolidated(f.path) == wants_mistral
             ]
     elif any(path.endswith(".bin") for path in paths):
-        needed = [file for file in needed if not _matches(file.path, OTHER_FOLDERS + OTHER_WEIGHTS[1:])]
+        needed = [
+            file for file in needed if not _matches(file.path, OTHER_FOLDERS + OTHER_WEIGHTS[1:])
+        ]
     return tuple(sorted(needed, key=lambda file: file.path))
 
 
@@ -82,7 +102,9 @@ def _is_consolidated(path: str) -> bool:
     return path.startswith("consolidated")
 
 
-def cached_snapshot(model: str, revision: str | None, cache: Path, load_format: str = "auto") -> Path | None:
+def cached_snapshot(
+    model: str, revision: str | None, cache: Path, load_format: str = "auto"
+) -> Path | None:
     """The complete, verified and readable snapshot of `model` in `cache`, or None. No network.
 
     Raises MODEL when it is there and this user may not read it.
@@ -105,7 +127,12 @@ def cached_snapshot(model: str, revision: str | None, cache: Path, load_format: 
 def _closed_folder(storage: Path) -> Path | None:
     folders = (storage, storage / "refs", storage / "snapshots", storage / "blobs")
     return next(
-        (folder for folder in folders if folder.exists() and not os.access(folder, os.R_OK | os.X_OK)), None
+        (
+            folder
+            for folder in folders
+            if folder.exists() and not os.access(folder, os.R_OK | os.X_OK)
+        ),
+        None,
     )
 
 
@@ -117,13 +144,18 @@ def _ref(storage: Path, name: str) -> str | None:
 
 
 def _missing_files(storage: Path, snapshot: Path, load_format: str) -> list[str]:
-    """Files the snapshot lacks, by the Hub's listing if it is cached, else by the weights' index."""
+    """Files the snapshot lacks, by the Hub's listing if it is cached, else by the weights'
+    index.
+    """
     listed = _cached_listing(storage, snapshot.name)
     if listed is not None:
-        # A dangling link counts as present: `unreadable_file` names it, a download would not fix it.
+        # A dangling link counts as present: `unreadable_file` names it, a download would not fix
+        # it.
         wanted = [file.path for file in select(listed, load_format)]
         return [
-            path for path in wanted if not (snapshot / path).exists() and not (snapshot / path).is_symlink()
+            path
+            for path in wanted
+            if not (snapshot / path).exists() and not (snapshot / path).is_symlink()
         ]
     return missing_weights(snapshot)
 
@@ -143,9 +175,13 @@ def _cached_listing(storage: Path, commit: str) -> list[RemoteFile] | None:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """What a model folder lacks by its own account: config, any weights, shards that its index names."""
+    """What a model folder lacks by its own account: config, any weights, shards that its index
+    names.
+    """
     missing = (
-        [] if (folder / "config.json").exists() or (folder / "params.json").exists() else ["config.json"]
+        []
+        if (folder / "config.json").exists() or (folder / "params.json").exists()
+        else ["config.json"]
     )
     indexes = sorted(folder.glob("*.safetensors.index.json")) + sorted(
         folder.glob("pytorch_model*.bin.index.json")
@@ -161,14 +197,25 @@ def missing_weights(folder: Path) -> list[str]:
     return missing
 
 
-# Vocabularies under the names that tokenizers give them (transformers, mistral-common, tiktoken, sentencepiece, TokenMonster).
+# Vocabularies under the names that tokenizers give them (transformers, mistral-common, tiktoken,
+# sentencepiece, TokenMonster).
 _VOCABULARIES = (
-    "tokenizer.json", "*.model", "*.model.v*", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.vocab", "*.bpe",
-)  # fmt: skip
+    "tokenizer.json",
+    "*.model",
+    "*.model.v*",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "*.vocab",
+    "*.bpe",
+)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has a vocabulary, or a tokenizer that needs no file: its own code, or bytes."""
+    """Whether a model folder has a vocabulary, or a tokenizer that needs no file: its own code,
+    or bytes.
+    """
     names = [path.name for path in folder.iterdir()]
     if any(_matches(name, _VOCABULARIES) for name in names):
         return True
@@ -189,7 +236,9 @@ def unverified_record(storage: Path, commit: str) -> Path:
 
 
 def unverified(storage: Path, commit: str) -> set[str]:
-    """Files whose download began and whose hash was never checked: the trace an interrupted pull leaves."""
+    """Files whose download began and whose hash was never checked: the trace an interrupted pull
+    leaves.
+    """
     try:
         return set(json.loads(unverified_record(storage, commit).read_text()))
     except (OSError, ValueError):
@@ -206,7 +255,11 @@ def corruption(
     if expected.sha256 is None and expected.blob_id is None:
         return None
     # git names a blob by the sha1 of "blob SIZE\0" and the content.
-    digest = hashlib.sha256() if expected.sha256 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    digest = (
+        hashlib.sha256()
+        if expected.sha256
+        else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    )
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(READ_BYTES):
             digest.update(chunk)

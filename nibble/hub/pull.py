@@ -1,8 +1,9 @@
-"""Get a model completely and correctly onto this disk before vLLM starts: disk pre-flight, download, sha256.
+"""Get a model completely and correctly onto this disk before vLLM starts: disk pre-flight,
+download, sha256.
 
-vLLM then reads the folder with HF_HUB_OFFLINE=1. Give it the returned folder, not the id: files that it
-would not load are left out here, and huggingface_hub 2.4 calls an offline snapshot without them incomplete
-(_snapshot_download.py:447).
+vLLM then reads the folder with HF_HUB_OFFLINE=1. Give it the returned folder, not the id: files
+that it would not load are left out here, and huggingface_hub 2.4 calls an offline snapshot without
+them incomplete (_snapshot_download.py:447).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ from nibble.machine.disk import (
 )
 from nibble.settings.options import default_of
 
-MARGIN_BYTES = 1 << 30  # left free on the cache's file system: torch.compile and FlashInfer caches, logs
+# Left free on the cache's file system: torch.compile and FlashInfer caches, logs
+MARGIN_BYTES = 1 << 30
 PROGRESS_SECONDS = 0.5
 
 
@@ -68,7 +70,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class PullResult:
-    """Where the model is: folder and commit (None for a folder that was given); `bytes` came down now."""
+    """Where the model is: folder and commit (None for a folder that was given); `bytes` came
+    down now.
+    """
 
     path: Path
     revision: str | None
@@ -89,9 +93,9 @@ def pull(
 ) -> PullResult:
     """Make `model` (an id, or a folder, which is returned as it is) complete on this disk.
 
-    `load_format` is vLLM's flag; it decides between Mistral's and Hugging Face's copy of the weights.
-    Raises NibbleError: 4 unknown, gated, offline, network, corrupt or unreadable; 5 cache not writable;
-    7 disk too small.
+    `load_format` is vLLM's flag; it decides between Mistral's and Hugging Face's copy of the
+    weights. Raises NibbleError: 4 unknown, gated, offline, network, corrupt or unreadable; 5 cache
+    not writable; 7 disk too small.
     """
     started = time.monotonic()
     if is_folder(folder := Path(os.path.expanduser(model))):
@@ -116,7 +120,15 @@ def pull(
     if current := cached_snapshot(model, commit, hub.cache, load_format):
         return PullResult(current, commit, 0, time.monotonic() - started)
     return _download(
-        Pull(model, revision, commit, select(files, load_format), hub, on_progress, stall_seconds(environ)),
+        Pull(
+            model,
+            revision,
+            commit,
+            select(files, load_format),
+            hub,
+            on_progress,
+            stall_seconds(environ),
+        ),
         cached,
         started,
     )
@@ -128,7 +140,9 @@ def stall_seconds(environ: Mapping[str, str]) -> float:
 
 
 def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgress:
-    """Progress as text: the start and end of a stage and one line each `every_seconds` between them."""
+    """Progress as text: the start and end of a stage and one line each `every_seconds` between
+    them.
+    """
     last: dict[str, float] = {}
     said = ""
 
@@ -168,7 +182,9 @@ class Pull:
     def snapshot(self) -> Path:
         return self.storage / "snapshots" / self.commit
 
-    def report(self, stage: Literal["download", "verify", "reference"], done: int, total: int) -> None:
+    def report(
+        self, stage: Literal["download", "verify", "reference"], done: int, total: int
+    ) -> None:
         if self.on_progress:
             self.on_progress(Progress(stage, min(done, total), total))
 
@@ -186,7 +202,9 @@ def list_files(model: str, revision: str | None, hub: Access) -> tuple[str, list
         raise hub_error(error, model, revision, hub) from error
     assert info.sha is not None
     return info.sha, [
-        RemoteFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None, file.blob_id)
+        RemoteFile(
+            file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None, file.blob_id
+        )
         for file in info.siblings or ()
     ]
 
@@ -202,7 +220,10 @@ def _download(job: Pull, older: Path | None, started: float) -> PullResult:
     if problem := write_problem(job.storage):
         if older is None:
             raise not_writable(job.hub.cache, problem, "HF_HOME")
-        notice = f"cannot write to {job.hub.cache} ({problem}); using the older {job.model} at {older.name}"
+        notice = (
+            f"cannot write to {job.hub.cache} ({problem}); using the older {job.model} at"
+            f" {older.name}"
+        )
         return PullResult(older, older.name, 0, time.monotonic() - started, (notice,))
     fetch_bytes = _preflight(job)
     pending = unverified(job.storage, job.commit) | _absent(job)
@@ -216,20 +237,26 @@ def _download(job: Pull, older: Path | None, started: float) -> PullResult:
 
 
 def _preflight(job: Pull) -> int:
-    """Bytes to fetch. Raises NO_FIT when the cache's file system has not that much and a margin free."""
+    """Bytes to fetch. Raises NO_FIT when the cache's file system has not that much and a margin
+    free.
+    """
     fetch_bytes = missing_bytes(job)
     check_disk(job.model, fetch_bytes, free_bytes(job.hub.cache), job.hub.cache)
     return fetch_bytes
 
 
 def missing_bytes(job: Pull) -> int:
-    """Bytes that are not in the cache, less what an interrupted pull left. Asks the Hub for every file, as a download does."""
+    """Bytes that are not in the cache, less what an interrupted pull left. Asks the Hub for
+    every file, as a download does.
+    """
     try:
         plan = _snapshot(job, dry_run=True)
     except Exception as error:
         raise hub_error(error, job.model, job.revision, job.hub) from error
     sizes = {file.path: file.size for file in job.files}
-    fetch_bytes = sum(entry.file_size or sizes[entry.filename] for entry in plan if entry.will_download)
+    fetch_bytes = sum(
+        entry.file_size or sizes[entry.filename] for entry in plan if entry.will_download
+    )
     return fetch_bytes - job.blobs.present_bytes(job.files)
 
 
@@ -252,14 +279,19 @@ def _snapshot(job: Pull, dry_run: bool = False) -> Any:
 def check_disk(
     model: str, fetch_bytes: int, available_bytes: int, cache: Path, variable: str = "HF_HOME"
 ) -> None:
-    """Raise NO_FIT unless `fetch_bytes` and the margin fit into `available_bytes`; `variable` moves `cache` elsewhere."""
+    """Raise NO_FIT unless `fetch_bytes` and the margin fit into `available_bytes`; `variable`
+    moves `cache` elsewhere.
+    """
     needed = fetch_bytes + MARGIN_BYTES
     if fetch_bytes and needed > available_bytes:
         what = (
-            f"{model} needs {gib(fetch_bytes)} of disk for its download and {gib(MARGIN_BYTES)} to spare, "
-            f"{cache} has {gib(available_bytes)} free: {gib(needed - available_bytes)} too little"
+            f"{model} needs {gib(fetch_bytes)} of disk for its download and {gib(MARGIN_BYTES)} to"
+            f" spare, {cache} has {gib(available_bytes)} free: {gib(needed - available_bytes)} too"
+            " little"
         )
-        raise NibbleError(ExitCode.NO_FIT, what, "", f"free space or move the cache with {variable}")
+        raise NibbleError(
+            ExitCode.NO_FIT, what, "", f"free space or move the cache with {variable}"
+        )
 
 
 def _literal_patterns(files: Iterable[RemoteFile]) -> list[str]:
@@ -280,7 +312,9 @@ def _note_unverified(job: Pull, paths: set[str]) -> None:
 
 
 def _fetch(job: Pull, fetch_bytes: int) -> None:
-    """Download all files of the job; an error names what is missing. Finished files stay for the next try."""
+    """Download all files of the job; an error names what is missing. Finished files stay for the
+    next try.
+    """
     try:
         with _watch(job, fetch_bytes):
             fetch_blobs(job.blobs, job.files)
@@ -300,7 +334,9 @@ def _fetch(job: Pull, fetch_bytes: int) -> None:
 
 
 def _write_ref(job: Pull) -> None:
-    """refs/main (or the branch asked for): a download by commit does not write it; offline it is needed."""
+    """refs/main (or the branch asked for): a download by commit does not write it; offline it is
+    needed.
+    """
     ref = job.storage / "refs" / (job.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
     ref.write_text(job.commit)
@@ -308,7 +344,9 @@ def _write_ref(job: Pull) -> None:
 
 @contextmanager
 def _watch(job: Pull, fetch_bytes: int) -> Iterator[None]:
-    """Report progress by the growth of the blobs folder, whatever transport (HTTP, Xet) fills it."""
+    """Report progress by the growth of the blobs folder, whatever transport (HTTP, Xet) fills
+    it.
+    """
     if job.on_progress is None:
         yield
         return
@@ -337,12 +375,18 @@ def _blob_bytes(blobs: Path) -> int:
             info = path.stat()
         except OSError:  # a temporary file that was just renamed
             continue
-        total += min(info.st_size, info.st_blocks * 512) if path.suffix == ".incomplete" else info.st_size
+        total += (
+            min(info.st_size, info.st_blocks * 512)
+            if path.suffix == ".incomplete"
+            else info.st_size
+        )
     return total
 
 
 def _verify(job: Pull, pending: set[str]) -> None:
-    """Hash `pending` files against the Hub's listing; remove and name those that differ (exit 4)."""
+    """Hash `pending` files against the Hub's listing; remove and name those that differ (exit
+    4).
+    """
     files = [file for file in job.files if file.path in pending]
     total, done, lock = sum(file.size for file in files), 0, threading.Lock()
 
@@ -354,7 +398,9 @@ def _verify(job: Pull, pending: set[str]) -> None:
         job.report("verify", now, total)
 
     with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL
-        problems = list(pool.map(lambda file: corruption(job.snapshot / file.path, file, count), files))
+        problems = list(
+            pool.map(lambda file: corruption(job.snapshot / file.path, file, count), files)
+        )
     bad = [(file, problem) for file, problem in zip(files, problems, strict=True) if problem]
     if not bad:
         return
@@ -364,7 +410,10 @@ def _verify(job: Pull, pending: set[str]) -> None:
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     what = f"downloaded files of {job.model} are corrupt: {names}{more}"
     raise NibbleError(
-        ExitCode.MODEL, what, "", "they were removed from the cache; run it again to fetch them again"
+        ExitCode.MODEL,
+        what,
+        "",
+        "they were removed from the cache; run it again to fetch them again",
     )
 
 

@@ -1,8 +1,10 @@
-"""Large files of a model over HTTP: resumed after any interruption, and never waited for without end.
+"""Large files of a model over HTTP: resumed after any interruption, and never waited for without
+end.
 
-huggingface_hub 2.4 keeps no part of a file (file_download.py:1997: a name of its own for each try, removed at its end), and its
-Xet transport has no limit on silence. So the files whose sha256 the Hub lists come through here, by range requests into
-blobs/SHA256.nibble.incomplete; everything else about the cache stays huggingface_hub's.
+huggingface_hub 2.4 keeps no part of a file (file_download.py:1997: a name of its own for each try,
+removed at its end), and its Xet transport has no limit on silence. So the files whose sha256 the
+Hub lists come through here, by range requests into blobs/SHA256.nibble.incomplete; everything else
+about the cache stays huggingface_hub's.
 """
 
 from __future__ import annotations
@@ -28,12 +30,22 @@ TRIES = 3  # in a row without a byte
 BACKOFF_S = 1.0  # times the tries that failed
 PARALLEL = 4
 STALL_VARIABLE = "NIBBLE_DOWNLOAD_STALL_SECONDS"
-_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG)
+_LOCAL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EFBIG,
+)
 
 
 @dataclass(frozen=True)
 class Blobs:
-    """Where a model's files of one commit go, and how patient to be: `stall_s` seconds without a byte end a try."""
+    """Where a model's files of one commit go, and how patient to be: `stall_s` seconds without a
+    byte end a try.
+    """
 
     model: str
     commit: str
@@ -56,9 +68,11 @@ class Blobs:
 
 
 def fetch_blobs(blobs: Blobs, files: Sequence[RemoteFile]) -> None:
-    """Bring every file of `files` with a sha256 into the blobs folder; contents are not verified here.
+    """Bring every file of `files` with a sha256 into the blobs folder; contents are not verified
+    here.
 
-    Raises NibbleError(MODEL) once a file has not grown in three tries, and what huggingface_hub raises for a refusal.
+    Raises NibbleError(MODEL) once a file has not grown in three tries, and what huggingface_hub
+    raises for a refusal.
     """
     wanted = [file for file in files if file.sha256 and not blobs.path(file).exists()]
     if not wanted:
@@ -102,7 +116,9 @@ class _Transfer:
                 self._over.wait(failures * BACKOFF_S)
 
     def _try(self, part: IO[bytes]) -> str:
-        """One request, and why it ended early; empty where it did not. Raises what another one would not mend."""
+        """One request, and why it ended early; empty where it did not. Raises what another one
+        would not mend.
+        """
         try:
             self._request(part)
         except Exception as error:
@@ -129,7 +145,9 @@ class _Transfer:
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
         blobs, begin = self._blobs, part.tell()
-        url = hf_hub_url(blobs.model, self._file.path, revision=blobs.commit, endpoint=blobs.hub.endpoint)
+        url = hf_hub_url(
+            blobs.model, self._file.path, revision=blobs.commit, endpoint=blobs.hub.endpoint
+        )
         headers = build_hf_headers(token=blobs.hub.token or False) | {"Accept-Encoding": "identity"}
         if begin:
             headers["Range"] = f"bytes={begin}-"
@@ -143,9 +161,13 @@ class _Transfer:
             if response.status_code >= 400:
                 response.read()
             hf_raise_for_status(response)
-            if begin and response.status_code != 206:  # a server without ranges sends all of it again
+            if (
+                begin and response.status_code != 206
+            ):  # a server without ranges sends all of it again
                 _empty(part)
-            for chunk in response.iter_raw():  # as they come: what is buffered is lost with the connection
+            for (
+                chunk
+            ) in response.iter_raw():  # as they come: what is buffered is lost with the connection
                 part.write(chunk)
                 part.flush()
                 if self._over.is_set():
@@ -153,7 +175,10 @@ class _Transfer:
 
     def _gave_up(self, there: int, last: str) -> NibbleError:
         blobs, file = self._blobs, self._file
-        what = f"{file.path} did not grow in {TRIES} tries of up to {blobs.stall_s:g} s, at {gib(there)} of {gib(file.size)}"
+        what = (
+            f"{file.path} did not grow in {TRIES} tries of up to {blobs.stall_s:g} s, at"
+            f" {gib(there)} of {gib(file.size)}"
+        )
         return unreachable(f"{what}: {last or 'the answer ended early'}", blobs.model, blobs.hub)
 
 

@@ -1,4 +1,6 @@
-"""Folders nibble and vLLM use: free space, writable, readable; each failure with the command that fixes it."""
+"""Folders nibble and vLLM use: free space, writable, readable; each failure with the command
+that fixes it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def nearest_existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes an unprivileged user may still write to the file system that holds (or will hold) `path`."""
+    """Bytes an unprivileged user may still write to the file system that holds (or will hold)
+    `path`.
+    """
     return shutil.disk_usage(nearest_existing(path)).free
 
 
@@ -47,25 +51,31 @@ def write_problem(path: Path) -> str | None:
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether the file system that holds (or will hold) `path` is mounted read-only, as everything is with --read-only."""
+    """Whether the file system that holds (or will hold) `path` is mounted read-only, as
+    everything is with --read-only.
+    """
     return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_RDONLY)
 
 
 def is_noexec(path: Path) -> bool:
-    """Whether the file system that holds (or will hold) `path` runs no code: no compiled kernel can be loaded from it."""
+    """Whether the file system that holds (or will hold) `path` runs no code: no compiled kernel
+    can be loaded from it.
+    """
     return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_NOEXEC)
 
 
 def secret_mode(folder: Path) -> int:
-    """The mode of a secret file in `folder`: its owner's alone, or readable for the folder's group where all users of the
-    folder are in it, as in the image's volume (group 0, setgid, group-writable). Who may write there may replace the
-    secret and the compiled code anyway.
+    """The mode of a secret file in `folder`: its owner's alone, or readable for the folder's group
+    where all users of the folder are in it, as in the image's volume (group 0, setgid,
+    group-writable). Who may write there may replace the secret and the compiled code anyway.
     """
     try:
         info = folder.stat()
     except OSError:
         return 0o600
-    is_shared = info.st_mode & stat.S_ISGID and info.st_mode & stat.S_IWGRP and info.st_gid == os.getegid()
+    is_shared = (
+        info.st_mode & stat.S_ISGID and info.st_mode & stat.S_IWGRP and info.st_gid == os.getegid()
+    )
     return 0o640 if is_shared else 0o600
 
 
@@ -75,8 +85,8 @@ def secret_fix(path: Path) -> str:
         return "correct the path"
     group = os.getegid()
     return (
-        f"run `chgrp {group} {path} && chmod g+r {path}` as root where the file comes from, or start the container with"
-        " `--user` of its owner"
+        f"run `chgrp {group} {path} && chmod g+r {path}` as root where the file comes from, or"
+        " start the container with `--user` of its owner"
     )
 
 
@@ -97,8 +107,8 @@ def writable_fix(path: Path, variable: str) -> str:
         own = cache_dir()
         place = own if path.is_relative_to(own) else path
         return (
-            f"mount a volume there (docker run --volume nibble-cache:{place}; --tmpfs {place}:exec keeps nothing for"
-            f" the next start), or name another folder with {variable}"
+            f"mount a volume there (docker run --volume nibble-cache:{place}; --tmpfs {place}:exec"
+            f" keeps nothing for the next start), or name another folder with {variable}"
         )
     return (
         f"run `chown -R {user}:{group} {owner}`, or start the container with "
@@ -115,7 +125,9 @@ def is_folder(path: Path) -> bool:
 
 
 def unreadable_file(folder: Path) -> Path | None:
-    """The first file or folder under `folder` (links followed) that this user may not read, or None."""
+    """The first file or folder under `folder` (links followed) that this user may not read, or
+    None.
+    """
     if not os.access(folder, os.R_OK | os.X_OK):
         return folder
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -139,12 +151,17 @@ def not_readable(path: Path) -> NibbleError:
     on_the_way = real in Path(os.path.realpath(path)).parents
     mode = "a+x" if on_the_way else "-R a+rX" if real.is_dir() else "a+rX"
     return NibbleError(
-        ExitCode.MODEL, what, "", f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner"
+        ExitCode.MODEL,
+        what,
+        "",
+        f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner",
     )
 
 
 def _hidden(path: Path) -> bool:
-    """Whether the target of a link only looks absent because a folder on the way is closed to us."""
+    """Whether the target of a link only looks absent because a folder on the way is closed to
+    us.
+    """
     return not os.access(nearest_existing(Path(os.path.realpath(path))), os.X_OK)
 
 
@@ -158,7 +175,9 @@ def _blocking(path: Path) -> Path:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes allocated under `folder`, each file once however many links lead to it; 0 when absent."""
+    """Bytes allocated under `folder`, each file once however many links lead to it; 0 when
+    absent.
+    """
     seen: set[tuple[int, int]] = set()
     total = 0
     for parent, _, files in os.walk(folder):

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# nvml.h nvmlClocksEventReason*: what a server should never see for long. Idle, the application's own clocks, a power cap
-# and sync boost are ordinary.
+# nvml.h nvmlClocksEventReason*: what a server should never see for long. Idle, the application's
+# own clocks, a power cap and sync boost are ordinary.
 ALARMING = {
     0x8: "hardware slowdown (heat or power)",
     0x20: "thermal slowdown by the driver",
@@ -36,7 +36,9 @@ class GpuState:
 
 
 def gpu_states(indices: Iterable[int]) -> list[GpuState]:
-    """GPUs by their NVML index; without those that the driver has lost, none where it does not answer."""
+    """GPUs by their NVML index; without those that the driver has lost, none where it does not
+    answer.
+    """
     return [found for found in _look(indices) if isinstance(found, GpuState)]
 
 
@@ -61,7 +63,9 @@ def _look(indices: Iterable[int]) -> list[GpuState | str]:
 
 
 class XidLog:
-    """Xid errors of GPUs from now on, as NVML tells them; nothing where the driver does not answer."""
+    """Xid errors of GPUs from now on, as NVML tells them; nothing where the driver does not
+    answer.
+    """
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._nvml: Any = None
@@ -73,7 +77,9 @@ class XidLog:
             self._events = pynvml.nvmlEventSetCreate()
             for index in indices:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+                pynvml.nvmlDeviceRegisterEvents(
+                    handle, pynvml.nvmlEventTypeXidCriticalError, self._events
+                )
                 self._names[pynvml.nvmlDeviceGetUUID(handle)] = index
         except pynvml.NVMLError:
             return
@@ -93,7 +99,9 @@ class XidLog:
 
 
 def gpu_report(indices: Sequence[int], xids: XidLog | None) -> list[str]:
-    """What NVML says of each GPU and its Xid errors. A driver that hangs is given REPORT_S seconds."""
+    """What NVML says of each GPU and its Xid errors. A driver that hangs is given REPORT_S
+    seconds.
+    """
     found: list[str] = []
 
     def ask() -> None:
@@ -150,6 +158,8 @@ def problem(state: GpuState) -> tuple[str, str] | None:
         return f"slowed down: {', '.join(reasons)}", "check cooling, power supply and cables"
     slow = state.performance_state is not None and state.performance_state >= 5
     if slow and (state.busy_percent or 0) >= BUSY_PERCENT:
-        what = f"busy ({state.busy_percent} %) and still in low-power state P{state.performance_state}"
+        what = (
+            f"busy ({state.busy_percent} %) and still in low-power state P{state.performance_state}"
+        )
         return what, "a GPU can stay there after a crash: restart the machine"
     return None

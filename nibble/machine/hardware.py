@@ -1,4 +1,6 @@
-"""What is in this machine: GPUs through NVML (no CUDA context), memory within the cgroup, CPU features."""
+"""What is in this machine: GPUs through NVML (no CUDA context), memory within the cgroup, CPU
+features.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine a plan is made for; `assumed` when it was described (`--target`, NUM_GPUS), not found.
+    """The machine a plan is made for; `assumed` when it was described (`--target`, NUM_GPUS), not
+    found.
 
     `gpus` are those that CUDA_VISIBLE_DEVICES leaves, `hidden_gpus` how many it does not.
     """
@@ -50,7 +53,9 @@ class Hardware:
     hidden_gpus: int = 0
 
     def arithmetic(self, device: str) -> str:
-        """Whose roundings a model's numbers have: a GPU's name, or the widest instructions that vLLM's CPU build takes here."""
+        """Whose roundings a model's numbers have: a GPU's name, or the widest instructions that
+        vLLM's CPU build takes here.
+        """
         if device == "cuda":
             return self.gpus[0].name if self.gpus else ""
         return next((flag for flag in _WIDE if flag in self.cpu_flags), self.cpu_arch)
@@ -82,21 +87,28 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def assume(target: Target, gpu_count: int, here: Hardware) -> Hardware:
-    """Hardware of a target that is not here: `gpu_count` of its first product, for `nibble plan --target`."""
+    """Hardware of a target that is not here: `gpu_count` of its first product, for `nibble plan
+    --target`.
+    """
     if target.device == "cpu":
         return replace(here, gpus=(), driver=None, cuda_driver=None, nvml_error=None)
     model = target.gpu_models[0]
     gpu = [
-        Gpu(i, model.match, target.capabilities[0], model.memory_bytes, None, "") for i in range(gpu_count)
+        Gpu(i, model.match, target.capabilities[0], model.memory_bytes, None, "")
+        for i in range(gpu_count)
     ]
     arch = "aarch64" if target.platforms == ("linux/arm64",) else "x86_64"
     memory = model.memory_bytes if target.memory.kind == "unified" else here.memory_total_bytes
-    return Hardware(tuple(gpu), None, None, arch, here.cpu_cores, frozenset(), memory, memory, assumed=True)
+    return Hardware(
+        tuple(gpu), None, None, arch, here.cpu_cores, frozenset(), memory, memory, assumed=True
+    )
 
 
 def _nvml() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
     if not (
-        Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or Path("/proc/driver/nvidia").exists()
+        Path("/dev/nvidiactl").exists()
+        or Path("/dev/dxg").exists()
+        or Path("/proc/driver/nvidia").exists()
     ):
         return (), None, None, None  # loading NVML where no driver is costs 20 ms and only says so
     import pynvml
@@ -155,7 +167,9 @@ def _cpu_cores() -> int:
 
 def _cpu_flags() -> frozenset[str]:
     try:
-        match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(
+            r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         return frozenset()
     return frozenset(match[1].split()) if match else frozenset()

@@ -1,6 +1,8 @@
-"""How much memory is there now? One source for the budget before a start and for the watchdog after it.
+"""How much memory is there now? One source for the budget before a start and for the watchdog after
+it.
 
-MemAvailable, not MemFree: the page cache can be taken back (vllm#48140). Where a cgroup leaves less, the cgroup counts.
+MemAvailable, not MemFree: the page cache can be taken back (vllm#48140). Where a cgroup leaves
+less, the cgroup counts.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ _READ_BYTES = 1 << 16
 class Memory:
     """Bytes of this machine, or of the cgroup that leaves less.
 
-    `limited_by` is "MemAvailable" or names the cgroup. `stalled_percent` is the share of the last ten seconds in which
-    all tasks waited for memory (PSI "full avg10"); None where the kernel does not say.
+    `limited_by` is "MemAvailable" or names the cgroup. `stalled_percent` is the share of the last
+    ten seconds in which all tasks waited for memory (PSI "full avg10"); None where the kernel does
+    not say.
     """
 
     total_bytes: int
@@ -30,7 +33,8 @@ class Memory:
 
 
 class MemorySource:
-    """Reads memory again and again through files opened once, so that a look costs little and opens nothing.
+    """Reads memory again and again through files opened once, so that a look costs little and opens
+    nothing.
 
     `root` is the file system's root; tests give a folder of their own.
     """
@@ -55,7 +59,9 @@ class MemorySource:
         return Memory(total, available, limited_by, _stalled_percent(pressure))
 
     def kernel_kills(self) -> int:
-        """Processes the kernel's OOM killer has ended, in our limited cgroups and anywhere: only its growth says something."""
+        """Processes the kernel's OOM killer has ended, in our limited cgroups and anywhere: only
+        its growth says something.
+        """
         counts = [count for cgroup in self._cgroups if (count := cgroup.kernel_kills()) is not None]
         return sum(counts) + (_counter(self._vmstat, rb"oom_kill") or 0)
 
@@ -77,7 +83,8 @@ def memory_now() -> Memory:
 
 
 def memory_cgroups(root: Path = Path("/")) -> list[Path]:
-    """Folders of this process's memory cgroup and of its ancestors as far as they can be seen, innermost first.
+    """Folders of this process's memory cgroup and of its ancestors as far as they can be seen,
+    innermost first.
 
     A container sees its own cgroup mounted at the top, with or without a cgroup namespace.
     """
@@ -90,13 +97,19 @@ def memory_cgroups(root: Path = Path("/")) -> list[Path]:
         if ".." in folder.parts or not folder.is_dir():  # outside our cgroup namespace
             folder = top
         found = [folder, *(up for up in folder.parents if up.is_relative_to(top))]
-        if any((one / name).exists() for one in found for name in ("memory.max", "memory.limit_in_bytes")):
+        if any(
+            (one / name).exists()
+            for one in found
+            for name in ("memory.max", "memory.limit_in_bytes")
+        ):
             return found
     return []
 
 
 def _memory_mounts(root: Path) -> list[tuple[str, str, bool]]:
-    """(root within the hierarchy, mount point, is v2) of every mount that may control memory, v1 first."""
+    """(root within the hierarchy, mount point, is v2) of every mount that may control memory, v1
+    first.
+    """
     found: list[tuple[str, str, bool]] = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
@@ -136,23 +149,32 @@ class _Cgroup:
             if self._is_v2
             else ("memory.limit_in_bytes", "", "memory.usage_in_bytes", "memory.oom_control")
         )
-        self._limit, self._high, self._usage, self._events = (_File(folder / name) for name in names)
+        self._limit, self._high, self._usage, self._events = (
+            _File(folder / name) for name in names
+        )
         self._stat = _File(folder / "memory.stat")
         self.pressure = _File(folder / "memory.pressure")
 
     def limit_bytes(self) -> int | None:
-        """memory.max, or memory.high where that is lower: above it the kernel throttles instead of killing."""
-        limits = [number for file in (self._limit, self._high) if (number := _number(file)) is not None]
+        """memory.max, or memory.high where that is lower: above it the kernel throttles instead
+        of killing.
+        """
+        limits = [
+            number for file in (self._limit, self._high) if (number := _number(file)) is not None
+        ]
         return min(limits, default=None)
 
     def used_bytes(self) -> int:
         """Use without what the kernel takes back before it refuses memory.
 
-        That is the inactive page cache and half of the active: a mapped checkpoint that was read twice is active.
+        That is the inactive page cache and half of the active: a mapped checkpoint that was read
+        twice is active.
         """
         prefix = b"" if self._is_v2 else b"total_"
         stat = self._stat.read()
-        inactive, active = (_field(stat, prefix + name) for name in (b"inactive_file", b"active_file"))
+        inactive, active = (
+            _field(stat, prefix + name) for name in (b"inactive_file", b"active_file")
+        )
         return max(0, (_number(self._usage) or 0) - inactive - active // 2)
 
     def kernel_kills(self) -> int | None:
@@ -164,7 +186,9 @@ class _Cgroup:
 
 
 class _File:
-    """A small file of the kernel's, read anew from its start each time; empty where there is none."""
+    """A small file of the kernel's, read anew from its start each time; empty where there is
+    none.
+    """
 
     def __init__(self, path: Path) -> None:
         try:

@@ -29,12 +29,15 @@ _LOOK_FOR_PROCESSES_MS = 1000
 
 
 def become_subreaper() -> None:
-    """Orphans of our children become ours instead of init's, so that `kill_descendants` finds them."""
+    """Orphans of our children become ours instead of init's, so that `kill_descendants` finds
+    them.
+    """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """For Popen's preexec_fn: the child gets SIGTERM when the thread that started it ends, our main thread.
+    """For Popen's preexec_fn: the child gets SIGTERM when the thread that started it ends, our main
+    thread.
 
     SIGTERM and not SIGKILL: vLLM's API process has to end its engine, which would otherwise stay.
     """
@@ -49,7 +52,8 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
 
 def shift_oom_score(by: int) -> None:
-    """Make the kernel's OOM killer take this process (and what it starts) more readily, or less where that is permitted.
+    """Make the kernel's OOM killer take this process (and what it starts) more readily, or less
+    where that is permitted.
 
     Everybody may raise the score; lowering it needs CAP_SYS_RESOURCE.
     """
@@ -63,9 +67,12 @@ def shift_oom_score(by: int) -> None:
 
 
 def survive_memory_pressure() -> None:
-    """Make this process the last one the kernel takes, and keep its pages in memory, as far as that is permitted."""
+    """Make this process the last one the kernel takes, and keep its pages in memory, as far as
+    that is permitted.
+    """
     shift_oom_score(-OOM_SCORE_STEP)
-    # ENOMEM or EPERM where RLIMIT_MEMLOCK is small: then a page of ours may have to be read back from disk.
+    # ENOMEM or EPERM where RLIMIT_MEMLOCK is small: then a page of ours may have to be read back
+    # from disk.
     _libc.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT)
 
 
@@ -73,7 +80,8 @@ def survive_memory_pressure() -> None:
 class Process:
     """One line of the process table, from /proc/PID/stat.
 
-    `state` "Z" is a zombie; `name` has at most 15 bytes. Major faults are pages that came from disk.
+    `state` "Z" is a zombie; `name` has at most 15 bytes. Major faults are pages that came from
+    disk.
     """
 
     pid: int
@@ -87,7 +95,9 @@ class Process:
 
 def processes() -> list[Process]:
     """Every process visible here."""
-    found = (_read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    found = (
+        _read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    )
     return [process for process in found if process]
 
 
@@ -111,7 +121,9 @@ def _read_stat(pid: int) -> Process | None:
 
 
 def started_ticks(pid: int | str) -> str:
-    """When a process started, in clock ticks since boot, which tells two with the same pid apart; empty where there is none."""
+    """When a process started, in clock ticks since boot, which tells two with the same pid
+    apart; empty where there is none.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -135,16 +147,19 @@ def family(session: int) -> list[Process]:
     return [
         process
         for process in table.values()
-        if process.pid != ours and process.state != "Z" and (process.session == session or descends(process))
+        if process.pid != ours
+        and process.state != "Z"
+        and (process.session == session or descends(process))
     ]
 
 
 def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
     """SIGKILL everything in `family` until nothing is left; the pids that were killed.
 
-    Repeated, because a process can fork between the look and the blow. Processes in uninterruptible sleep (a hung
-    driver) survive `timeout_s`; the caller reports them through `family`. Python's resource trackers may end by
-    themselves: they remove the shared memory of those that were killed.
+    Repeated, because a process can fork between the look and the blow. Processes in uninterruptible
+    sleep (a hung driver) survive `timeout_s`; the caller reports them through `family`. Python's
+    resource trackers may end by themselves: they remove the shared memory of those that were
+    killed.
     """
     killed: set[int] = set()
     began = time.monotonic()
@@ -164,14 +179,17 @@ def is_resource_tracker(pid: int) -> bool:
     """Whether it is the process that CPython's multiprocessing/resource_tracker.py starts."""
     try:
         return (
-            b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            b"from multiprocessing.resource_tracker import main"
+            in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
     except OSError:
         return False
 
 
 def reap() -> None:
-    """Collect ended children, adopted ones too. Only when nobody waits for a certain child any more."""
+    """Collect ended children, adopted ones too. Only when nobody waits for a certain child any
+    more.
+    """
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -188,10 +206,12 @@ def engine_title(pid: int) -> str | None:
 
 
 def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> str | None:
-    """Waits until one of the processes that `find` names (pid -> how to name it) ends: that name. None once `over`.
+    """Waits until one of the processes that `find` names (pid -> how to name it) ends: that name.
+    None once `over`.
 
-    `find` is asked again every second. A process counts from the second look on: between fork and exec every child bears its
-    parent's title. None too where the kernel has no pidfd_open (before Linux 5.3).
+    `find` is asked again every second. A process counts from the second look on: between fork and
+    exec every child bears its parent's title. None too where the kernel has no pidfd_open (before
+    Linux 5.3).
     """
     known: dict[int, str] = {}  # descriptor of a process -> how to name it
     poll, watched, seen = select.poll(), set[int](), set[int]()
@@ -218,7 +238,9 @@ def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> s
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a family has done: CPU seconds, bytes read from storage (None where the kernel does not say)."""
+    """What a family has done: CPU seconds, bytes read from storage (None where the kernel does
+    not say).
+    """
 
     cpu_seconds: float
     read_bytes: int | None
@@ -228,7 +250,9 @@ class Activity:
         text = f"{max(self.cpu_seconds - earlier.cpu_seconds, 0):.0f} s of CPU time"
         if self.read_bytes is None or earlier.read_bytes is None:
             return text
-        return f"{text}, {max(self.read_bytes - earlier.read_bytes, 0) / _GIB:.1f} GiB read from disk"
+        return (
+            f"{text}, {max(self.read_bytes - earlier.read_bytes, 0) / _GIB:.1f} GiB read from disk"
+        )
 
 
 def activity(session: int) -> Activity:
@@ -251,7 +275,9 @@ def _read_bytes(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def stop_signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """Stop signals become events while this is open. One that the caller ignores (nohup) stays ignored."""
+    """Stop signals become events while this is open. One that the caller ignores (nohup) stays
+    ignored.
+    """
 
     def handle(signum: int, frame: FrameType | None) -> None:
         tell(signum)  # SimpleQueue.put is reentrant
@@ -278,7 +304,9 @@ def signal_name(signum: int) -> str:
 
 
 def once_a_second(tell: Callable[[int], None]) -> Callable[[int], None]:
-    """Signals within a second of one that counted are the same wish: `timeout` sends SIGTERM to us and to our group."""
+    """Signals within a second of one that counted are the same wish: `timeout` sends SIGTERM to
+    us and to our group.
+    """
     counted = float("-inf")
 
     def handle(signum: int) -> None:

@@ -1,4 +1,6 @@
-"""What a process that hangs is doing, from outside: its Python stacks where nibble's plugin is in it, else what /proc tells."""
+"""What a process that hangs is doing, from outside: its Python stacks where nibble's plugin is
+in it, else what /proc tells.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _KERNEL = ("wchan", "stack", "syscall")  # the last two need privileges on most 
 
 
 def dump_stacks(folder: Path, pids: Collection[int], wake: bool = False) -> dict[int, str]:
-    """The text for each process. `wake` lets a stopped one run on, since only then it can write its stacks."""
+    """The text for each process. `wake` lets a stopped one run on, since only then it can write
+    its stacks.
+    """
     sizes = {pid: _size(folder, pid) for pid in pids}
     asked = [pid for pid in pids if _handles_signal(pid) and _send(pid, wake)]
     deadline = time.monotonic() + WAIT_S
@@ -67,7 +71,9 @@ def _kernel_state(pid: int) -> str:
     found = []
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        found += [line.replace("\t", " ") for line in lines if line.startswith(("State:", "Threads:"))]
+        found += [
+            line.replace("\t", " ") for line in lines if line.startswith(("State:", "Threads:"))
+        ]
     for name in _KERNEL:
         with contextlib.suppress(OSError):
             if text := Path(f"/proc/{pid}/{name}").read_text().strip():

@@ -1,7 +1,8 @@
 """GPU targets as data: targets/*.toml, and which of them this machine is.
 
-A target names the compute capabilities it covers, what it builds for, facts about the hardware that must never be
-inferred from an architecture number, default settings with their reasons, and drivers known to be bad.
+A target names the compute capabilities it covers, what it builds for, facts about the hardware that
+must never be inferred from an architecture number, default settings with their reasons, and drivers
+known to be bad.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TARGET_NAMES = ("gb10", "sm120", "b200", "hopper", "cpu")
 
 @dataclass(frozen=True)
 class Features:
-    """What the hardware can do. `smem_bytes` is shared memory a thread block may use; 0 on the CPU."""
+    """What the hardware can do. `smem_bytes` is shared memory a thread block may use; 0 on the
+    CPU.
+    """
 
     has_fp4_mma: bool
     has_fp4_cvt: bool
@@ -53,7 +56,9 @@ class Default:
 
 @dataclass(frozen=True)
 class KnownBad:
-    """A version (prefix) known to fail on a target: of the driver, the Linux kernel, or an installed package."""
+    """A version (prefix) known to fail on a target: of the driver, the Linux kernel, or an
+    installed package.
+    """
 
     version: str
     severity: Literal["error", "warning"]
@@ -64,10 +69,11 @@ class KnownBad:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of one device that a plan leaves alone or takes beside weights and KV cache, and why that many.
+    """Bytes of one device that a plan leaves alone or takes beside weights and KV cache, and why
+    that many.
 
-    `engine_bytes` are vLLM's processes and the CUDA context, `graphs_bytes` the captured CUDA graphs, `workspace_bytes`
-    activations and what the kernels allocate.
+    `engine_bytes` are vLLM's processes and the CUDA context, `graphs_bytes` the captured CUDA
+    graphs, `workspace_bytes` activations and what the kernels allocate.
     """
 
     kind: Literal["unified", "discrete", "host"]
@@ -108,23 +114,33 @@ class Target:
 
 @cache
 def load_target(name: str) -> Target:
-    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES, and without the file."""
+    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES, and
+    without the file.
+    """
     if name not in TARGET_NAMES:
         what = f"there is no target {name!r}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one of " + ", ".join(TARGET_NAMES), "correct NIBBLE_TARGET or --target"
+            ExitCode.CONFIG,
+            what,
+            "one of " + ", ".join(TARGET_NAMES),
+            "correct NIBBLE_TARGET or --target",
         )
     try:
         return parse_target(root() / "targets" / f"{name}.toml")
     except OSError as error:
         what = f"{root()}/targets/{name}.toml cannot be read ({error.strerror})"
         raise NibbleError(
-            ExitCode.CONFIG, what, "nibble's own files", "unset NIBBLE_ROOT, or install nibble again"
+            ExitCode.CONFIG,
+            what,
+            "nibble's own files",
+            "unset NIBBLE_ROOT, or install nibble again",
         ) from None
 
 
 def parse_target(path: Path) -> Target:
-    """A target file as a value; a KeyError or TypeError here is a broken installation, not user input."""
+    """A target file as a value; a KeyError or TypeError here is a broken installation, not user
+    input.
+    """
     data = tomllib.loads(path.read_text())
     capabilities = tuple(_capability(text) for text in data["capabilities"])
     return Target(

@@ -1,7 +1,8 @@
-"""Memory and speed arithmetic of a plan: what is needed, what there is, and the decode bound by bandwidth.
+"""Memory and speed arithmetic of a plan: what is needed, what there is, and the decode bound by
+bandwidth.
 
-Pure; every figure is bytes of one GPU (or of the host on a CPU) unless its name says otherwise. What a checkpoint
-that is not here would decide stays None and is printed as "unknown until pull".
+Pure; every figure is bytes of one GPU (or of the host on a CPU) unless its name says otherwise.
+What a checkpoint that is not here would decide stays None and is printed as "unknown until pull".
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.targets import Target
 
 GIB = 1 << 30
-# A reserve for a large machine must not take a small one's memory; NIBBLE_MEMORY_RESERVE_GIB is taken as it is.
+# A reserve for a large machine must not take a small one's memory; NIBBLE_MEMORY_RESERVE_GIB is
+# taken as it is.
 LARGEST_SHARE_RESERVED = 1 / 8
 # Beside a discrete GPU: checkpoints are staged in host memory, some of it pinned.
 HOST_RESERVE_BYTES = 2 * GIB
@@ -25,9 +27,10 @@ HOST_RESERVE_BYTES = 2 * GIB
 class Budget:
     """One device's memory, as `nibble plan` prints it.
 
-    `allowed_bytes` is what the engine may take: what is available less the reserve, and no more than the cap
-    (`cap` of the whole memory, GPU_MEMORY_UTIL or a recipe's). `room_bytes` is what is left of it for the KV cache after
-    weights, engine, graphs and workspace. `kv_cache_bytes` is a size that was asked for.
+    `allowed_bytes` is what the engine may take: what is available less the reserve, and no more
+    than the cap (`cap` of the whole memory, GPU_MEMORY_UTIL or a recipe's). `room_bytes` is what is
+    left of it for the KV cache after weights, engine, graphs and workspace. `kv_cache_bytes` is a
+    size that was asked for.
     """
 
     memory_bytes: int | None
@@ -62,7 +65,9 @@ class Budget:
 
     @property
     def least_kv_bytes(self) -> int:
-        """The smallest KV cache that serves: the size that was asked for, else one sequence of full length."""
+        """The smallest KV cache that serves: the size that was asked for, else one sequence of
+        full length.
+        """
         return self.kv_cache_bytes or self.sequence_bytes or 0
 
     @property
@@ -80,10 +85,12 @@ class Budget:
         return max(0, self.least_kv_bytes - self.room_bytes) if self.room_bytes is not None else 0
 
     def free_share(self) -> float | None:
-        """The largest fraction that vLLM's check at start passes with, rounded down; None where nothing is known.
+        """The largest fraction that vLLM's check at start passes with, rounded down; None where
+        nothing is known.
 
-        vllm 0.32 v1/worker/utils.py:761 refuses unless this fraction of the whole memory is free, also when the KV cache
-        is given in bytes; by then the engine's processes have taken their share.
+        vllm 0.32 v1/worker/utils.py:761 refuses unless this fraction of the whole memory is free,
+        also when the KV cache is given in bytes; by then the engine's processes have taken their
+        share.
         """
         if not self.memory_bytes or self.available_bytes is None:
             return None
@@ -91,7 +98,9 @@ class Budget:
         return math.floor(100 * free / self.memory_bytes) / 100
 
     def used_share(self, kv_bytes: int | None) -> float | None:
-        """The fraction that weights, graphs, workspace and a KV cache of `kv_bytes` take, rounded up."""
+        """The fraction that weights, graphs, workspace and a KV cache of `kv_bytes` take,
+        rounded up.
+        """
         if not self.memory_bytes or self.weights_bytes is None or kv_bytes is None:
             return None
         used = self.weights_bytes + self.graphs_bytes + self.workspace_bytes + kv_bytes
@@ -104,7 +113,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class DecodeBound:
-    """Upper bound of decode speed for one sequence: bandwidth / bytes a step reads, no speculative decoding."""
+    """Upper bound of decode speed for one sequence: bandwidth / bytes a step reads, no
+    speculative decoding.
+    """
 
     bytes_per_step: int | None
     bandwidth_bytes_per_s: float | None
@@ -119,7 +130,9 @@ class DecodeBound:
 def memory_bytes(
     target: Target, hardware: Hardware, gpus: int | None = None
 ) -> tuple[int | None, int | None]:
-    """(total, available now) bytes of the memory weights live in: of the fullest of the first `gpus` GPUs (None: of all)."""
+    """(total, available now) bytes of the memory weights live in: of the fullest of the first
+    `gpus` GPUs (None: of all).
+    """
     if is_shared(target) or not hardware.gpus:
         return hardware.memory_total_bytes, hardware.memory_available_bytes
     fullest = min(hardware.gpus[:gpus], key=lambda gpu: _free_bytes(gpu) or 0)
@@ -131,16 +144,22 @@ def _free_bytes(gpu: Gpu) -> int | None:
 
 
 def is_shared(target: Target) -> bool:
-    """Whether the engine takes its memory from the host, so that too much of it harms the machine."""
+    """Whether the engine takes its memory from the host, so that too much of it harms the
+    machine.
+    """
     return target.memory.kind in ("unified", "host")
 
 
-def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int, replicas: int = 1) -> int | None:
-    """Bytes of weights on each of `gpus` GPUs; an even split, replicated norms and routers are below 1 %.
+def weights_bytes_per_gpu(
+    checkpoint: Checkpoint | None, gpus: int, replicas: int = 1
+) -> int | None:
+    """Bytes of weights on each of `gpus` GPUs; an even split, replicated norms and routers are
+    below 1 %.
 
-    Data parallel `replicas` hold everything again but the experts, which are divided over all of them, with expert
-    parallelism and without (vllm 0.32 fused_moe/config.py flatten_tp_across_dp_and_pcp). float32 files are loaded in 16
-    bits, so two bytes a parameter bound what a file's size overstates.
+    Data parallel `replicas` hold everything again but the experts, which are divided over all of
+    them, with expert parallelism and without (vllm 0.32 fused_moe/config.py
+    flatten_tp_across_dp_and_pcp). float32 files are loaded in 16 bits, so two bytes a parameter
+    bound what a file's size overstates.
     """
     if checkpoint is None or checkpoint.weights is None:
         return None
@@ -156,7 +175,9 @@ def weights_bytes_per_gpu(checkpoint: Checkpoint | None, gpus: int, replicas: in
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What decides the memory of a sequence beside the model; names and units of `sequence_memory_bytes`."""
+    """What decides the memory of a sequence beside the model; names and units of
+    `sequence_memory_bytes`.
+    """
 
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
@@ -166,8 +187,12 @@ class CacheShape:
     in_flight_tokens: int = 1
 
 
-def sequence_bytes(checkpoint: Checkpoint | None, tokens: int | None, shape: CacheShape) -> int | None:
-    """Bytes of KV cache and state one sequence of `tokens` takes, or None where the architecture is not known."""
+def sequence_bytes(
+    checkpoint: Checkpoint | None, tokens: int | None, shape: CacheShape
+) -> int | None:
+    """Bytes of KV cache and state one sequence of `tokens` takes, or None where the architecture
+    is not known.
+    """
     if checkpoint is None or tokens is None:
         return None
     return sequence_memory_bytes(checkpoint, tokens, **asdict(shape))
@@ -185,7 +210,9 @@ def reserve(target: Target, hardware: Hardware, asked_bytes: int | None) -> tupl
 
 
 def host_reserve_bytes(target: Target, host_total_bytes: int, asked_bytes: int | None) -> int:
-    """What the watchdog keeps free of the host's memory; beside a discrete GPU that is not the budget's memory."""
+    """What the watchdog keeps free of the host's memory; beside a discrete GPU that is not the
+    budget's memory.
+    """
     if asked_bytes is not None:
         return asked_bytes
     default = target.memory.reserve_bytes if is_shared(target) else HOST_RESERVE_BYTES
@@ -208,10 +235,11 @@ def make_budget(
     has_graphs: bool,
     kv_cache_bytes: int | None,
 ) -> Budget:
-    """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None where nobody asks.
+    """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None
+    where nobody asks.
 
-    On a CPU all of this machine's ranks, those of `replicas` (data parallelism) too, share one memory, so what each takes
-    counts that often.
+    On a CPU all of this machine's ranks, those of `replicas` (data parallelism) too, share one
+    memory, so what each takes counts that often.
     """
     total, available = memory_bytes(target, hardware, ranks_here)
     kept, reason = reserve(target, hardware, reserve_bytes)

@@ -19,7 +19,9 @@ NODE_PORTS: Mapping[str, int] = {
     "--max-worker-port": 20999,
 }
 # Those of a Ray node that other nodes connect to; metrics are nobody's business.
-RAY_PORTS = tuple(port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS)
+RAY_PORTS = tuple(
+    port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS
+)
 # Ports that have no flag: the head's monitor and what is left of a dashboard that is off (ray 2.60
 # autoscaler/_private/constants.py, dashboard/consts.py).
 PORT_VARIABLES: Mapping[str, int] = {"AUTOSCALER_METRIC_PORT": 6386, "DASHBOARD_METRIC_PORT": 6387}
@@ -29,8 +31,8 @@ AGENT_PORT = 6388
 MASTER_PORT = 29501
 # The same for the all-reduce before a start, with Ray and without.
 CHECK_PORT = 29502
-# Between data parallel replicas on several machines, unless --data-parallel-rpc-port says otherwise (vllm 0.32
-# config/parallel.py:160).
+# Between data parallel replicas on several machines, unless --data-parallel-rpc-port says otherwise
+# (vllm 0.32 config/parallel.py:160).
 DATA_PARALLEL_PORT = 29550
 # Where torch.distributed, NCCL and vLLM's message queues meet is chosen by the kernel from
 # net.ipv4.ip_local_port_range, which a container can have to itself (docker run --sysctl).
@@ -54,7 +56,11 @@ def firewall_rows() -> list[tuple[str, str, str]]:
         (str(GCS_PORT), "Ray head", "Ray nodes"),
         (node, "every Ray node", "Ray nodes"),
         (workers, "every Ray node", "Ray nodes: worker processes"),
-        (str(NODE_PORTS[METRICS]), "every Ray node", "nobody: metrics, without a token; leave closed"),
+        (
+            str(NODE_PORTS[METRICS]),
+            "every Ray node",
+            "nobody: metrics, without a token; leave closed",
+        ),
         (
             ", ".join(str(port) for port in PORT_VARIABLES.values()),
             "Ray head",

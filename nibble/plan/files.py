@@ -1,4 +1,6 @@
-"""Hub ids of a plan become folders on this disk: vLLM needs no network and fetches no second copy."""
+"""Hub ids of a plan become folders on this disk: vLLM needs no network and fetches no second
+copy.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,19 @@ OFFLINE = Choice("1", "nibble's default", "everything this plan needs was fetche
 
 
 def localize(plan: Plan, folder: Path | None, fetch: Fetch) -> Plan:
-    """`plan` with `folder` (None: the model is local already) as its model, draft and tokenizer fetched too.
+    """`plan` with `folder` (None: the model is local already) as its model, draft and tokenizer
+    fetched too.
 
     vLLM is told to stay offline when anything came from the Hub and nothing else may have to.
     """
     args, on_hub = dict(plan.args), beside_the_model(plan.args)
     if (name := on_hub.get("--speculative-config")) is not None:
         draft = args["--speculative-config"]
-        path = folder if folder and name == plan.settings.model else fetch(name, draft.value.get("revision"))
+        path = (
+            folder
+            if folder and name == plan.settings.model
+            else fetch(name, draft.value.get("revision"))
+        )
         args["--speculative-config"] = replace(draft, value={**draft.value, "model": str(path)})
     if (name := on_hub.get("--tokenizer")) is not None:
         args["--tokenizer"] = replace(args["--tokenizer"], value=str(fetch(name, None)))
@@ -49,7 +56,9 @@ def beside_the_model(args: Mapping[str, Choice]) -> dict[str, str]:
     values: dict[str, Any] = {name: choice.value for name, choice in args.items()}
     config = values.get("--speculative-config")
     names = {
-        "--speculative-config": str(config.get("model") or "") if isinstance(config, Mapping) else "",
+        "--speculative-config": (
+            str(config.get("model") or "") if isinstance(config, Mapping) else ""
+        ),
         "--tokenizer": str(values.get("--tokenizer") or ""),
     }
     return {flag: name for flag, name in names.items() if _is_on_hub(name)}

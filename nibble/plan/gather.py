@@ -53,8 +53,12 @@ class Asked:
         return self.settings.cache_dir or cache_dir(self.accepted.environ)
 
 
-def read_wishes(words: Sequence[str], environ: Mapping[str, str], own_switches: Sequence[str] = ()) -> Asked:
-    """Command line, environment and user TOML as settings. Raises NibbleError for what cannot be read."""
+def read_wishes(
+    words: Sequence[str], environ: Mapping[str, str], own_switches: Sequence[str] = ()
+) -> Asked:
+    """Command line, environment and user TOML as settings. Raises NibbleError for what cannot be
+    read.
+    """
     schema = load_schema()
     accepted = accept(environ, schema.envs, in_image="NIBBLE_IMAGE" in environ)
     command = read_command_line(words, own_switches, schema)
@@ -72,7 +76,9 @@ def local_model(model: str) -> Path | None:
 
 
 def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Plan:
-    """The plan for what was asked; without a `find_checkpoint` of the caller's, from what can be read of the model."""
+    """The plan for what was asked; without a `find_checkpoint` of the caller's, from what can be
+    read of the model.
+    """
     settings = asked.settings
     if settings.model is None:
         what = "no model is given"
@@ -95,8 +101,13 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
     check_flags(asked.accepted.flags, "the environment", schema)
     check_flags(file_flags(asked.loaded), str(settings.config), schema)
     check_file_environment(asked.loaded.file_env, str(settings.config), schema.envs)
-    extra = read_flags(split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema)
-    for flags, source in ((extra, "VLLM_EXTRA_ARGS"), (file_flags(asked.loaded), str(settings.config))):
+    extra = read_flags(
+        split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema
+    )
+    for flags, source in (
+        (extra, "VLLM_EXTRA_ARGS"),
+        (file_flags(asked.loaded), str(settings.config)),
+    ):
         _check_limits(flags, source)
     for_vllm = {**asked.loaded.file_env, **asked.accepted.environ}
     parts = Ingredients(
@@ -132,15 +143,21 @@ def _check_limits(flags: Mapping[str, Any], source: str) -> None:
 
 
 def hub_environ(asked: Asked) -> dict[str, str]:
-    """The environment for the Hub, with HF_TOKEN and the patience of downloads from wherever they were given."""
+    """The environment for the Hub, with HF_TOKEN and the patience of downloads from wherever
+    they were given.
+    """
     token = asked.settings.hf_token
-    kept = {name: value for name, value in asked.accepted.environ.items() if name != "HF_TOKEN_FILE"}
+    kept = {
+        name: value for name, value in asked.accepted.environ.items() if name != "HF_TOKEN_FILE"
+    }
     kept[STALL_VARIABLE] = str(asked.settings.download_stall_seconds)
     return kept | ({"HF_TOKEN": token.get_secret_value()} if token else {})
 
 
 def _checkpoint_if_here(asked: Asked) -> FindCheckpoint:
-    """Finds a checkpoint in the local Hugging Face cache, or its head on the Hub; otherwise says why it is unknown."""
+    """Finds a checkpoint in the local Hugging Face cache, or its head on the Hub; otherwise says
+    why it is unknown.
+    """
 
     def find(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
         try:
@@ -175,7 +192,9 @@ def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Tar
 
 
 def _why_no_gpu(here: Hardware, selection: str) -> str:
-    """Raises NO_HARDWARE where `selection`, of CUDA_VISIBLE_DEVICES, names GPUs and none of those that are here."""
+    """Raises NO_HARDWARE where `selection`, of CUDA_VISIBLE_DEVICES, names GPUs and none of
+    those that are here.
+    """
     if here.nvml_error:
         return f"the GPU driver does not answer: {here.nvml_error}"
     if not here.hidden_gpus:
@@ -191,7 +210,9 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
     first = here.gpus[0]
     major, minor = first.capability
     if image == "cpu":
-        return load_target("cpu"), Choice("cpu", "image", f"the cpu image does not use the {first.name}")
+        return load_target("cpu"), Choice(
+            "cpu", "image", f"the cpu image does not use the {first.name}"
+        )
     if mixed := [gpu for gpu in here.gpus if gpu.capability != first.capability]:
         what = f"{first.name} and {mixed[0].name} differ in compute capability"
         raise NibbleError(
@@ -210,8 +231,12 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
     # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
     if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
         what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"
-        raise NibbleError(ExitCode.NO_HARDWARE, what, f"the {target.name} image", f"run nibble:{target.name}")
-    return target, Choice(target.name, "this machine", f"{first.name}, compute capability {major}.{minor}")
+        raise NibbleError(
+            ExitCode.NO_HARDWARE, what, f"the {target.name} image", f"run nibble:{target.name}"
+        )
+    return target, Choice(
+        target.name, "this machine", f"{first.name}, compute capability {major}.{minor}"
+    )
 
 
 def _recipe_and_hardware(
@@ -221,11 +246,16 @@ def _recipe_and_hardware(
     found = None
     if settings.recipe == "auto" and folder is None and settings.model:
         found = load_recipe(settings.model, root())
-    is_here = target.device == "cpu" or any(gpu.capability in target.capabilities for gpu in here.gpus)
+    is_here = target.device == "cpu" or any(
+        gpu.capability in target.capabilities for gpu in here.gpus
+    )
     if is_here and target.device == "cuda":
         gpus = here.gpus[: settings.num_gpus] if settings.num_gpus else here.gpus
         hardware = replace(here, gpus=gpus)
-        return found and resolve(found, target.name, len(gpus), [gpu.name for gpu in gpus]), hardware
+        return (
+            found and resolve(found, target.name, len(gpus), [gpu.name for gpu in gpus]),
+            hardware,
+        )
     if is_here:
         return found and resolve(found, target.name, 0), assume(target, 0, here)
     asked_count = settings.num_gpus or settings.tensor_parallel_size

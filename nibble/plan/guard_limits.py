@@ -1,4 +1,6 @@
-"""The plan's part of the request limits: which variables the gate inside vLLM gets, and why. Pure."""
+"""The plan's part of the request limits: which variables the gate inside vLLM gets, and why.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from nibble.settings.sources import Loaded
 
 # Ten photographs of 9 MB, or a minute of video, in base64.
 MEDIA_BODY_BYTES = 128 << 20
-_MEDIA_KEYS = ("vision_config", "vision_encoder", "audio_config", "audio_encoder_config", "encoder_config")
+_MEDIA_KEYS = (
+    "vision_config",
+    "vision_encoder",
+    "audio_config",
+    "audio_encoder_config",
+    "encoder_config",
+)
 
 
 def limits_environment(loaded: Loaded, checkpoint: Checkpoint | None) -> Choices:

@@ -1,5 +1,6 @@
-"""vLLM's flags from all layers, each with its source and reason: command line > VLLM_EXTRA_ARGS > other environment >
-user TOML > known risk (rules/) > recipe > target > nibble's default. JSON-valued flags are joined key by key. Pure.
+"""vLLM's flags from all layers, each with its source and reason: command line > VLLM_EXTRA_ARGS >
+other environment > user TOML > known risk (rules/) > recipe > target > nibble's default.
+JSON-valued flags are joined key by key. Pure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from nibble.settings.sources import Loaded
 
 @dataclass(frozen=True)
 class Choice:
-    """A value, where it came from (`environment PORT`, `recipe …`, `target gb10`) and why it is so."""
+    """A value, where it came from (`environment PORT`, `recipe …`, `target gb10`) and why it is
+    so.
+    """
 
     value: Any
     source: str
@@ -51,7 +54,9 @@ Choices = dict[str, Choice]
 
 @dataclass(frozen=True)
 class Ingredients:
-    """All a plan is made of. `cli_flags` and `extra_flags` are vLLM flags in the form of `vllm_args`."""
+    """All a plan is made of. `cli_flags` and `extra_flags` are vLLM flags in the form of
+    `vllm_args`.
+    """
 
     loaded: Loaded
     accepted: Accepted
@@ -66,18 +71,21 @@ class Ingredients:
     is_demo: bool = False
     tuned_configs: TunedConfigs | None = None
     rules: tuple[Rule, ...] = ()
-    build: str = (
-        ""  # `compiled_id` of what is installed here (build_id.py); empty: a plan for another machine
-    )
+    # `compiled_id` of what is installed here (build_id.py); empty: a plan for another machine
+    build: str = ""
     vllm: str = ""
     can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
     without_cpp_compiler: bool = False  # on the CPU, where torch.compile needs one
     shm_free_bytes: int | None = None  # in /dev/shm; None: not this machine, or there is none
-    without_gpu_kernels: str = ""  # why nibble's cannot run here; empty also where that is not known
+    without_gpu_kernels: str = (
+        ""  # why nibble's cannot run here; empty also where that is not known
+    )
 
     @property
     def environ(self) -> dict[str, str]:
-        """What vLLM finds in its environment, but for the plan's own choices: the settings file's below the user's."""
+        """What vLLM finds in its environment, but for the plan's own choices: the settings
+        file's below the user's.
+        """
         return {**self.loaded.file_env, **self.accepted.environ}
 
 
@@ -103,7 +111,9 @@ def join_layers(parts: Ingredients) -> Choices:
 def _over(low: Choice | None, high: Choice) -> Choice:
     if low is None or not isinstance(low.value, Mapping) or not isinstance(high.value, Mapping):
         return high
-    return Choice(merge(low.value, high.value), f"{low.source} + {high.source}", high.reason or low.reason)
+    return Choice(
+        merge(low.value, high.value), f"{low.source} + {high.source}", high.reason or low.reason
+    )
 
 
 def _plain_layer(flags: Mapping[str, Any], source: str) -> Choices:
@@ -117,7 +127,10 @@ def _nibble_defaults(parts: Ingredients) -> Choices:
         )
     }
     if parts.is_demo and parts.target.device == "cpu":
-        reason = "first answer sooner than compiled, cold or warm (benchmarks/results/start_overhead.json)"
+        reason = (
+            "first answer sooner than compiled, cold or warm"
+            " (benchmarks/results/start_overhead.json)"
+        )
         defaults["--enforce-eager"] = Choice(True, "nibble's default", reason)
     elif parts.without_cpp_compiler:
         defaults["--enforce-eager"] = Choice(
@@ -128,7 +141,10 @@ def _nibble_defaults(parts: Ingredients) -> Choices:
 
 def _target_layer(parts: Ingredients) -> Choices:
     source = f"target {parts.target.name}"
-    return {n: Choice(d.value, source, f"{d.reason} ({d.evidence})") for n, d in parts.target.args.items()}
+    return {
+        n: Choice(d.value, source, f"{d.reason} ({d.evidence})")
+        for n, d in parts.target.args.items()
+    }
 
 
 def _recipe_layer(parts: Ingredients) -> Choices:
@@ -152,7 +168,9 @@ def _legacy_layer(parts: Ingredients) -> Choices:
     origins = parts.accepted.flag_origins
     return {
         name: Choice(
-            value, f"environment {origins[name]}", "translated: vLLM 0.32 no longer reads that variable"
+            value,
+            f"environment {origins[name]}",
+            "translated: vLLM 0.32 no longer reads that variable",
         )
         for name, value in parts.accepted.flags.items()
     }
@@ -177,13 +195,20 @@ def _switches(parts: Ingredients, *layers: str) -> Choices:
             True, str(origins["debug"]), "debugging: no compilation, no CUDA graphs"
         )
     if settings.tq and origins["tq"].layer in layers:
-        found["--kv-cache-dtype"] = Choice(settings.tq, str(origins["tq"]), TURBOQUANT_COST[settings.tq])
+        found["--kv-cache-dtype"] = Choice(
+            settings.tq, str(origins["tq"]), TURBOQUANT_COST[settings.tq]
+        )
     if origins["gemma4_attention"].layer in layers:
         for flag, value in GEMMA4_FLAGS[settings.gemma4_attention].items():
             found[flag] = Choice(value, str(origins["gemma4_attention"]), GEMMA4_REASON)
-    ours = {name: getattr(settings, name) for name in NVFP4_OPTIONS if origins[name].layer in layers}
-    # vLLM's kernel is the plugin's own default, and `auto` is not for it to know (linear_kernel.py).
-    if ours := {name: value for name, value in ours.items() if value not in (default_of(name), "vllm")}:
+    ours = {
+        name: getattr(settings, name) for name in NVFP4_OPTIONS if origins[name].layer in layers
+    }
+    # vLLM's kernel is the plugin's own default, and `auto` is not for it to know
+    # (linear_kernel.py).
+    if ours := {
+        name: value for name, value in ours.items() if value not in (default_of(name), "vllm")
+    }:
         source = " and ".join(str(origins[name]) for name in ours)
         found[NVFP4_FLAG] = Choice({"nibble": ours}, source, NVFP4_REASON)
     return found

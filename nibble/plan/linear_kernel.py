@@ -1,4 +1,5 @@
-"""--linear-kernel: whose kernel multiplies NVFP4 weights with BF16 activations, where `auto` leaves that to nibble. Pure.
+"""--linear-kernel: whose kernel multiplies NVFP4 weights with BF16 activations, where `auto` leaves
+that to nibble. Pure.
 
 The vLLM plugin is told `nibble` or nothing, which is vLLM's choice (nvfp4_options.py).
 """
@@ -17,18 +18,24 @@ from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_
 from nibble.plan.startup import SPECULATIVE
 from nibble.recipes.rules import in_effect
 
-# Rows: up to the first nibble's kernel was the faster one in every product that was measured, with the second slower on average.
+# Rows: up to the first nibble's kernel was the faster one in every product that was measured, with
+# the second slower on average.
 MOST_ROWS, TOO_MANY_ROWS = 16, 24
 CROSSOVER = (
-    f"on an H200 nibble's kernel is faster than vLLM's choice up to {MOST_ROWS} rows and slower with {TOO_MANY_ROWS} "
-    "(benchmarks/results/nvfp4_linear_h200.json)"
+    f"on an H200 nibble's kernel is faster than vLLM's choice up to {MOST_ROWS} rows and slower"
+    f" with {TOO_MANY_ROWS} (benchmarks/results/nvfp4_linear_h200.json)"
 )
-TARGETS = ("hopper",)  # where it has run; without a product of FP4 there, W4A4 is served weight-only, too
-ROW_MULTIPLE = 8  # of a weight's rows on each GPU, kernels/src/nibble_kernels/nvfp4_linear/weight.py
+# Where it has run; without a product of FP4 there, W4A4 is served weight-only, too
+TARGETS = ("hopper",)
+ROW_MULTIPLE = (
+    8  # of a weight's rows on each GPU, kernels/src/nibble_kernels/nvfp4_linear/weight.py
+)
 
 
 def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choice | None:
-    """`vllm` or `nibble`, and why; None on the CPU and for a checkpoint that is not NVFP4. `args` are all that matter to it."""
+    """`vllm` or `nibble`, and why; None on the CPU and for a checkpoint that is not NVFP4.
+    `args` are all that matter to it.
+    """
     checkpoint = parts.checkpoint
     if parts.target.device != "cuda" or not _may_be_nvfp4(checkpoint):
         return None
@@ -36,7 +43,9 @@ def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choi
     if "linear_kernel" in asked(values):
         return Choice(asked(values)["linear_kernel"], args[FLAG].source, "asked for")
     if _has_only_nibbles(parts) and in_effect("--linear-backend", values) == "auto":
-        return Choice("nibble", INVARIANT, "vLLM has no kernel for weights alone that adds in one order")
+        return Choice(
+            "nibble", INVARIANT, "vLLM has no kernel for weights alone that adds in one order"
+        )
     wish, source = parts.loaded.settings.linear_kernel, str(parts.loaded.origins["linear_kernel"])
     if wish != "auto":
         return Choice(wish, source, "asked for")
@@ -44,11 +53,15 @@ def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choi
         return Choice("vllm", source, obstacle)
     if is_batch_invariant(parts.environ):
         return Choice(
-            "nibble", INVARIANT, "for W4A4 vLLM has only its slow emulation here that adds in one order"
+            "nibble",
+            INVARIANT,
+            "for W4A4 vLLM has only its slow emulation here that adds in one order",
         )
     rows = rows_of_a_step(checkpoint, values)
     if rows is None:
-        return Choice("vllm", source, f"how many rows a decode step has is left to vLLM; {CROSSOVER}")
+        return Choice(
+            "vllm", source, f"how many rows a decode step has is left to vLLM; {CROSSOVER}"
+        )
     kernel = "nibble" if rows <= MOST_ROWS else "vllm"
     return Choice(kernel, source, f"a decode step has up to {rows} rows; {CROSSOVER}")
 
@@ -60,7 +73,9 @@ def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
 
 
 def _has_only_nibbles(parts: Ingredients) -> bool:
-    """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may not depend on the batch."""
+    """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may
+    not depend on the batch.
+    """
     if not is_batch_invariant(parts.environ) or parts.checkpoint is None:
         return False
     return kernels_in_one_order(parts.checkpoint, parts.target) == {"nibble"}
@@ -79,8 +94,8 @@ def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Ch
 
 
 def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> int | None:
-    """The most rows of a decode step: a token and its drafts of each sequence. None where vLLM decides, and for diffusion models,
-    whose steps are whole canvases.
+    """The most rows of a decode step: a token and its drafts of each sequence. None where vLLM
+    decides, and for diffusion models, whose steps are whole canvases.
     """
     sequences, drafts = args.get("--max-num-seqs"), _drafts(args)
     is_diffusion = checkpoint is not None and checkpoint.config.get("canvas_length") is not None

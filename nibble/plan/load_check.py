@@ -1,8 +1,9 @@
-"""`--model-loader-extra-config`: vLLM looks for weights that no tensor filled, where a checkpoint seems to lack some. Pure.
+"""`--model-loader-extra-config`: vLLM looks for weights that no tensor filled, where a checkpoint
+seems to lack some. Pure.
 
-vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be in memory
-(model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of fused weights too (whole_load.py); this
-flag is for a vLLM without it, which compares names alone.
+vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be
+in memory (model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of
+fused weights too (whole_load.py); this flag is for a vLLM without it, which compares names alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from nibble.plan.layers import Choice, Choices
 
 FLAG, KEY = "--model-loader-extra-config", "enable_weights_track"
 # Those of vLLM's default loader; the others refuse the key (vllm 0.32 model_loader/__init__.py:50).
-_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt", "safetensors")
+_FORMATS = (
+    "auto",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "safetensors",
+)
 
 
 def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
@@ -33,7 +43,9 @@ def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     return {FLAG: Choice(merge({KEY: True}, given.value if given else {}), source, reason)}
 
 
-def load_check_notices(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> tuple[str, ...]:
+def load_check_notices(
+    checkpoint: Checkpoint | None, args: Mapping[str, Choice]
+) -> tuple[str, ...]:
     """What seems to be missing, and whether vLLM will look."""
     if checkpoint is None or not checkpoint.missing:
         return ()

@@ -1,8 +1,9 @@
 """Which memory flags vLLM gets, from one budget, and what to turn down where it does not fit. Pure.
 
-Where the engine's memory is the host's, the KV cache is given in bytes and vLLM's own check at start
-(`gpu_memory_utilization` of the whole memory must be free) gets a fraction that passes. On a discrete GPU vLLM measures
-the KV cache itself and only the fraction is lowered. A fraction that a user or a recipe gives is a cap.
+Where the engine's memory is the host's, the KV cache is given in bytes and vLLM's own check at
+start (`gpu_memory_utilization` of the whole memory must be free) gets a fraction that passes. On a
+discrete GPU vLLM measures the KV cache itself and only the fraction is lowered. A fraction that a
+user or a recipe gives is a cap.
 """
 
 from __future__ import annotations
@@ -30,18 +31,26 @@ EIGHT_BIT_OR_LESS = ("fp8", "int8", "int4", "nvfp4", "turboquant")
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to turn down: what to set, and the bytes of one device it frees (None: it depends)."""
+    """One thing to turn down: what to set, and the bytes of one device it frees (None: it
+    depends).
+    """
 
     what: str
     frees_bytes: int | None
 
     def __str__(self) -> str:
-        return self.what if self.frees_bytes is None else f"{self.what} ({show_gib(self.frees_bytes)} less)"
+        return (
+            self.what
+            if self.frees_bytes is None
+            else f"{self.what} ({show_gib(self.frees_bytes)} less)"
+        )
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The budget, the flags it decides, and the steps that need less memory, in the order to try them."""
+    """The budget, the flags it decides, and the steps that need less memory, in the order to try
+    them.
+    """
 
     budget: Budget
     flags: Choices
@@ -92,7 +101,9 @@ def _is_eager(args: Mapping[str, Choice]) -> bool:
 
 
 def _cpu_space(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
-    """VLLM_CPU_KVCACHE_SPACE, which wins inside vLLM over the flag (vllm 0.32 platforms/cpu.py:327): whole GiB."""
+    """VLLM_CPU_KVCACHE_SPACE, which wins inside vLLM over the flag (vllm 0.32
+    platforms/cpu.py:327): whole GiB.
+    """
     space = parts.accepted.environ.get("VLLM_CPU_KVCACHE_SPACE", "").strip()
     if parts.target.device != "cpu" or not space.isdigit() or int(space) == 0:
         return {}
@@ -109,7 +120,9 @@ def _kv_cache(parts: Ingredients, given: Choice | None, budget: Budget, ranks: i
 
 
 def _cpu_kv_cache(budget: Budget, ranks: int) -> Choice:
-    """On a CPU vLLM wants 92 % of all memory free unless told how many bytes (vllm 0.32 cpu_worker.py:80)."""
+    """On a CPU vLLM wants 92 % of all memory free unless told how many bytes (vllm 0.32
+    cpu_worker.py:80).
+    """
     each, sequences = budget.sequence_bytes, budget.sequences or 1
     room = CPU_KV_CACHE_LIMIT_BYTES if budget.room_bytes is None else budget.room_bytes
     limit = max(MIB, min(CPU_KV_CACHE_LIMIT_BYTES, room))
@@ -125,7 +138,9 @@ def _cpu_kv_cache(budget: Budget, ranks: int) -> Choice:
 
 
 def _unified_kv_cache(budget: Budget) -> Choices:
-    """All sequences at full length, or what there is room for; nothing while the weights are unknown."""
+    """All sequences at full length, or what there is room for; nothing while the weights are
+    unknown.
+    """
     if budget.room_bytes is None:
         return {}
     each, full = budget.sequence_bytes, budget.full_kv_bytes
@@ -135,7 +150,10 @@ def _unified_kv_cache(budget: Budget) -> Choices:
         return {KV: Choice(_round_down(room, MIB), SOURCE, reason)}
     least = int(each * (1 + ONE_SEQUENCE_MARGIN))
     if full <= room:
-        reason = f"{budget.sequences} sequences of {budget.sequence_tokens} tokens, {show_gib(each)} each"
+        reason = (
+            f"{budget.sequences} sequences of {budget.sequence_tokens} tokens, {show_gib(each)}"
+            " each"
+        )
         return {KV: Choice(_round_up(min(max(full, least), room), MIB), SOURCE, reason)}
     reason = (
         f"the {show_gib(room)} left beside weights, engine and reserve hold "
@@ -147,8 +165,9 @@ def _unified_kv_cache(budget: Budget) -> Choices:
 def _utilization(
     parts: Ingredients, args: Mapping[str, Choice], budget: Budget, kv_bytes: int | None
 ) -> Choices:
-    """The fraction of the whole memory that vLLM wants free at its start, no more than is there and, with the KV cache in
-    bytes, than it will use. On a CPU it wants none once the bytes are given.
+    """The fraction of the whole memory that vLLM wants free at its start, no more than is there
+    and, with the KV cache in bytes, than it will use. On a CPU it wants none once the bytes are
+    given.
     """
     share = budget.free_share()
     if parts.target.memory.kind == "host" or share is None or share <= 0:
@@ -161,14 +180,17 @@ def _utilization(
         and (used := budget.used_share(kv_bytes)) is not None
         and used < min(share, cap)
     ):
-        reason = f"{first}vLLM starts only with this fraction free: what it will use of {show_gib(budget.memory_bytes)}"
+        reason = (
+            f"{first}vLLM starts only with this fraction free: what it will use of"
+            f" {show_gib(budget.memory_bytes)}"
+        )
         return {UTILIZATION: Choice(used, SOURCE, reason)}
     if share >= cap:
         return {}
     reason = (
-        f"{first}vLLM starts only with this fraction free: {show_gib(budget.available_bytes)} of "
-        f"{show_gib(budget.memory_bytes)} are available, less reserve {show_gib(budget.reserve_bytes)} and engine "
-        f"{show_gib(budget.engine_bytes)}"
+        f"{first}vLLM starts only with this fraction free: {show_gib(budget.available_bytes)} of"
+        f" {show_gib(budget.memory_bytes)} are available, less reserve"
+        f" {show_gib(budget.reserve_bytes)} and engine {show_gib(budget.engine_bytes)}"
     )
     return {UTILIZATION: Choice(share, SOURCE, reason)}
 
@@ -183,10 +205,11 @@ def ladder(
     dtype: str,
     gpus: int,
 ) -> tuple[Step, ...]:
-    """Steps that need less memory, the cheapest for the user first; `each` gives a sequence's bytes for tokens and dtype.
+    """Steps that need less memory, the cheapest for the user first; `each` gives a sequence's bytes
+    for tokens and dtype.
 
-    Bytes are what the step alone frees: of all sequences at full length, as `nibble plan` adds them up, or of the one
-    that a refusal is about.
+    Bytes are what the step alone frees: of all sequences at full length, as `nibble plan` adds them
+    up, or of the one that a refusal is about.
     """
     count = 1 if budget.missing_bytes else budget.sequences or 1
     steps: list[Step] = []
@@ -202,13 +225,19 @@ def ladder(
             steps.append(Step("--kv-cache-dtype fp8", saved))
     if budget.graphs_bytes:
         steps.append(Step("--enforce-eager", budget.graphs_bytes))
-    if parts.target.device == "cuda" and len(parts.hardware.gpus) >= 2 * gpus and budget.weights_bytes:
+    if (
+        parts.target.device == "cuda"
+        and len(parts.hardware.gpus) >= 2 * gpus
+        and budget.weights_bytes
+    ):
         steps.append(Step(f"TENSOR_PARALLEL_SIZE={2 * gpus}", budget.weights_bytes // 2))
     if budget.is_capped:
         steps.insert(0, Step(f"a GPU_MEMORY_UTIL above {budget.cap}", None))
     if parts.loaded.settings.memory_reserve_gib:
         steps.append(Step("a smaller NIBBLE_MEMORY_RESERVE_GIB", None))
-    others = "a higher limit of that cgroup" if "cgroup" in budget.limited_by else "stop other programs"
+    others = (
+        "a higher limit of that cgroup" if "cgroup" in budget.limited_by else "stop other programs"
+    )
     worth = budget.missing_bytes // 16  # what frees next to nothing of what lacks is no advice
     steps = [step for step in steps if step.frees_bytes is None or step.frees_bytes >= worth]
     return (*steps, Step(others, None), Step("a smaller model", None))
@@ -220,7 +249,9 @@ def _is_small_cache(parts: Ingredients, dtype: str) -> bool:
 
 
 def _shorter_context(budget: Budget, count: int, each: Callable[[int], int | None]) -> list[Step]:
-    """The longest context, in whole 1024 tokens, of which one sequence fits; half of what is asked where all fit."""
+    """The longest context, in whole 1024 tokens, of which one sequence fits; half of what is
+    asked where all fit.
+    """
     tokens, now = budget.sequence_tokens or 0, budget.sequence_bytes or 0
     if tokens < 2 * SHORTEST_CONTEXT or budget.room_bytes is None:
         return []
@@ -228,7 +259,9 @@ def _shorter_context(budget: Budget, count: int, each: Callable[[int], int | Non
     low, high = 1, max(1, units // 2)
     while low < high:
         middle = (low + high + 1) // 2
-        fits = (each(middle * SHORTEST_CONTEXT) or 0) * (1 + ONE_SEQUENCE_MARGIN) <= budget.room_bytes
+        fits = (each(middle * SHORTEST_CONTEXT) or 0) * (
+            1 + ONE_SEQUENCE_MARGIN
+        ) <= budget.room_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     saved = count * (now - (each(low * SHORTEST_CONTEXT) or 0))
     return [Step(f"MAX_MODEL_LEN={low * SHORTEST_CONTEXT}", saved)] if saved > 0 else []
@@ -250,10 +283,16 @@ def arithmetic(budget: Budget, kv_bytes: int) -> str:
         f"reserve {show_gib(budget.reserve_bytes)}",
     ]
     total = (budget.weights_bytes or 0) + kv_bytes + budget.overhead_bytes + budget.reserve_bytes
-    there = f"{show_gib(budget.available_bytes)} available of {show_gib(budget.memory_bytes)} ({budget.limited_by})"
+    there = (
+        f"{show_gib(budget.available_bytes)} available of {show_gib(budget.memory_bytes)}"
+        f" ({budget.limited_by})"
+    )
     text = f"{' + '.join(parts)} = {show_gib(total)} needed; {there}"
     if budget.is_capped:
-        text += f", of which a cap of {budget.cap} leaves {show_gib((budget.allowed_bytes or 0) + budget.reserve_bytes)}"
+        text += (
+            f", of which a cap of {budget.cap} leaves"
+            f" {show_gib((budget.allowed_bytes or 0) + budget.reserve_bytes)}"
+        )
     return text
 
 
@@ -283,17 +322,24 @@ def cache_shape(parts: Ingredients, args: Mapping[str, Choice]) -> CacheShape:
     # vllm 0.32 platforms/cpu.py: blocks of 128 tokens, except for latent attention.
     block = 128 if parts.target.device == "cpu" and not latent else 16
     return CacheShape(
-        kv_cache_dtype=str(args["--kv-cache-dtype"].value) if "--kv-cache-dtype" in args else "auto",
+        kv_cache_dtype=(
+            str(args["--kv-cache-dtype"].value) if "--kv-cache-dtype" in args else "auto"
+        ),
         tensor_parallel_size=_number(args, "--tensor-parallel-size", 1),
         block_size=_number(args, "--block-size", block),
         # Only drafts in the checkpoint itself (MTP) have layers of their own there.
-        speculative_tokens=int(config.get("num_speculative_tokens", 0))
-        if "mtp" in str(config.get("method"))
-        else 0,
-        prefix_caching=args["--enable-prefix-caching"].value is not False
-        if "--enable-prefix-caching" in args
-        else True,
-        # What vLLM schedules beyond a sliding window; its default differs by hardware, and 8192 is the largest on one.
+        speculative_tokens=(
+            int(config.get("num_speculative_tokens", 0))
+            if "mtp" in str(config.get("method"))
+            else 0
+        ),
+        prefix_caching=(
+            args["--enable-prefix-caching"].value is not False
+            if "--enable-prefix-caching" in args
+            else True
+        ),
+        # What vLLM schedules beyond a sliding window; its default differs by hardware, and 8192 is
+        # the largest on one.
         in_flight_tokens=_number(args, "--max-num-batched-tokens", 8192),
     )
 

@@ -1,8 +1,10 @@
-"""VLLM_BATCH_INVARIANT on a GPU: which kernels of NVFP4 layers add in one order whatever the batch, what that rules out. Pure.
+"""VLLM_BATCH_INVARIANT on a GPU: which kernels of NVFP4 layers add in one order whatever the batch,
+what that rules out. Pure.
 
-vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes nibble's (vllm 0.32
-kernels/linear/__init__.py:1145, kernels/src/nibble_kernels/vllm_plugin/kernels.py). Another that is named would end the start
-after the load, when what ran is compared.
+vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes
+nibble's (vllm 0.32 kernels/linear/__init__.py:1145,
+kernels/src/nibble_kernels/vllm_plugin/kernels.py). Another that is named would end the start after
+the load, when what ran is compared.
 """
 
 from __future__ import annotations
@@ -29,38 +31,59 @@ def is_batch_invariant(environ: Mapping[str, str]) -> bool:
 
 
 def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
-    """Raise CONFIG where a kernel is named that does not add in one order, and where the one that does is not here."""
+    """Raise CONFIG where a kernel is named that does not add in one order, and where the one
+    that does is not here.
+    """
     checkpoint = parts.checkpoint
     if checkpoint is None or parts.target.device != "cuda" or not is_batch_invariant(parts.environ):
         return
     if asked(args).get("moe_kernel") == "nibble":
-        what = f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, and its sums depend on how many tokens there are"
+        what = (
+            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, and its sums depend on how many"
+            " tokens there are"
+        )
         action = f"unset NIBBLE_MOE_KERNEL or drop --moe-kernel, or unset {INVARIANT}"
         raise NibbleError(ExitCode.CONFIG, what, "vLLM's experts", action)
-    kernels = kernels_in_one_order(checkpoint, parts.target) if _may_have_layers(checkpoint) else set()
+    kernels = (
+        kernels_in_one_order(checkpoint, parts.target) if _may_have_layers(checkpoint) else set()
+    )
     if "nibble" in kernels and parts.without_gpu_kernels:
-        what = f"{INVARIANT} needs nibble's kernel for the NVFP4 weights of {checkpoint.id}: {parts.without_gpu_kernels}"
+        what = (
+            f"{INVARIANT} needs nibble's kernel for the NVFP4 weights of {checkpoint.id}:"
+            f" {parts.without_gpu_kernels}"
+        )
         raise NibbleError(
-            ExitCode.CONFIG, what, "nibble-kernels with its CUDA kernels", f"install it, or unset {INVARIANT}"
+            ExitCode.CONFIG,
+            what,
+            "nibble-kernels with its CUDA kernels",
+            f"install it, or unset {INVARIANT}",
         )
     backend = in_effect("--linear-backend", args)
     if kernels and backend != "auto" and kernels != {backend}:
         takes = " and ".join(NAMES[name] for name in sorted(kernels))
-        what = f"--linear-backend {backend} is set with {INVARIANT}, which takes {takes} for the NVFP4 layers of {checkpoint.id}"
+        what = (
+            f"--linear-backend {backend} is set with {INVARIANT}, which takes {takes} for the NVFP4"
+            f" layers of {checkpoint.id}"
+        )
         action = (
-            f"drop --linear-backend, or write `--linear-backend auto` over a recipe's, or unset {INVARIANT}"
+            "drop --linear-backend, or write `--linear-backend auto` over a recipe's, or unset"
+            f" {INVARIANT}"
         )
         raise NibbleError(ExitCode.CONFIG, what, "no --linear-backend", action)
 
 
 def kernels_in_one_order(checkpoint: Checkpoint, target: Target) -> set[str]:
-    """What vLLM and the plugin take for a checkpoint's linear layers, as --linear-backend calls it; `nibble` it does not know."""
+    """What vLLM and the plugin take for a checkpoint's linear layers, as --linear-backend calls
+    it; `nibble` it does not know.
+    """
     scheme, has_product = checkpoint.scheme, target.features.has_fp4_mma
     if scheme.vllm_quantization == "quartet2":
         return {"cutlass" if has_product and "fp4" in scheme.activations else "nibble"}
     if not scheme.is_nvfp4:
         return set()
-    four_bits = {"cutlass" if has_product else "emulation"} if "fp4" in scheme.activations else set()
+    four_bits = (
+        {"cutlass" if has_product else "emulation"} if "fp4" in scheme.activations else set()
+    )
     return four_bits | ({"nibble"} if "bf16" in scheme.activations else set())
 
 

@@ -1,6 +1,7 @@
 """The plan: every value nibble will use, where it came from and why. Pure.
 
-(settings, hardware, checkpoint, recipe, target) -> Plan. Nothing here reads a file, opens a socket or imports vllm.
+(settings, hardware, checkpoint, recipe, target) -> Plan. Nothing here reads a file, opens a socket
+or imports vllm.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ from nibble.settings.options import Settings, options
 GIB = 1 << 30
 
 # model_hosting_container_standards, a dependency of vLLM, puts code these name outside the gate.
-WRAPPING_PREFIXES = ("CUSTOM_FASTAPI_", "CUSTOM_PRE_PROCESS", "CUSTOM_POST_PROCESS", "CUSTOM_SCRIPT_FILENAME")
+WRAPPING_PREFIXES = (
+    "CUSTOM_FASTAPI_",
+    "CUSTOM_PRE_PROCESS",
+    "CUSTOM_POST_PROCESS",
+    "CUSTOM_SCRIPT_FILENAME",
+)
 
 
 @dataclass(frozen=True)
@@ -93,19 +99,25 @@ class Plan:
         """Where the watchdog acts."""
         asked = self.settings.memory_reserve_gib
         asked_bytes = None if asked is None else int(asked * GIB)
-        return limits(host_reserve_bytes(self.target, self.hardware.memory_total_bytes, asked_bytes))
+        return limits(
+            host_reserve_bytes(self.target, self.hardware.memory_total_bytes, asked_bytes)
+        )
 
     def argv(self) -> list[str]:
         """Words after `vllm`, without any secret."""
         words = ["serve", self.model]
         on_disk = self.checkpoint is not None and self.checkpoint.path is not None
         for name, choice in self.args.items():
-            if not (on_disk and name in ("--revision", "--code-revision")):  # a folder has no revisions
+            if not (
+                on_disk and name in ("--revision", "--code-revision")
+            ):  # a folder has no revisions
                 words += write_flag(name, choice.value)
         return words
 
     def vllm_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the vLLM process: what the user has, without secrets and names that are ours alone."""
+        """The environment of the vLLM process: what the user has, without secrets and names that
+        are ours alone.
+        """
         withheld = {"VLLM_EXTRA_ARGS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
         for option in options().values():
             if option.secret:
@@ -146,9 +158,12 @@ class Plan:
 def may_need_the_hub(args: Mapping[str, Choice]) -> bool:
     """Whether a flag may name a further repository, which only vLLM knows how to read.
 
-    --code-revision is none: the model is a folder when vLLM starts, and `Plan.argv` drops its revisions.
+    --code-revision is none: the model is a folder when vLLM starts, and `Plan.argv` drops its
+    revisions.
     """
-    return any(flag in args for flag in ("--lora-modules", "--hf-config-path", "--tokenizer-revision"))
+    return any(
+        flag in args for flag in ("--lora-modules", "--hf-config-path", "--tokenizer-revision")
+    )
 
 
 def _describe_recipe(recipe: ResolvedRecipe | None) -> dict[str, Any] | None:
@@ -175,7 +190,9 @@ def describe_checkpoint(checkpoint: Checkpoint | None, note: str) -> dict[str, A
 
 
 def make_plan(parts: Ingredients) -> Plan:
-    """Join the layers, check what cannot work, and do the arithmetic. Raises NibbleError for contradictions."""
+    """Join the layers, check what cannot work, and do the arithmetic. Raises NibbleError for
+    contradictions.
+    """
     settings = parts.loaded.settings
     check_request(settings)
     check_recipe(parts.recipe, parts.target)
@@ -191,7 +208,9 @@ def make_plan(parts: Ingredients) -> Plan:
     gpus_here = len(parts.hardware.gpus) if parts.target.device == "cuda" else None
     topology = find_topology(settings, values, gpus_here)
     flags = topology_flags(topology)
-    args = {name: Choice(value, "nibble's default", why) for name, (value, why) in flags.items()} | args
+    args = {
+        name: Choice(value, "nibble's default", why) for name, (value, why) in flags.items()
+    } | args
     check_api(values, parts.environ, topology)
     check_parallel(parts.checkpoint, parts.hardware, parts.target, tensor, topology)
     risks = weigh_risks(parts, args, tensor)
@@ -207,7 +226,9 @@ def make_plan(parts: Ingredients) -> Plan:
     args |= fast_start_flags(parts, args)
     if "--revision" in args and values.get("--trust-remote-code") is True:
         args["--code-revision"] = Choice(
-            args["--revision"].value, args["--revision"].source, "code from the same commit as the weights"
+            args["--revision"].value,
+            args["--revision"].source,
+            "code from the same commit as the weights",
         )
     served = _served_names(parts)
     args = _server_flags(parts, served) | args
@@ -244,7 +265,9 @@ def make_plan(parts: Ingredients) -> Plan:
         args=args,
         env=env,
         rules=tuple(rule.id for rule in risks.rules),
-        notices=_notices(parts, values) + risks.notices + load_check_notices(parts.checkpoint, args),
+        notices=_notices(parts, values)
+        + risks.notices
+        + load_check_notices(parts.checkpoint, args),
         budget=memory.budget,
         ladder=memory.ladder,
         bound=make_bound(parts.target, parts.hardware, parts.checkpoint, tensor),
@@ -256,17 +279,31 @@ def make_plan(parts: Ingredients) -> Plan:
 
 def _model_argument(parts: Ingredients) -> str:
     checkpoint = parts.checkpoint
-    return str(checkpoint.path) if checkpoint and checkpoint.path else str(parts.loaded.settings.model)
+    return (
+        str(checkpoint.path) if checkpoint and checkpoint.path else str(parts.loaded.settings.model)
+    )
 
 
 def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
-    """Where nobody says: what the recipe's evidence used, else as many GPUs as the weights need, else one."""
-    if "--tensor-parallel-size" in args or "--pipeline-parallel-size" in args or parts.target.device == "cpu":
+    """Where nobody says: what the recipe's evidence used, else as many GPUs as the weights need,
+    else one.
+    """
+    if (
+        "--tensor-parallel-size" in args
+        or "--pipeline-parallel-size" in args
+        or parts.target.device == "cpu"
+    ):
         return {}
-    here = len(parts.hardware.gpus) // replicas_here({name: choice.value for name, choice in args.items()})
+    here = len(parts.hardware.gpus) // replicas_here(
+        {name: choice.value for name, choice in args.items()}
+    )
     reported = parts.recipe.gpus if parts.recipe else None
     if reported and 1 < reported <= here:
-        return {"--tensor-parallel-size": Choice(reported, "recipe", f"the evidence is for {reported} GPUs")}  # type: ignore[union-attr]
+        return {
+            "--tensor-parallel-size": Choice(
+                reported, "recipe", f"the evidence is for {reported} GPUs"
+            )
+        }  # type: ignore[union-attr]
     total, _ = memory_bytes(parts.target, parts.hardware)
     heads = parts.checkpoint.num_attention_heads if parts.checkpoint else None
     for gpus in (1, 2, 4, 8, 16):
@@ -275,7 +312,11 @@ def _tensor_parallel(parts: Ingredients, args: Choices) -> Choices:
             break
         if weights < total * 0.85:  # the rest is for KV cache, graphs and workspaces
             reason = f"{weights / GIB:.1f} GiB of weights a GPU of {total / GIB:.1f} GiB"
-            return {"--tensor-parallel-size": Choice(gpus, "nibble's default", reason)} if gpus > 1 else {}
+            return (
+                {"--tensor-parallel-size": Choice(gpus, "nibble's default", reason)}
+                if gpus > 1
+                else {}
+            )
     return {}
 
 
@@ -298,7 +339,9 @@ def _server_flags(parts: Ingredients, served: tuple[str, ...]) -> Choices:
         "--port": Choice(settings.port, str(origins["port"])),
         "--middleware": Choice("nibble.engine.gate.asgi.Gate", "nibble's default", gate),
         "--shutdown-timeout": Choice(
-            settings.drain_seconds, str(origins["drain_seconds"]), "running requests finish after SIGTERM"
+            settings.drain_seconds,
+            str(origins["drain_seconds"]),
+            "running requests finish after SIGTERM",
         ),
     }
 
@@ -314,16 +357,25 @@ def _environment(
     """Variables for vLLM: a user's own value wins over recipe, known risk and target."""
     quiet = "no usage statistics leave this machine"
     env: Choices = {
-        name: Choice("1", "nibble's default", quiet) for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+        name: Choice("1", "nibble's default", quiet)
+        for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
     }
-    if parts.checkpoint is not None and not parts.checkpoint.is_local and parts.checkpoint.path is not None:
+    if (
+        parts.checkpoint is not None
+        and not parts.checkpoint.is_local
+        and parts.checkpoint.path is not None
+    ):
         env["HF_HUB_OFFLINE"] = Choice(
             "1", "nibble's default", "the model is on disk: nothing is looked up while serving"
         )
     if moe_alias is not None:
-        env[TUNED_CONFIG_FOLDER] = Choice(str(moe_alias.folder), "nibble's default", moe_alias.reason)
+        env[TUNED_CONFIG_FOLDER] = Choice(
+            str(moe_alias.folder), "nibble's default", moe_alias.reason
+        )
     if parts.loaded.settings.debug:
-        env["VLLM_LOGGING_LEVEL"] = Choice("DEBUG", str(parts.loaded.origins["debug"]), "verbose logs")
+        env["VLLM_LOGGING_LEVEL"] = Choice(
+            "DEBUG", str(parts.loaded.origins["debug"]), "verbose logs"
+        )
     if parts.without_cpp_compiler:
         why = "no C++ compiler is here, and vLLM compiles what log-probs need in eager mode, too"
         env["TORCHDYNAMO_DISABLE"] = Choice("1", "nibble's default", why)
@@ -359,10 +411,13 @@ def _choices(parts: Ingredients) -> Choices:
     }
     shown = ("model", "host", "port", "control_port", "drain_seconds", "allow_anonymous")
     found = {
-        name: Choice(getattr(settings, name), str(origins[name]), reasons.get(name, "")) for name in shown
+        name: Choice(getattr(settings, name), str(origins[name]), reasons.get(name, ""))
+        for name in shown
     }
     recipe = Choice(
-        None, "nibble's default", "no recipe is known for this model: vLLM decides what the target does not"
+        None,
+        "nibble's default",
+        "no recipe is known for this model: vLLM decides what the target does not",
     )
     if settings.recipe == "off":
         recipe = Choice("off", str(origins["recipe"]), "recipes are switched off")
@@ -380,7 +435,8 @@ def _notices(parts: Ingredients, values: Mapping[str, Any]) -> tuple[str, ...]:
     dtype = str(values.get("--kv-cache-dtype", ""))
     if dtype in TURBOQUANT_COST:
         notices.append(
-            f"KV cache {dtype} costs quality: {TURBOQUANT_COST[dtype]} (vLLM's own figures for Qwen3-4B)"
+            f"KV cache {dtype} costs quality: {TURBOQUANT_COST[dtype]} (vLLM's own figures for"
+            " Qwen3-4B)"
         )
     if parts.recipe is not None:
         notices += parts.recipe.notes

@@ -1,9 +1,11 @@
-"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's; MTP refused where no flag can help.
+"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's; MTP refused
+where no flag can help.
 
-That is one in a form vLLM reads (checkpoint/vllm_config.py), with a list of layers that agrees with the tensors
-(checkpoint/exclusions.py). vLLM 0.32 sets a dictionary in `--hf-overrides` in the place of the whole one in config.json
-(config/model.py:544). It reaches the draft of multi-token prediction too, which is built with the target's config, but for those
-models whose draft reads config.json again (config/speculative.py:1084).
+That is one in a form vLLM reads (checkpoint/vllm_config.py), with a list of layers that agrees with
+the tensors (checkpoint/exclusions.py). vLLM 0.32 sets a dictionary in `--hf-overrides` in the place
+of the whole one in config.json (config/model.py:544). It reaches the draft of multi-token
+prediction too, which is built with the target's config, but for those models whose draft reads
+config.json again (config/speculative.py:1084).
 """
 
 from __future__ import annotations
@@ -29,15 +31,21 @@ DRAFT_READS_THE_FILE = (
     "qwen4_exp",
     "qwen4_exp_text",
 )
-# With modelopt_fp4, vllm 0.32 qwen3_next_mtp.py:74 and qwen3_5_mtp.py:93 build this layer unquantized without asking;
-# nibble's plugin, quantized where it is stored so.
+# With modelopt_fp4, vllm 0.32 qwen3_next_mtp.py:74 and qwen3_5_mtp.py:93 build this layer
+# unquantized without asking; nibble's plugin, quantized where it is stored so.
 UNQUANTIZED_DRAFT_LAYER = "mtp.fc"
 
 
 def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag joined with the user's own, or nothing. Raises CONFIG for MTP that vLLM 0.32 could only load wrongly."""
+    """The flag joined with the user's own, or nothing. Raises CONFIG for MTP that vLLM 0.32
+    could only load wrongly.
+    """
     given = args.get(FLAG)
-    if checkpoint is None or checkpoint.vllm_config is None or (given and not _may_be_joined(given.value)):
+    if (
+        checkpoint is None
+        or checkpoint.vllm_config is None
+        or (given and not _may_be_joined(given.value))
+    ):
         return {}
     if checkpoint.scheme.vllm_quantization == "quartet2":  # nibble's plugin reads no list of layers
         return {}
@@ -45,9 +53,15 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
     with_draft = drafts_from_itself(speculative.value if speculative else None)
     found = _correction(checkpoint, with_draft)
     if checkpoint.modules is not None and found is None and is_empty_map(checkpoint.modules.config):
-        what = f"{checkpoint.id} is MIXED_PRECISION and names no quantized layer, nor do its tensors say how they are stored"
+        what = (
+            f"{checkpoint.id} is MIXED_PRECISION and names no quantized layer, nor do its tensors"
+            " say how they are stored"
+        )
         raise NibbleError(
-            ExitCode.CONFIG, what, "quantized_layers in its config", "choose another export of this model"
+            ExitCode.CONFIG,
+            what,
+            "quantized_layers in its config",
+            "choose another export of this model",
         )
     reasons = [*checkpoint.vllm_config.reasons, *([_list_reason(found)] if found else ())]
     if not reasons:
@@ -57,7 +71,8 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
     config = found.config if found else checkpoint.vllm_config.config
     if len(json.dumps(config)) > MAX_OVERRIDE_BYTES:
         what = (
-            f"{checkpoint.id} needs another quantization config ({reasons[0]}), too long for a command line"
+            f"{checkpoint.id} needs another quantization config ({reasons[0]}), too long for a"
+            " command line"
         )
         expected = f"at most {MAX_OVERRIDE_BYTES} bytes"
         raise NibbleError(ExitCode.CONFIG, what, expected, "put a shorter one into its config.json")
@@ -68,20 +83,29 @@ def _correction(checkpoint: Checkpoint, with_draft: bool) -> Correction | None:
     modules = checkpoint.modules
     if modules is None:
         return None
-    # One that is quantized is built so by nibble's plugin (nibble_kernels.vllm_plugin.mtp), and then by the list.
+    # One that is quantized is built so by nibble's plugin (nibble_kernels.vllm_plugin.mtp), and
+    # then by the list.
     return correct(modules, with_draft, _forced(checkpoint) - modules.quantized)
 
 
 def _check_draft(checkpoint: Checkpoint, found: Correction | None) -> None:
-    """Raise CONFIG where a draft that reads config.json again would read what the flag puts right."""
+    """Raise CONFIG where a draft that reads config.json again would read what the flag puts
+    right.
+    """
     assert checkpoint.vllm_config is not None
     draft = checkpoint.modules.draft if checkpoint.modules else frozenset()
     wrong = sorted(set(found.wrong) & draft) if found else []
     if wrong:
-        what = f"config.json of {checkpoint.id} is wrong about the quantization of {wrong[0]} in its draft"
+        what = (
+            f"config.json of {checkpoint.id} is wrong about the quantization of {wrong[0]} in its"
+            " draft"
+        )
         raise _no_draft(what, "a quantization config that agrees with the tensors")
     if checkpoint.vllm_config.reasons:
-        what = f"the draft of {checkpoint.id} reads a config that vLLM 0.32 cannot: {checkpoint.vllm_config.reasons[0]}"
+        what = (
+            f"the draft of {checkpoint.id} reads a config that vLLM 0.32 cannot:"
+            f" {checkpoint.vllm_config.reasons[0]}"
+        )
         raise _no_draft(what, "a quantization_config in config.json")
 
 

@@ -1,4 +1,6 @@
-"""What the known risks of rules/backends.toml change in a plan: flags, variables, notices, and what is refused. Pure."""
+"""What the known risks of rules/backends.toml change in a plan: flags, variables, notices, and
+what is refused. Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Risks:
 
 
 def weigh_risks(parts: Ingredients, args: Mapping[str, Choice], tensor_parallel: int) -> Risks:
-    """Hold `args` against the rules. Raises CONFIG for a value that a rule forbids, and for an unknown id to allow."""
+    """Hold `args` against the rules. Raises CONFIG for a value that a rule forbids, and for an
+    unknown id to allow.
+    """
     allowed = accepted_risks(parts.loaded.settings.allow_risk, parts.rules)
     situation = _situation(parts, tensor_parallel)
     here = applying(parts.rules, situation)
@@ -39,7 +43,8 @@ def weigh_risks(parts: Ingredients, args: Mapping[str, Choice], tensor_parallel:
     for rule in rules:
         _refuse(rule, values, situation.quantization, args)
         notices += [
-            f"{flag} {value}: {rule.why}" for flag, value in hits(rule.warn, values, situation.quantization)
+            f"{flag} {value}: {rule.why}"
+            for flag, value in hits(rule.warn, values, situation.quantization)
         ]
     return Risks(rules, forced, tuple(notices))
 
@@ -47,7 +52,9 @@ def weigh_risks(parts: Ingredients, args: Mapping[str, Choice], tensor_parallel:
 def rule_environment(rules: Iterable[Rule]) -> Choices:
     """Variables the rules set."""
     return {
-        name: Choice(value, f"rule {rule.id}", rule.why) for rule in rules for name, value in rule.env.items()
+        name: Choice(value, f"rule {rule.id}", rule.why)
+        for rule in rules
+        for name, value in rule.env.items()
     }
 
 
@@ -78,7 +85,10 @@ def _force(
     if source not in (NOBODY, f"target {parts.target.name}"):
         return (
             None,
-            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} asks for: {rule.why}",
+            (
+                f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} asks for:"
+                f" {rule.why}"
+            ),
         )
     return Choice(value, f"rule {rule.id}", rule.why), ""
 
@@ -93,10 +103,14 @@ def _source(flag: str, args: Mapping[str, Choice]) -> str:
     return nested.source if nested is not None and has_key else NOBODY
 
 
-def _refuse(rule: Rule, values: Mapping[str, Any], declared: str, args: Mapping[str, Choice]) -> None:
+def _refuse(
+    rule: Rule, values: Mapping[str, Any], declared: str, args: Mapping[str, Choice]
+) -> None:
     for flag, value in hits(rule.forbid, values, declared):
         source = _source(flag, args)
         origin = "the checkpoint" if source == NOBODY else source
-        what = f"{flag} {value} ({origin}) is a known risk on this target ({rule.effect}): {rule.why}"
+        what = (
+            f"{flag} {value} ({origin}) is a known risk on this target ({rule.effect}): {rule.why}"
+        )
         action = f"leave the choice to nibble, or take the risk with NIBBLE_ALLOW_RISK={rule.id}"
         raise NibbleError(ExitCode.CONFIG, what, "", action)

@@ -1,10 +1,12 @@
-"""What vLLM needs of /dev/shm, and the smaller queues that a server of one worker gets where that is small. Pure.
+"""What vLLM needs of /dev/shm, and the smaller queues that a server of one worker gets where that
+is small. Pure.
 
-Docker and Kubernetes give a container 64 MiB there unless told otherwise. An engine and a worker process exchange messages
-in two queues of ten chunks each (vllm 0.32 distributed/device_communicators/shm_broadcast.py:493): requests in chunks of
-VLLM_MQ_MAX_CHUNK_BYTES_MB, answers in chunks of 24 MiB, or of that variable too where nibble's plugin is loaded
-(kernels/src/nibble_kernels/vllm_plugin/queues.py). vLLM refuses a queue that is larger than what is free (:244). What no
-message has touched takes no memory.
+Docker and Kubernetes give a container 64 MiB there unless told otherwise. An engine and a worker
+process exchange messages in two queues of ten chunks each (vllm 0.32
+distributed/device_communicators/shm_broadcast.py:493): requests in chunks of
+VLLM_MQ_MAX_CHUNK_BYTES_MB, answers in chunks of 24 MiB, or of that variable too where nibble's
+plugin is loaded (kernels/src/nibble_kernels/vllm_plugin/queues.py). vLLM refuses a queue that is
+larger than what is free (:244). What no message has touched takes no memory.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ SMALL_CHUNK_MIB = 1
 MIB = 1 << 20
 BOTH_QUEUES_BYTES = CHUNKS * (REQUEST_CHUNK_MIB + ANSWER_CHUNK_MIB) * MIB
 SMALL_QUEUES_BYTES = CHUNKS * 2 * SMALL_CHUNK_MIB * MIB
-# Workers of one machine exchange tensors and NCCL's buffers there, too. Two on two CPU cores took 16 MiB before the queue of
-# answers was made: with 256 MiB they ended after the load (2026-11-23). More cores and NCCL take more.
+# Workers of one machine exchange tensors and NCCL's buffers there, too. Two on two CPU cores took
+# 16 MiB before the queue of answers was made: with 256 MiB they ended after the load (2026-11-23).
+# More cores and NCCL take more.
 BESIDE_THE_QUEUES_BYTES = 256 * MIB
 SEVERAL_WORKERS_BYTES = 1 << 30
 ADVICE = (
-    "start the container with --shm-size 1g or --ipc host (in Kubernetes, mount an emptyDir with medium: Memory"
-    " at /dev/shm)"
+    "start the container with --shm-size 1g or --ipc host (in Kubernetes, mount an emptyDir with"
+    " medium: Memory at /dev/shm)"
 )
 
 
-def queue_environment(parts: Ingredients, args: Mapping[str, Choice], topology: Topology) -> Choices:
+def queue_environment(
+    parts: Ingredients, args: Mapping[str, Choice], topology: Topology
+) -> Choices:
     """Small queues for a server of one worker process where both of vLLM's own would not fit."""
     free_bytes = parts.shm_free_bytes
     if free_bytes is None or free_bytes >= BOTH_QUEUES_BYTES:
@@ -43,14 +48,17 @@ def queue_environment(parts: Ingredients, args: Mapping[str, Choice], topology: 
     if topology.ranks > 1 or not has_queues(parts.target, args, topology):
         return {}
     reason = (
-        f"/dev/shm has {free_bytes // MIB} MiB free, and the queues between the engine and its worker are"
-        f" {CHUNKS * REQUEST_CHUNK_MIB} and {CHUNKS * ANSWER_CHUNK_MIB} MiB otherwise; a larger message takes a socket"
+        f"/dev/shm has {free_bytes // MIB} MiB free, and the queues between the engine and its"
+        f" worker are {CHUNKS * REQUEST_CHUNK_MIB} and {CHUNKS * ANSWER_CHUNK_MIB} MiB otherwise; a"
+        " larger message takes a socket"
     )
     return {VARIABLE: Choice(SMALL_CHUNK_MIB, "nibble's default", reason)}
 
 
 def has_queues(target: Target, args: Mapping[str, Any], topology: Topology) -> bool:
-    """Whether a worker is a process apart from the engine: always on the CPU (vllm 0.32 platforms/cpu.py:334)."""
+    """Whether a worker is a process apart from the engine: always on the CPU (vllm 0.32
+    platforms/cpu.py:334).
+    """
     if topology.is_headless:  # it reads the queue of rank 0 over the network
         return False
     backend = args[BACKEND].value if BACKEND in args else None
@@ -58,7 +66,8 @@ def has_queues(target: Target, args: Mapping[str, Any], topology: Topology) -> b
 
 
 def needed_bytes(topology: Topology, child: Mapping[str, str], plugin_sizes_answers: bool) -> int:
-    """Below this a start fails: the larger queue, or both at the smallest size, and what several workers exchange.
+    """Below this a start fails: the larger queue, or both at the smallest size, and what several
+    workers exchange.
 
     `child` is the environment of vLLM.
     """
@@ -75,13 +84,16 @@ def needed_bytes(topology: Topology, child: Mapping[str, str], plugin_sizes_answ
 
 
 def check_shared_memory(free_bytes: int | None, needed: int, workers: int) -> list[str]:
-    """Warnings about little shared memory; raises NO_FIT for less than the `needed` bytes of queues."""
+    """Warnings about little shared memory; raises NO_FIT for less than the `needed` bytes of
+    queues.
+    """
     if free_bytes is None:
         free_bytes = 0
     who = f"{workers} workers" if workers > 1 else "a worker process"
     if free_bytes < needed:
         what = (
-            f"/dev/shm has {free_bytes // MIB} MiB free, and vLLM needs {needed // MIB} MiB there for {who}"
+            f"/dev/shm has {free_bytes // MIB} MiB free, and vLLM needs {needed // MIB} MiB there"
+            f" for {who}"
         )
         raise NibbleError(ExitCode.NO_FIT, what, "", ADVICE)
     if workers > 1 and free_bytes < SEVERAL_WORKERS_BYTES:

@@ -1,4 +1,6 @@
-"""What cannot work, found before anything starts: pure functions from the ingredients of a plan to one error."""
+"""What cannot work, found before anything starts: pure functions from the ingredients of a plan
+to one error.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from nibble.plan.topology import Topology
 from nibble.recipes.recipe import ResolvedRecipe
 from nibble.settings.options import Settings, token_count
 
-# vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR #38479 (GSM8K, 200
-# questions, Qwen3-4B, 0.900 with a BF16 cache). Their numbers, not measured here.
+# vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR
+# #38479 (GSM8K, 200 questions, Qwen3-4B, 0.900 with a BF16 cache). Their numbers, not measured
+# here.
 TURBOQUANT_COST: Mapping[str, str] = {
     "turboquant_k8v4": "perplexity +1.17 %, GSM8K 0.90 -> 0.86, cache 2.6x smaller",
     "turboquant_4bit_nc": "perplexity +2.71 %, GSM8K 0.90 -> 0.84, cache 3.8x smaller",
@@ -25,20 +28,31 @@ TURBOQUANT_COST: Mapping[str, str] = {
 }
 
 
-RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"  # vllm 0.32 entrypoints/cli/serve.py:65; it takes no --middleware
+RUST_FRONTEND = (  # vllm 0.32 entrypoints/cli/serve.py:65; it takes no --middleware
+    "VLLM_USE_RUST_FRONTEND"
+)
 
 
 def check_request(settings: Settings) -> None:
     """What the settings alone rule out."""
     if settings.cute_wo_split != 1:
-        what = f"CUTE_WO_SPLIT={settings.cute_wo_split} needs the CuTe attention kernel with a split output projection"
+        what = (
+            f"CUTE_WO_SPLIT={settings.cute_wo_split} needs the CuTe attention kernel with a split"
+            " output projection"
+        )
         raise NibbleError(
-            ExitCode.CONFIG, what, "CUTE_WO_SPLIT=1 until nibble ships that kernel", "unset CUTE_WO_SPLIT"
+            ExitCode.CONFIG,
+            what,
+            "CUTE_WO_SPLIT=1 until nibble ships that kernel",
+            "unset CUTE_WO_SPLIT",
         )
     if settings.tq is not None and settings.tq not in TURBOQUANT_COST:
         what = f"there is no TurboQuant preset {settings.tq!r}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one of " + ", ".join(TURBOQUANT_COST), "correct --tq or NIBBLE_TQ"
+            ExitCode.CONFIG,
+            what,
+            "one of " + ", ".join(TURBOQUANT_COST),
+            "correct --tq or NIBBLE_TQ",
         )
     if settings.port == settings.control_port:
         what = f"PORT and NIBBLE_CONTROL_PORT are both {settings.port}"
@@ -70,8 +84,12 @@ def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
     """What a checkpoint rules out by itself, on every target."""
     scheme = checkpoint.scheme
     if scheme.unsupported_reason:
-        raise NibbleError(ExitCode.CONFIG, f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}", "",
-                          "choose another quantization of this model")  # fmt: skip
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}",
+            "",
+            "choose another quantization of this model",
+        )
     with_draft = drafts_from_itself(args.get("--speculative-config"))
     for problem in checkpoint.problems:
         if with_draft or not problem.is_draft:
@@ -88,7 +106,9 @@ def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
     limit, tokens = checkpoint.max_model_len, token_count(asked)
     if limit is not None and tokens is not None and tokens > limit:
         what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
-        raise NibbleError(ExitCode.CONFIG, what, f"at most {limit}", "lower MAX_MODEL_LEN or --max-model-len")
+        raise NibbleError(
+            ExitCode.CONFIG, what, f"at most {limit}", "lower MAX_MODEL_LEN or --max-model-len"
+        )
 
 
 def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dtype: str) -> None:
@@ -107,10 +127,15 @@ def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dt
 
 
 def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> None:
-    if args.get("--trust-remote-code") is not True or (checkpoint is not None and checkpoint.is_local):
+    if args.get("--trust-remote-code") is not True or (
+        checkpoint is not None and checkpoint.is_local
+    ):
         return
     if not re.fullmatch(r"[0-9a-f]{40}", str(args.get("--revision", ""))):
-        what = "--trust-remote-code runs code from the model's repository, and its revision is not pinned"
+        what = (
+            "--trust-remote-code runs code from the model's repository, and its revision is not"
+            " pinned"
+        )
         raise NibbleError(
             ExitCode.CONFIG,
             what,
@@ -120,7 +145,9 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
 
 
 def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology) -> None:
-    """What leaves no HTTP API behind nibble's gate; vLLM's other servers let in everybody, before ready and without a key."""
+    """What leaves no HTTP API behind nibble's gate; vLLM's other servers let in everybody,
+    before ready and without a key.
+    """
     other = next((name for name in ("--grpc", "--headless") if args.get(name) is True), "")
     servers = args.get("--api-server-count")
     if environ.get(RUST_FRONTEND, "0").strip() not in ("", "0"):
@@ -130,10 +157,14 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
     elif (other or (servers is not None and int(servers) < 1)) and not topology.is_headless:
         what = f"{other or f'--api-server-count {servers}'} starts engines without an API"
         action = (
-            "drop it; for a rank on another machine set NIBBLE_NNODES and NIBBLE_NODE_RANK (docs/cluster.md)"
+            "drop it; for a rank on another machine set NIBBLE_NNODES and NIBBLE_NODE_RANK"
+            " (docs/cluster.md)"
         )
     elif str(args.get("--ssl-cert-reqs")) == str(ssl.CERT_REQUIRED.value):
-        what = "--ssl-cert-reqs 2 lets nobody in without a certificate of their own, nibble's own requests neither"
+        what = (
+            "--ssl-cert-reqs 2 lets nobody in without a certificate of their own, nibble's own"
+            " requests neither"
+        )
         action = "drop it, and ask for certificates in a proxy in front"
     else:
         return
@@ -141,7 +172,9 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
 
 
 def _divisors(heads: int) -> str:
-    """The tensor parallel sizes for so many heads, in words: those of one machine, which has 16 GPUs at most."""
+    """The tensor parallel sizes for so many heads, in words: those of one machine, which has 16
+    GPUs at most.
+    """
     *rest, last = [str(size) for size in range(1, min(heads, 16) + 1) if heads % size == 0]
     return f"{', '.join(rest)} or {last}" if rest else last
 
@@ -153,10 +186,15 @@ def check_parallel(
     tensor_parallel: int,
     topology: Topology,
 ) -> None:
-    """Tensor parallel size against the heads of the model, ranks against the GPUs of the machine."""
+    """Tensor parallel size against the heads of the model, ranks against the GPUs of the
+    machine.
+    """
     heads = checkpoint.num_attention_heads if checkpoint else None
     if heads and heads % tensor_parallel:
-        what = f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of {checkpoint.id}"  # type: ignore[union-attr]
+        what = (
+            f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of"
+            f" {checkpoint.id if checkpoint else ''}"
+        )
         raise NibbleError(ExitCode.CONFIG, what, _divisors(heads), "change TENSOR_PARALLEL_SIZE")
     wanted = topology.ranks_here
     if target.device == "cuda" and wanted > len(hardware.gpus):
@@ -165,5 +203,6 @@ def check_parallel(
             ExitCode.CONFIG,
             what,
             "at most the GPUs of this machine",
-            "lower TENSOR_PARALLEL_SIZE or --data-parallel-size, or serve on several machines (docs/cluster.md)",
+            "lower TENSOR_PARALLEL_SIZE or --data-parallel-size, or serve on several machines"
+            " (docs/cluster.md)",
         )

@@ -1,9 +1,10 @@
-"""`nibble recipes lint`: every name and value of every recipe and every known risk against the installed vLLM.
+"""`nibble recipes lint`: every name and value of every recipe and every known risk against the
+installed vLLM.
 
-A recipe is data written by people for one vLLM version; vLLM drops variables and flags without notice (a dead
-VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds what would be refused or
-ignored, and `lint(live=True)` asks the installed vLLM itself, whose own parser also reads every command line
-a recipe leads to.
+A recipe is data written by people for one vLLM version; vLLM drops variables and flags without
+notice (a dead VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds
+what would be refused or ignored, and `lint(live=True)` asks the installed vLLM itself, whose own
+parser also reads every command line a recipe leads to.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from nibble.recipes.recipe import (
 from nibble.recipes.rules import Rule, Situation, applying, hits, in_effect, load_rules
 from nibble.settings.environment import DEAD_VARIABLES
 
-# Set by nibble at run time, never by a recipe: what vllm_args.OWNED lists, and the shape of a cluster.
+# Set by nibble at run time, never by a recipe: what vllm_args.OWNED lists, and the shape of a
+# cluster.
 OWNED_BY_NIBBLE = frozenset(OWNED) | {
     "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--tokenizer-revision", "--code-revision", "--fail-on-environ-validation",
@@ -45,7 +47,8 @@ ECOSYSTEM_PREFIXES = (
     "NCCL_", "HF_", "PYTORCH_", "TORCH_", "CUDA_", "CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_",
     "OMP_", "RAY_", "TRITON_", "UCX_", "GLOO_", "SAFETENSORS_", "TOKENIZERS_", "CUBLAS_",
 )  # fmt: skip
-# Load formats whose package is not in nibble's image (vllm 0.32 names them, and fails at load without it).
+# Load formats whose package is not in nibble's image (vllm 0.32 names them, and fails at load
+# without it).
 MISSING_PACKAGES: Mapping[str, str] = {
     "fastsafetensors": "fastsafetensors",
     "instanttensor": "instanttensor",
@@ -59,11 +62,11 @@ _PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-paral
 def lint(
     root: Path, ids: Sequence[str] = (), live: bool = True, python: str = sys.executable
 ) -> list[Problem]:
-    """Problems of the named recipes (ids or paths), or of all; empty when clean. `root` holds recipes/ and
-    benchmarks/.
+    """Problems of the named recipes (ids or paths), or of all; empty when clean. `root` holds
+    recipes/ and benchmarks/.
 
-    live: check against the vLLM that `python` imports (and report where it differs from the snapshot) instead
-    of the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
+    live: check against the vLLM that `python` imports (and report where it differs from the
+    snapshot) instead of the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
     """
     files = _files(root, ids)
     if not live:
@@ -73,7 +76,8 @@ def lint(
     argvs = _command_lines(files, root)
     schema, refusals = live_schema(python, [argv for _, _, argv in argvs])
     problems = [
-        Problem("nibble/engine/schema.json", "", difference) for difference in drift(load_schema(), schema)
+        Problem("nibble/engine/schema.json", "", difference)
+        for difference in drift(load_schema(), schema)
     ]
     problems += [] if ids else lint_rules(root, schema)
     problems += [p for file in files for p in lint_file(file, root, schema)]
@@ -81,7 +85,9 @@ def lint(
     # Where a rule above already names the mistake, the parser's long answer adds nothing.
     for (file, where, _), refusal in zip(argvs, refusals, strict=True):
         if refusal and file not in told:
-            problems.append(Problem(file, where, f"vLLM's own parser refuses the command: {refusal}"))
+            problems.append(
+                Problem(file, where, f"vLLM's own parser refuses the command: {refusal}")
+            )
     return problems
 
 
@@ -99,7 +105,11 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
     recipe = load_recipe(model_id, root)
     if recipe is None:
         return [
-            Problem(file, "", f"the path is no Hugging Face id ({model_id!r}): recipes/<org>/<repo>.toml")
+            Problem(
+                file,
+                "",
+                f"the path is no Hugging Face id ({model_id!r}): recipes/<org>/<repo>.toml",
+            )
         ]
     problems = [*_model_problems(recipe, data["model"], schema), *_layer_problems(recipe, schema)]
     for name, section in recipe.targets.items():
@@ -150,7 +160,9 @@ def _risky_values(recipe: Recipe, rules: Sequence[Rule]) -> Iterator[Finding]:
     for where, resolved in resolutions(recipe):
         size = resolved.args.get("--tensor-parallel-size")
         ranks = size if isinstance(size, int) else 1
-        situation = Situation(resolved.target, recipe.id, tensor_parallel=ranks, quantization=recipe.scheme)
+        situation = Situation(
+            resolved.target, recipe.id, tensor_parallel=ranks, quantization=recipe.scheme
+        )
         for rule in applying(rules, situation):
             for flag, value in hits(rule.forbid, resolved.args, recipe.scheme):
                 yield (
@@ -169,12 +181,20 @@ def _model_problems(recipe: Recipe, model: Mapping[str, Any], schema: Schema) ->
     if model["id"] != recipe.id:
         yield "model.id", f"is {model['id']!r}, but the path says {recipe.id!r}", ""
     if recipe.revision and not _HEX40.fullmatch(recipe.revision):
-        yield "model.revision", f"{recipe.revision!r} is no commit of 40 hex digits (or leave it empty)", ""
+        yield (
+            "model.revision",
+            f"{recipe.revision!r} is no commit of 40 hex digits (or leave it empty)",
+            "",
+        )
     if not recipe.source:
         yield "model.source", "is missing: a recipe carries only facts with a source", ""
     schemes = [*_choices(schema, "--quantization"), "bf16"]
     if recipe.scheme and recipe.scheme not in schemes:
-        yield "model.scheme", f"{recipe.scheme!r} is no quantization of vLLM", closest(recipe.scheme, schemes)
+        yield (
+            "model.scheme",
+            f"{recipe.scheme!r} is no quantization of vLLM",
+            closest(recipe.scheme, schemes),
+        )
 
 
 def _choices(schema: Schema, flag: str) -> tuple[str, ...]:
@@ -217,7 +237,10 @@ def _flag_problems(key: str, flag: str, value: Any, schema: Schema) -> Iterator[
     elif name == "--load-format" and value in MISSING_PACKAGES:
         yield (
             key,
-            f"load format {value} needs the package {MISSING_PACKAGES[value]}, which the image lacks",
+            (
+                f"load format {value} needs the package {MISSING_PACKAGES[value]}, which the image"
+                " lacks"
+            ),
             "auto",
         )
 
@@ -225,7 +248,11 @@ def _flag_problems(key: str, flag: str, value: Any, schema: Schema) -> Iterator[
 def _env_problems(key: str, name: str, schema: Schema) -> Iterator[Finding]:
     if name in DEAD_VARIABLES:
         flags = DEAD_VARIABLES[name].flags("1") or {}
-        yield key, f"{name} is a dead variable: vLLM {schema.version} does not read it", " ".join(flags)
+        yield (
+            key,
+            f"{name} is a dead variable: vLLM {schema.version} does not read it",
+            " ".join(flags),
+        )
     elif name.startswith("VLLM_"):
         if not schema.env_exists(name):
             yield key, f"vLLM {schema.version} has no variable {name}", closest(name, schema.envs)
@@ -245,7 +272,11 @@ def _kernel_problems(key: str, kind: str, kernel: str, schema: Schema) -> Iterat
         "attention": schema.attention_backends,
     }[kind]
     if kernel not in known:
-        yield key, f"vLLM {schema.version} logs no {kind} kernel called {kernel!r}", closest(kernel, known)
+        yield (
+            key,
+            f"vLLM {schema.version} logs no {kind} kernel called {kernel!r}",
+            closest(kernel, known),
+        )
 
 
 def _target_problems(name: str, section: Section, root: Path) -> Iterator[Finding]:
@@ -267,7 +298,11 @@ def _target_problems(name: str, section: Section, root: Path) -> Iterator[Findin
                 closest(part.status, STATUSES),
             )
         if part.status == "verified" and not _is_result(part.evidence, root):
-            yield f"{at}.evidence", "verified needs the path of an existing file under benchmarks/results", ""
+            yield (
+                f"{at}.evidence",
+                "verified needs the path of an existing file under benchmarks/results",
+                "",
+            )
     yield from _variant_problems(where, section.variants)
 
 
@@ -305,11 +340,17 @@ def _resolved_problems(recipe: Recipe) -> Iterator[Finding]:
             )
         processes = _processes(resolved)
         if resolved.status != "unknown" and processes > 1 and processes != resolved.gpus:
-            yield f"{where}gpus", f"is {resolved.gpus}, but the flags use {processes} GPUs", str(processes)
+            yield (
+                f"{where}gpus",
+                f"is {resolved.gpus}, but the flags use {processes} GPUs",
+                str(processes),
+            )
 
 
 def _processes(resolved: ResolvedRecipe) -> int:
-    """How many GPUs the flags ask for; a size that is no number counts once (`_flag_problems` tells)."""
+    """How many GPUs the flags ask for; a size that is no number counts once (`_flag_problems`
+    tells).
+    """
     sizes = [resolved.args.get(flag, 1) for flag in _PARALLEL]
     return math.prod(size for size in sizes if isinstance(size, int))
 
@@ -320,26 +361,38 @@ def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
 
 
 def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
-    """Everything the recipe can come to: each target on its evidence's machine, each variant on its own."""
+    """Everything the recipe can come to: each target on its evidence's machine, each variant on
+    its own.
+    """
     for name, section in recipe.targets.items():
-        yield f"target.{name}.", resolve(recipe, name, section.gpus, [section.gpu] if section.gpu else [])
+        yield (
+            f"target.{name}.",
+            resolve(recipe, name, section.gpus, [section.gpu] if section.gpu else []),
+        )
         for index, variant in enumerate(section.variants):
             gpu = variant.gpu or section.gpu
             count = variant.gpus if variant.gpus is not None else section.gpus
-            yield f"target.{name}.variants[{index}].", resolve(recipe, name, count, [gpu] if gpu else [])
+            yield (
+                f"target.{name}.variants[{index}].",
+                resolve(recipe, name, count, [gpu] if gpu else []),
+            )
     if not recipe.targets:
         yield "", resolve(recipe, "")
 
 
 def _files(root: Path, names: Iterable[str]) -> list[Path]:
-    """The recipe files of ids or of paths (`recipes/org/repo.toml`); all files where none is named."""
+    """The recipe files of ids or of paths (`recipes/org/repo.toml`); all files where none is
+    named.
+    """
     folder = root / "recipes"
     ids = [re.sub(r"^(.*/)?recipes/|\.toml$", "", name) for name in names]
     return [folder / f"{name}.toml" for name in ids] or sorted(folder.glob("**/*.toml"))
 
 
 def _command_lines(files: Iterable[Path], root: Path) -> list[tuple[str, str, list[str]]]:
-    """(file, key path, argv of `vllm serve`) of every resolution of the recipes whose shape is right."""
+    """(file, key path, argv of `vllm serve`) of every resolution of the recipes whose shape is
+    right.
+    """
     lines = []
     for path in files:
         file = path.relative_to(root).as_posix()
@@ -349,6 +402,8 @@ def _command_lines(files: Iterable[Path], root: Path) -> list[tuple[str, str, li
         except NibbleError:
             continue  # lint_file tells
         for where, resolved in resolutions(recipe) if recipe else ():
-            words = [word for flag, value in resolved.args.items() for word in write_flag(flag, value)]
+            words = [
+                word for flag, value in resolved.args.items() for word in write_flag(flag, value)
+            ]
             lines.append((file, where.rstrip("."), [model_id, *words]))
     return lines

@@ -1,10 +1,10 @@
 """Recipes: what is known, with its source, about serving one model on one target with so many GPUs.
 
-A recipe is `recipes/<hf_org>/<hf_repo>.toml`; its path is the Hugging Face id. `[args]` and `[env]` hold what
-belongs to the model everywhere (parsers, mostly), `[target.NAME]` what was reported for a target, and
-`[[target.NAME.variants]]` what differs for a number or a kind of GPU. A target without a section is unknown.
-`nibble recipes lint` (lint.py) checks names and values against the installed vLLM; this module checks the
-shape.
+A recipe is `recipes/<hf_org>/<hf_repo>.toml`; its path is the Hugging Face id. `[args]` and `[env]`
+hold what belongs to the model everywhere (parsers, mostly), `[target.NAME]` what was reported for a
+target, and `[[target.NAME.variants]]` what differs for a number or a kind of GPU. A target without
+a section is unknown. `nibble recipes lint` (lint.py) checks names and values against the installed
+vLLM; this module checks the shape.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ EXPECTED_KEYS = ("moe", "linear", "attention")
 MODEL_KEYS: Mapping[str, tuple[type, ...]] = {
     "id": (str,),
     "revision": (str,),  # 40 hex digits, or "" for: resolve, print, suggest pinning
-    "scheme": (
-        str,
-    ),  # vLLM's quantization name (modelopt_fp4, compressed-tensors, mxfp4, ...); "" where no source says
+    # vLLM's quantization name (modelopt_fp4, compressed-tensors, mxfp4, ...); "" where no source says  # noqa: E501
+    "scheme": (str,),
     "min_memory_gb": (int, float),  # GB of all GPUs together, as the source reports it
     "download_bytes": (int,),
     "draft": (str,),  # id of the draft model that speculative-config names
@@ -62,8 +61,8 @@ TOP_KEYS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong in a recipe file: where (`target.gb10.args.moe-backend`), what, and what to write
-    instead.
+    """Something wrong in a recipe file: where (`target.gb10.args.moe-backend`), what, and what to
+    write instead.
     """
 
     file: str
@@ -82,7 +81,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Section:
-    """`[target.NAME]` or one of its variants. An empty status or evidence is inherited by a variant."""
+    """`[target.NAME]` or one of its variants. An empty status or evidence is inherited by a
+    variant.
+    """
 
     status: str = ""
     evidence: str = ""
@@ -122,10 +123,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe for one target and machine. `args` has canonical names (`--max-model-len`); `origins` says per
-    flag and variable which part of the file it is from. `gpus` is the number the evidence is for, None where
-    no source says. status "unknown": nothing is reported for this hardware, and only what holds for the model
-    everywhere (`[args]`, `[env]`) is given.
+    """A recipe for one target and machine. `args` has canonical names (`--max-model-len`);
+    `origins` says per flag and variable which part of the file it is from. `gpus` is the number the
+    evidence is for, None where no source says. status "unknown": nothing is reported for this
+    hardware, and only what holds for the model everywhere (`[args]`, `[env]`) is given.
     """
 
     id: str
@@ -145,12 +146,14 @@ class ResolvedRecipe:
 def list_recipes(root: Path) -> list[str]:
     """Ids of all recipes under `root`/recipes, sorted."""
     folder = root / "recipes"
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.toml"))
+    return sorted(
+        path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.toml")
+    )
 
 
 def load_recipe(model_id: str, root: Path) -> Recipe | None:
-    """The recipe of a Hugging Face id, or None. Raises CONFIG where the file is not what this module
-    describes.
+    """The recipe of a Hugging Face id, or None. Raises CONFIG where the file is not what this
+    module describes.
     """
     path = recipe_path(model_id, root)
     if path is None or not path.is_file():
@@ -162,7 +165,9 @@ def load_recipe(model_id: str, root: Path) -> Recipe | None:
             if problem.suggestion
             else "`nibble recipes lint` lists all problems"
         )
-        raise NibbleError(ExitCode.CONFIG, f"{problem.file}: {problem.key}: {problem.message}", "", action)
+        raise NibbleError(
+            ExitCode.CONFIG, f"{problem.file}: {problem.key}: {problem.message}", "", action
+        )
     return _recipe(model_id, path, data)
 
 
@@ -209,7 +214,7 @@ def _section(raw: Mapping[str, Any]) -> Section:
 
 
 # --- shape
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def shape_problems(data: Mapping[str, Any], file: str) -> Iterator[Problem]:
@@ -246,7 +251,9 @@ def _section_shape(
     )
 
 
-def _keys(table: Any, known: Mapping[str, tuple[type, ...]], file: str, where: str) -> Iterator[Problem]:
+def _keys(
+    table: Any, known: Mapping[str, tuple[type, ...]], file: str, where: str
+) -> Iterator[Problem]:
     if not isinstance(table, dict):
         return  # its own key already told
     for key, value in table.items():
@@ -254,9 +261,14 @@ def _keys(table: Any, known: Mapping[str, tuple[type, ...]], file: str, where: s
         if key not in known:
             near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), "")
             yield Problem(
-                file, at, "unknown key" if near else f"unknown key; known are {', '.join(known)}", near
+                file,
+                at,
+                "unknown key" if near else f"unknown key; known are {', '.join(known)}",
+                near,
             )
-        elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
+        elif not isinstance(value, known[key]) or (
+            isinstance(value, bool) and bool not in known[key]
+        ):
             names = " or ".join(kind.__name__ for kind in known[key])
             yield Problem(file, at, f"is {type(value).__name__}, not {names}")
 
@@ -265,7 +277,9 @@ def _env_types(env: Any, file: str, where: str) -> Iterator[Problem]:
     for name, value in env.items() if isinstance(env, dict) else ():
         if not isinstance(value, str):
             yield Problem(
-                file, f"{where}.{name}", f"is {type(value).__name__}; environment values are strings"
+                file,
+                f"{where}.{name}",
+                f"is {type(value).__name__}; environment values are strings",
             )
 
 
@@ -276,12 +290,12 @@ def _env_types(env: Any, file: str, where: str) -> Iterator[Problem]:
 def resolve(
     recipe: Recipe, target: str, gpu_count: int | None = None, gpu_names: Sequence[str] = ()
 ) -> ResolvedRecipe:
-    """What the recipe says for this target and these GPUs; without a count and names, for the evidence's own
-    machine.
+    """What the recipe says for this target and these GPUs; without a count and names, for the
+    evidence's own machine.
 
-    Layers, each over the one before: [args], the target's section, then its matching variants, the most
-    specific last. JSON-valued flags merge key by key. `remove` drops inherited names before its own layer is
-    laid on.
+    Layers, each over the one before: [args], the target's section, then its matching variants, the
+    most specific last. JSON-valued flags merge key by key. `remove` drops inherited names before
+    its own layer is laid on.
     """
     layers = [("[args]", Section(args=recipe.args, env=recipe.env))]
     section = recipe.targets.get(target)
@@ -298,7 +312,11 @@ def resolve(
     count = section.gpus if gpu_count is None else gpu_count
     fitting = (v for v in section.variants if _matches(v, section, count, gpu_names))
     matching = sorted(fitting, key=lambda v: v.specificity)
-    if section.status != "unsupported" and not matching and not _covers(section, gpu_count, gpu_names):
+    if (
+        section.status != "unsupported"
+        and not matching
+        and not _covers(section, gpu_count, gpu_names)
+    ):
         return _merged(recipe, target, layers, "unknown", [*notes, _other_hardware(section)])
     layers += [(f"[target.{target}]", section)]
     layers += [(f"[target.{target}] variant {_described(v)}", v) for v in matching]
@@ -314,7 +332,9 @@ def _matches(variant: Section, section: Section, count: int | None, names: Seque
 
 
 def _covers(section: Section, count: int | None, names: Sequence[str]) -> bool:
-    """Whether the section's own evidence is for such a machine; more GPUs than it used do no harm."""
+    """Whether the section's own evidence is for such a machine; more GPUs than it used do no
+    harm.
+    """
     enough = section.gpus is None or count is None or count >= section.gpus
     return enough and (not section.gpu or all(_named(section.gpu, n) for n in names))
 
@@ -324,16 +344,24 @@ def _named(part: str, name: str) -> bool:
 
 
 def _described(section: Section) -> str:
-    return " ".join(p for p in (f"{section.gpus}x" if section.gpus is not None else "", section.gpu) if p)
+    return " ".join(
+        p for p in (f"{section.gpus}x" if section.gpus is not None else "", section.gpu) if p
+    )
 
 
 def _other_hardware(section: Section) -> str:
     known = [_described(s) for s in (section, *section.variants) if _described(s)]
-    return f"reported only for {', '.join(dict.fromkeys(known))}; nothing is known about this machine"
+    return (
+        f"reported only for {', '.join(dict.fromkeys(known))}; nothing is known about this machine"
+    )
 
 
 def _merged(
-    recipe: Recipe, target: str, layers: Sequence[tuple[str, Section]], status: str, notes: Sequence[str]
+    recipe: Recipe,
+    target: str,
+    layers: Sequence[tuple[str, Section]],
+    status: str,
+    notes: Sequence[str],
 ) -> ResolvedRecipe:
     args: Mapping[str, Any] = {}
     env: dict[str, str] = {}
@@ -350,7 +378,9 @@ def _merged(
         origins |= dict.fromkeys([*map(canonical, layer.args), *layer.env], origin)
         evidence, gpus = layer.evidence or evidence, layer.gpus if layer.gpus is not None else gpus
         acceptance = layer.min_acceptance if layer.min_acceptance is not None else acceptance
-    found = status or next((layer.status for _, layer in reversed(layers) if layer.status), "unknown")
+    found = status or next(
+        (layer.status for _, layer in reversed(layers) if layer.status), "unknown"
+    )
     kept = {name: origin for name, origin in origins.items() if name in args or name in env}
     return ResolvedRecipe(
         recipe.id,

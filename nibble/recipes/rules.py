@@ -1,8 +1,9 @@
 """Known risks of vLLM's backends as data: rules/backends.toml, and where each of them applies.
 
-A rule names the machines and models it is for and what follows for a plan: a flag to force, values to forbid, values to
-warn about, variables to set. `precedence.py` and `plan.py` carry that out, `rules.py` refuses, `lint.py` holds rules and
-recipes against each other and against the installed vLLM.
+A rule names the machines and models it is for and what follows for a plan: a flag to force, values
+to forbid, values to warn about, variables to set. `precedence.py` and `plan.py` carry that out,
+`rules.py` refuses, `lint.py` holds rules and recipes against each other and against the installed
+vLLM.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from nibble.errors import ExitCode, NibbleError
 Words = tuple[str, ...]
 STRICT = ConfigDict(extra="forbid")
 
-# Flags that a key of a JSON-valued flag sets too; vLLM takes the flag itself first, unless it is `auto`
-# (vllm 0.32 engine/arg_utils.py:2757).
+# Flags that a key of a JSON-valued flag sets too; vLLM takes the flag itself first, unless it is
+# `auto` (vllm 0.32 engine/arg_utils.py:2757).
 NESTED: Mapping[str, tuple[str, str]] = {
     "--moe-backend": ("--kernel-config", "moe_backend"),
     "--linear-backend": ("--kernel-config", "linear_backend"),
@@ -35,11 +36,15 @@ NESTED: Mapping[str, tuple[str, str]] = {
 
 @checked_dataclass(frozen=True, config=STRICT)
 class Condition:
-    """Where a rule applies: all that is given must hold, and what is unknown before the download counts as so.
+    """Where a rule applies: all that is given must hold, and what is unknown before the download
+    counts as so.
 
-    models              parts of the model's id; with `families` they stand in for the family while that is unknown
-    activations         what some of the quantized layers are multiplied in; an unknown NVFP4 checkpoint is taken for fp4
-    k_multiple          some 4-bit weight that tensor parallelism splits has a K per rank that is no multiple of this;
+    models              parts of the model's id; with `families` they stand in for the family while
+                        that is unknown
+    activations         what some of the quantized layers are multiplied in; an unknown NVFP4
+                        checkpoint is taken for fp4
+    k_multiple          some 4-bit weight that tensor parallelism splits has a K per rank that is no
+                        multiple of this;
     k_unknown_from_tp   while the shapes are unknown: from this tensor parallel size on
     """
 
@@ -75,13 +80,17 @@ class Rule:
         return f"{self.reason} ({self.reference})"
 
     def beats_recipe(self, status: str) -> bool:
-        """Whether a forced value goes above a recipe's own: never above one that nibble has measured."""
+        """Whether a forced value goes above a recipe's own: never above one that nibble has
+        measured.
+        """
         return self.effect == "wrong output" and status != "verified"
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What conditions are held against. `quantization` is vLLM's name for what the checkpoint or a recipe declares."""
+    """What conditions are held against. `quantization` is vLLM's name for what the checkpoint or
+    a recipe declares.
+    """
 
     target: str
     model: str
@@ -91,7 +100,9 @@ class Situation:
 
 
 def load_rules(root: Path) -> tuple[Rule, ...]:
-    """The rules of `root`/rules/backends.toml. Raises CONFIG for a file that is not what this module describes."""
+    """The rules of `root`/rules/backends.toml. Raises CONFIG for a file that is not what this
+    module describes.
+    """
     return parse_rules(root / "rules" / "backends.toml")
 
 
@@ -104,14 +115,18 @@ def parse_rules(path: Path) -> tuple[Rule, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise NibbleError(ExitCode.CONFIG, f"{path}: {where}: {first['msg']}", "", "correct it") from None
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path}: {where}: {first['msg']}", "", "correct it"
+        ) from None
     except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NibbleError(
             ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML file of rules", "correct it"
         ) from None
     ids = [rule.id for rule in rules]
     if repeated := {name for name in ids if ids.count(name) > 1}:
-        raise NibbleError(ExitCode.CONFIG, f"{path}: the id {min(repeated)} is given twice", "", "rename one")
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path}: the id {min(repeated)} is given twice", "", "rename one"
+        )
     return tuple(rules)
 
 
@@ -121,11 +136,15 @@ def accepted_risks(text: str, rules: Iterable[Rule]) -> frozenset[str]:
     known = sorted(rule.id for rule in rules)
     if unknown := sorted(names - set(known)):
         what = f"there is no known risk {unknown[0]!r} to allow"
-        raise NibbleError(ExitCode.CONFIG, what, "one of " + ", ".join(known), "correct NIBBLE_ALLOW_RISK")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one of " + ", ".join(known), "correct NIBBLE_ALLOW_RISK"
+        )
     return names
 
 
-def applying(rules: Iterable[Rule], situation: Situation, without: Collection[str] = ()) -> tuple[Rule, ...]:
+def applying(
+    rules: Iterable[Rule], situation: Situation, without: Collection[str] = ()
+) -> tuple[Rule, ...]:
     """The rules whose conditions hold, except those named in `without`."""
     return tuple(rule for rule in rules if rule.id not in without and holds(rule.when, situation))
 
@@ -153,7 +172,9 @@ def holds(when: Condition, situation: Situation) -> bool:
 def _is_family(when: Condition, situation: Situation) -> bool:
     checkpoint = situation.checkpoint
     if when.families and checkpoint is not None:
-        return bool({checkpoint.model_type, checkpoint.text_config.get("model_type")} & set(when.families))
+        return bool(
+            {checkpoint.model_type, checkpoint.text_config.get("model_type")} & set(when.families)
+        )
     named = any(part.lower() in situation.model.lower() for part in when.models)
     return named or not (when.families or when.models)
 
@@ -184,7 +205,9 @@ def in_effect(flag: str, args: Mapping[str, Any], declared_quantization: str = "
 
 
 def _spelled(flag: str, value: Any) -> str:
-    """Backends as vLLM compares them, whatever their case and hyphens (vllm 0.32 engine/arg_utils.py:1806)."""
+    """Backends as vLLM compares them, whatever their case and hyphens (vllm 0.32
+    engine/arg_utils.py:1806).
+    """
     text = "" if value is None else str(value)
     return text.lower().replace("-", "_") if flag in NESTED else text
 

@@ -1,7 +1,8 @@
 """Whether the server asks for a key, and where that key comes from.
 
-On a loopback bind none is needed. Anywhere else one is, unless NIBBLE_ALLOW_ANONYMOUS says otherwise: the
-given one, else one generated once and kept in the cache volume, so that restarts do not change it.
+On a loopback bind none is needed. Anywhere else one is, unless NIBBLE_ALLOW_ANONYMOUS says
+otherwise: the given one, else one generated once and kept in the cache volume, so that restarts do
+not change it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Source = Literal["given", "stored", "generated", "loopback", "anonymous"]
 
 @dataclass(frozen=True, slots=True)
 class KeyDecision:
-    """The key (None: none is asked for), its source, its file if it has one, and why. repr hides the key."""
+    """The key (None: none is asked for), its source, its file if it has one, and why. repr hides
+    the key.
+    """
 
     key: str | None = field(repr=False)
     source: Source
@@ -36,12 +39,14 @@ class KeyDecision:
     reason: str
 
 
-def resolve_api_key(host: str, given_key: str | None, allow_anonymous: bool, cache_dir: Path) -> KeyDecision:
-    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key (mode 0600; 0640 in a
-    folder that its group shares, see `secret_mode`).
+def resolve_api_key(
+    host: str, given_key: str | None, allow_anonymous: bool, cache_dir: Path
+) -> KeyDecision:
+    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key (mode 0600;
+    0640 in a folder that its group shares, see `secret_mode`).
 
-    Raises NibbleError(CONFIG) for a given key no HTTP header can carry and for a key file that cannot be
-    made, read or trusted. No message ever contains a key.
+    Raises NibbleError(CONFIG) for a given key no HTTP header can carry and for a key file that
+    cannot be made, read or trusted. No message ever contains a key.
     """
     if given_key:
         _require_sendable(given_key)
@@ -50,22 +55,28 @@ def resolve_api_key(host: str, given_key: str | None, allow_anonymous: bool, cac
         return KeyDecision(None, "loopback", None, f"{host} is reachable from this machine only")
     if allow_anonymous:
         return KeyDecision(
-            None, "anonymous", None, f"NIBBLE_ALLOW_ANONYMOUS is set: anyone who reaches {host} may ask"
+            None,
+            "anonymous",
+            None,
+            f"NIBBLE_ALLOW_ANONYMOUS is set: anyone who reaches {host} may ask",
         )
     path = cache_dir / KEY_FILE
     made = _store_new_key(path)
     key, note = _read_key(path)
     reason = "generated at this start" if made else "generated at an earlier start"
     return KeyDecision(
-        key, "generated" if made else "stored", path, f"{reason}, because {host} is not loopback{note}"
+        key,
+        "generated" if made else "stored",
+        path,
+        f"{reason}, because {host} is not loopback{note}",
     )
 
 
 def is_loopback(host: str) -> bool:
     """Whether binding `host` reaches this machine only.
 
-    Names other than localhost are not looked up: what DNS says may change. An empty host is every interface
-    for vLLM.
+    Names other than localhost are not looked up: what DNS says may change. An empty host is every
+    interface for vLLM.
     """
     name = host.strip().removeprefix("[").removesuffix("]").lower()
     if name == "localhost":
@@ -93,8 +104,8 @@ def _require_sendable(key: str) -> None:
 
 
 def _store_new_key(path: Path) -> bool:
-    """Make the key file unless there is one; True when this call made it. Readers never see a half-written
-    file.
+    """Make the key file unless there is one; True when this call made it. Readers never see a
+    half-written file.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -137,7 +148,8 @@ def _read_key(path: Path) -> tuple[str, str]:
 def _tighten(path: Path, descriptor: int) -> str:
     """Bring the file to its mode; refuse what others could have written.
 
-    Group bits are only tightened: Kubernetes' fsGroup sets them on every file of a volume at each start.
+    Group bits are only tightened: Kubernetes' fsGroup sets them on every file of a volume at each
+    start.
     """
     status, mode = os.fstat(descriptor), secret_mode(path.parent)
     if not stat.S_ISREG(status.st_mode):

@@ -1,7 +1,9 @@
-"""`nibble serve --detach`, `nibble stop`, `nibble logs`: one server in the background for each port.
+"""`nibble serve --detach`, `nibble stop`, `nibble logs`: one server in the background for each
+port.
 
-The server itself keeps the record (servers/PORT.json in nibble's cache): a lock that the kernel lets go of however it ends, who
-it is, and its exit code. Nobody stands between: the shell that detached it may end.
+The server itself keeps the record (servers/PORT.json in nibble's cache): a lock that the kernel
+lets go of however it ends, who it is, and its exit code. Nobody stands between: the shell that
+detached it may end.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Record:
-    """A server in the background. `process` names it among all of the machine (breaker.this_process)."""
+    """A server in the background. `process` names it among all of the machine
+    (breaker.this_process).
+    """
 
     pid: int
     process: str
@@ -67,7 +71,9 @@ class Place:
         """The last server's record, None where there is none that can be read."""
         try:
             found = Record(**json.loads(self.record.read_text()))
-            is_whole = isinstance(found.pid, int) and found.process.count(" ") == this_process().count(" ")
+            is_whole = isinstance(found.pid, int) and found.process.count(
+                " "
+            ) == this_process().count(" ")
             return found if is_whole else None
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
@@ -95,11 +101,16 @@ class Place:
             os.close(descriptor)
 
     def _of_another_user(self) -> bool:
-        """Whether a server runs whose lock this user may not open. Raises CONFIG where its record is closed too."""
+        """Whether a server runs whose lock this user may not open. Raises CONFIG where its
+        record is closed too.
+        """
         record = self.read()
         if record is None:
             what = f"{self.record} cannot be read (Permission denied)"
-            action = "run it as the user who started the server, or name another folder with NIBBLE_CACHE_DIR"
+            action = (
+                "run it as the user who started the server, or name another folder with"
+                " NIBBLE_CACHE_DIR"
+            )
             raise NibbleError(ExitCode.CONFIG, what, "", action)
         return record.exit_code is None and not ended_without_a_word(record.process, this_process())
 
@@ -110,7 +121,8 @@ class Place:
 def detach(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> Record:
     """Start `nibble serve WORDS` in the background; its record once it answers /status.
 
-    Raises CONFIG where one runs on this port already, and passes on the error of a server that ends before.
+    Raises CONFIG where one runs on this port already, and passes on the error of a server that ends
+    before.
     """
     if place.is_running():
         raise _already(place)
@@ -129,10 +141,14 @@ def _make_folders(place: Place) -> None:
         place.record.parent.mkdir(parents=True, exist_ok=True)
         place.log.open()
     except OSError as error:
-        raise not_writable(place.cache, error.strerror or type(error).__name__, "NIBBLE_CACHE_DIR") from None
+        raise not_writable(
+            place.cache, error.strerror or type(error).__name__, "NIBBLE_CACHE_DIR"
+        ) from None
 
 
-def _spawn(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(
+    place: Place, words: Sequence[str], environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     # -P: not what lies in the working directory; from a checkout nibble is found by its own place.
     path = os.pathsep.join(
         filter(None, [str(Path(__file__).resolve().parent.parent), environ.get("PYTHONPATH")])
@@ -149,7 +165,9 @@ def _spawn(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> su
 
 
 def _answers(record: Record) -> bool:
-    """Whether it is this server that answers: another may hold the port, and this one is about to end for that."""
+    """Whether it is this server that answers: another may hold the port, and this one is about
+    to end for that.
+    """
     connection = HTTPConnection("127.0.0.1", record.control_port, timeout=2)
     try:
         connection.request("GET", "/status")
@@ -164,7 +182,9 @@ def _already(place: Place) -> NibbleError:
     record = place.read()
     who = f" (pid {record.pid}, {record.model})" if record else ""
     what = f"a server runs in the background on port {place.port} already{who}"
-    return NibbleError(ExitCode.CONFIG, what, "", f"`nibble stop --port {place.port}`, or set another PORT")
+    return NibbleError(
+        ExitCode.CONFIG, what, "", f"`nibble stop --port {place.port}`, or set another PORT"
+    )
 
 
 def _ended_early(place: Place, code: int) -> NibbleError:
@@ -184,18 +204,26 @@ def _ended_early(place: Place, code: int) -> NibbleError:
 
 
 @contextlib.contextmanager
-def registered(place: Place, model: str, control_port: int, drain_s: int) -> Iterator[Callable[[int], None]]:
-    """Hold the port's lock and keep its record while a server in the background runs; yields what notes its exit code."""
+def registered(
+    place: Place, model: str, control_port: int, drain_s: int
+) -> Iterator[Callable[[int], None]]:
+    """Hold the port's lock and keep its record while a server in the background runs; yields
+    what notes its exit code.
+    """
     try:
         descriptor = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise not_writable(place.lock, error.strerror or type(error).__name__, "NIBBLE_CACHE_DIR") from None
+        raise not_writable(
+            place.lock, error.strerror or type(error).__name__, "NIBBLE_CACHE_DIR"
+        ) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _already(place) from None
-        record = Record(os.getpid(), this_process(), place.port, control_port, drain_s, model, time.time())
+        record = Record(
+            os.getpid(), this_process(), place.port, control_port, drain_s, model, time.time()
+        )
         place.write(record)
         yield lambda code: note_end(place, code)
     finally:
@@ -213,7 +241,9 @@ def note_end(place: Place, code: int) -> None:
 
 
 def stop(place: Place) -> tuple[int, str]:
-    """End the server of this port as SIGTERM does: (its exit code, what to say). 0 where none runs."""
+    """End the server of this port as SIGTERM does: (its exit code, what to say). 0 where none
+    runs.
+    """
     record = place.read()
     if not place.is_running():
         return ExitCode.OK, _not_running(place, record)
@@ -221,7 +251,10 @@ def stop(place: Place) -> tuple[int, str]:
         what = f"the server on port {place.port} keeps no record that can be read"
         raise NibbleError(ExitCode.CONFIG, what, "", "find it with `ps` and send it SIGTERM")
     if record.process.split(" ")[1] != this_process().split(" ")[1]:
-        what = f"the server on port {place.port} runs in another container or host ({record.process.split(' ')[1]})"
+        what = (
+            f"the server on port {place.port} runs in another container or host"
+            f" ({record.process.split(' ')[1]})"
+        )
         raise NibbleError(ExitCode.CONFIG, what, "", "run `nibble stop` there")
     try:
         os.kill(record.pid, signal.SIGTERM)
@@ -264,7 +297,9 @@ def _not_running(place: Place, record: Record | None) -> str:
 
 
 def show_logs(place: Place, lines: int, follow: bool) -> None:
-    """Print the last `lines`, and with `follow` what comes until the server ends. Raises USAGE where there is no log."""
+    """Print the last `lines`, and with `follow` what comes until the server ends. Raises USAGE
+    where there is no log.
+    """
     try:
         place.log.path.open("rb").close()
     except FileNotFoundError:
@@ -274,7 +309,9 @@ def show_logs(place: Place, lines: int, follow: bool) -> None:
         ) from None
     except OSError as error:
         what = f"{place.log.path} cannot be read ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "", "run `nibble logs` as the user who started it") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what, "", "run `nibble logs` as the user who started it"
+        ) from None
     last, end = place.log.tail(lines)
     print(_shown("\n".join(last)), flush=True)
     if follow:

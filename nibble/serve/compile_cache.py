@@ -1,6 +1,8 @@
-"""The entries of compiled code on disk: opened by a server, recorded once it is ready, verified at the next start, pruned.
+"""The entries of compiled code on disk: opened by a server, recorded once it is ready, verified at
+the next start, pruned.
 
-Nothing here ever stops a start: what is damaged is dropped and compiled again, what cannot be written is not recorded.
+Nothing here ever stops a start: what is damaged is dropped and compiled again, what cannot be
+written is not recorded.
 """
 
 from __future__ import annotations
@@ -26,12 +28,22 @@ from nibble.plan.compile_cache import CacheKey, CachePlan
 KEY, RECORD, LOCK = "entry.json", "files.json", "lock"
 DROPPED = ".dropped-"
 READ_BYTES = 4 << 20
-# Rewritten while a server runs or by the next one, or looked after by somebody else (the driver); of JSON among them only that
-# it can be read is certain.
+# Rewritten while a server runs or by the next one, or looked after by somebody else (the driver);
+# of JSON among them only that it can be read is certain.
 REWRITTEN = (
-    "*/modelinfos/*", "*/startup_plan/*", "*/flashinfer_autotune_cache/*", "*/gpu_p2p_access_cache*", "*.autotune.json",
-    "*.best_config", "*.log", "*.lock", "*/.ninja_log", "*/.ninja_deps", "cuda/*", "*/__pycache__/*",
-)  # fmt: skip
+    "*/modelinfos/*",
+    "*/startup_plan/*",
+    "*/flashinfer_autotune_cache/*",
+    "*/gpu_p2p_access_cache*",
+    "*.autotune.json",
+    "*.best_config",
+    "*.log",
+    "*.lock",
+    "*/.ninja_log",
+    "*/.ninja_deps",
+    "cuda/*",
+    "*/__pycache__/*",
+)
 # On the way into the cache; gone or renamed at any moment.
 PASSING = ("*.tmp", "*.tmp.*", "*/tmp.*", "*/.tmp*", "*.incomplete")
 # What a damaged record may raise when it is read.
@@ -52,11 +64,18 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json."""
-        return {**vars(self), "folder": str(self.folder), "name": self.folder.name, "parts": dict(self.parts)}
+        return {
+            **vars(self),
+            "folder": str(self.folder),
+            "name": self.folder.name,
+            "parts": dict(self.parts),
+        }
 
 
 class Use:
-    """The entries of a plan while a server runs: locked against prune, recorded when told. `say` gets warnings."""
+    """The entries of a plan while a server runs: locked against prune, recorded when told. `say`
+    gets warnings.
+    """
 
     def __init__(self, caches: CachePlan, say: Callable[[str], None]) -> None:
         self._caches, self._say = caches, say
@@ -70,7 +89,9 @@ class Use:
             folder = self._caches.root / key.name
             with self._or_warn(folder):
                 if problem := next(damage(folder), ""):
-                    self._say(_dropped(key.name, problem) if drop(folder) else _kept(key.name, problem))
+                    self._say(
+                        _dropped(key.name, problem) if drop(folder) else _kept(key.name, problem)
+                    )
                 _make(folder, key)
                 self._hold(folder)
         with self._or_warn(self._caches.root):
@@ -101,7 +122,9 @@ class Use:
         os.utime(folder / KEY)
 
     def _share_model_inspection(self) -> None:
-        """vLLM inspects a model class in a process of its own, keyed by its source: the same whatever the flags."""
+        """vLLM inspects a model class in a process of its own, keyed by its source: the same
+        whatever the flags.
+        """
         if not self._caches.keys:
             return
         shared = self._caches.folder("kernels") / "modelinfos"
@@ -118,16 +141,23 @@ class Use:
             yield
         except OSError as error:
             self._say(
-                f"warning: the cache entry {folder} cannot be kept in order ({error.strerror or error})"
+                f"warning: the cache entry {folder} cannot be kept in order"
+                f" ({error.strerror or error})"
             )
 
 
 def _dropped(name: str, problem: str) -> str:
-    return f"the cache entry {name} is damaged ({problem}) and was dropped: this start compiles it again"
+    return (
+        f"the cache entry {name} is damaged ({problem}) and was dropped: this start compiles it"
+        " again"
+    )
 
 
 def _kept(name: str, problem: str) -> str:
-    return f"warning: the cache entry {name} is damaged ({problem}) and stays: another server or user has it"
+    return (
+        f"warning: the cache entry {name} is damaged ({problem}) and stays: another server or user"
+        " has it"
+    )
 
 
 def _make(folder: Path, key: CacheKey) -> None:
@@ -146,7 +176,9 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def entries(root: Path) -> list[Entry]:
-    """All entries below `root`, the one used last first. A folder without a readable key is listed as unknown."""
+    """All entries below `root`, the one used last first. A folder without a readable key is
+    listed as unknown.
+    """
     found: list[Entry] = []
     for folder in _folders(root):
         with contextlib.suppress(FileNotFoundError):  # dropped meanwhile
@@ -156,7 +188,9 @@ def entries(root: Path) -> list[Entry]:
 
 def _folders(root: Path) -> list[Path]:
     try:
-        return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(DROPPED)]
+        return [
+            path for path in root.iterdir() if path.is_dir() and not path.name.startswith(DROPPED)
+        ]
     except OSError:
         return []
 
@@ -164,7 +198,10 @@ def _folders(root: Path) -> list[Path]:
 def _entry(folder: Path) -> Entry:
     try:
         key = json.loads((folder / KEY).read_text())
-        kind, parts = str(key["kind"]), {str(name): str(value) for name, value in key["parts"].items()}
+        kind, parts = (
+            str(key["kind"]),
+            {str(name): str(value) for name, value in key["parts"].items()},
+        )
         last_used_s = (folder / KEY).stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         kind, parts = "unknown", {}
@@ -210,15 +247,17 @@ def write_record(folder: Path) -> int:
     now = {path: _stamp(folder / path) for path in _files(folder)}
     changed = [path for path, stamp in now.items() if known.get(path, [None, None])[:2] != stamp]
     with ThreadPoolExecutor(4) as pool:
-        hashes = dict(zip(changed, pool.map(lambda path: _sha256(folder / path), changed), strict=True))
+        hashes = dict(
+            zip(changed, pool.map(lambda path: _sha256(folder / path), changed), strict=True)
+        )
     files = {path: [*stamp, hashes.get(path) or known[path][2]] for path, stamp in now.items()}
     _write_json(folder / RECORD, {"files": {path: row for path, row in files.items() if row[2]}})
     return len(files)
 
 
 def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
-    """What differs from the record: missing, truncated or (without `sizes_only`) changed files. An entry without a record
-    shows none.
+    """What differs from the record: missing, truncated or (without `sizes_only`) changed files. An
+    entry without a record shows none.
     """
     if not folder.is_dir():
         return
@@ -233,7 +272,9 @@ def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
     if known is None:
         return
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda item: _difference(folder, item[0], item[1], sizes_only), known.items())
+        found = pool.map(
+            lambda item: _difference(folder, item[0], item[1], sizes_only), known.items()
+        )
         yield from filter(None, found)
 
 
@@ -264,7 +305,9 @@ def _unreadable(file: Path) -> str:
 
 
 def _read_record(folder: Path) -> dict[str, list[Any]] | None:
-    """Path -> [bytes, mtime in ns, sha256]; None where there is no record. Raises ValueError & co. for a damaged one."""
+    """Path -> [bytes, mtime in ns, sha256]; None where there is no record. Raises ValueError &
+    co. for a damaged one.
+    """
     try:
         text = (folder / RECORD).read_text()
     except FileNotFoundError:
@@ -310,7 +353,9 @@ def _sha256(path: Path) -> str | None:
 
 
 def drop(folder: Path) -> bool:
-    """Remove an entry nobody holds; False where a server holds it. Gone at once for others, whatever happens after that."""
+    """Remove an entry nobody holds; False where a server holds it. Gone at once for others,
+    whatever happens after that.
+    """
     descriptor = _exclusive(folder)
     if descriptor is None:
         return False
@@ -339,7 +384,8 @@ def to_prune(
 ) -> list[Entry]:
     """What a prune removes, the longest unused first; entries in use stay. Pure.
 
-    Older than `older_than_s`; of another build than `build`; and as many of the rest as `max_bytes` asks for.
+    Older than `older_than_s`; of another build than `build`; and as many of the rest as `max_bytes`
+    asks for.
     """
     oldest_first = sorted(
         (entry for entry in found if not entry.is_used), key=lambda entry: entry.last_used_s

@@ -1,4 +1,5 @@
-"""The control port: /status and /ready on loopback, answered from the first second whatever the engine does.
+"""The control port: /status and /ready on loopback, answered from the first second whatever the
+engine does.
 
 For health checks and people on the same machine. It never leaves 127.0.0.1 and changes nothing.
 """
@@ -13,15 +14,17 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.serve.json_http import JsonHandler, Server
 
 ADDRESS = "127.0.0.1"
-# A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header gives it
-# away.
+# A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header
+# gives it away.
 _HOST_NAMES = ("127.0.0.1", "localhost")
 _READ_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Answers:
-    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not. All run in request threads."""
+    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not.
+    All run in request threads.
+    """
 
     status: Callable[[], dict[str, Any]]
     is_ready: Callable[[], bool]
@@ -71,7 +74,9 @@ class ControlServer:
 
 
 class Turn:
-    """A ControlServer that stays open over several runs, for the time of one: `close` gives the answers back to its owner."""
+    """A ControlServer that stays open over several runs, for the time of one: `close` gives the
+    answers back to its owner.
+    """
 
     def __init__(self, server: ControlServer, answers: Answers) -> None:
         self._server, self._own, self._before = server, answers, server.answers
@@ -108,7 +113,11 @@ class _Handler(JsonHandler):
             return 200, answers.status()
         if path == "/ready":
             ready = answers.is_ready()
-            return (200, {"ready": True}) if ready else (503, {"ready": False, "reason": answers.why()})
+            return (
+                (200, {"ready": True})
+                if ready
+                else (503, {"ready": False, "reason": answers.why()})
+            )
         return 404, {"error": "only /status and /ready are here"}
 
     def _host_is_local(self) -> bool:

@@ -1,7 +1,9 @@
-"""The crash-loop breaker: a plan that failed three times waits before it tries again, and after six is not started.
+"""The crash-loop breaker: a plan that failed three times waits before it tries again, and after six
+is not started.
 
-A restart policy would go on for ever, and restarts have brought whole machines down (about 35 of them, eugr#257). `judge` is
-pure. The record is a small file for each plan in nibble's cache, so that another model or another setting is not punished.
+A restart policy would go on for ever, and restarts have brought whole machines down (about 35 of
+them, eugr#257). `judge` is pure. The record is a small file for each plan in nibble's cache, so
+that another model or another setting is not punished.
 """
 
 from __future__ import annotations
@@ -26,9 +28,8 @@ from nibble.printable import printable
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-WINDOW_S = (
-    3600.0  # failures further apart are no loop; a first start of 18 minutes (peers.md 2.3) fits three times
-)
+# failures further apart are no loop; a first start of 18 minutes (peers.md 2.3) fits three times
+WINDOW_S = 3600.0
 HOLDS_S = (60.0, 300.0, 900.0)  # after the third, fourth and fifth failure
 FIRST_HELD = 3
 # MODEL here is a load that vLLM ended for it; what is refused before a run never comes here.
@@ -42,7 +43,8 @@ _KEPT = 20
 class Failure:
     """One failed start: seconds since 1970, exit code and the line that was shown.
 
-    `process` is set while a start still runs and names it; one that is found there later ended without a word.
+    `process` is set while a start still runs and names it; one that is found there later ended
+    without a word.
     """
 
     at_s: float
@@ -53,7 +55,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with the next start: wait `wait_s` (0: go), or nothing at all where `is_tripped`."""
+    """What to do with the next start: wait `wait_s` (0: go), or nothing at all where
+    `is_tripped`.
+    """
 
     failures: int
     wait_s: float
@@ -62,7 +66,9 @@ class Verdict:
 
 
 def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
-    """Failures oldest first. A record of six holds until somebody removes it; fewer are forgotten after WINDOW_S."""
+    """Failures oldest first. A record of six holds until somebody removes it; fewer are
+    forgotten after WINDOW_S.
+    """
     run: list[Failure] = []
     for failure in failures:
         if run and failure.at_s - run[-1].at_s > WINDOW_S and len(run) < FIRST_HELD + len(HOLDS_S):
@@ -78,27 +84,44 @@ def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
 
 
 def plan_key(plan: Plan, environ: Mapping[str, str]) -> str:
-    """The same for the same model and settings on the same versions, whatever is free and whichever port is used.
+    """The same for the same model and settings on the same versions, whatever is free and whichever
+    port is used.
 
-    `environ` is the user's: vLLM's own variables count as settings, and so does what a start may end for.
+    `environ` is the user's: vLLM's own variables count as settings, and so does what a start may
+    end for.
     """
     ours = (SOURCE, "nibble's default")
     args = {
         name: str(choice.value)
         for name, choice in plan.args.items()
-        if name not in ("--host", "--port") and not (name in (KV, UTILIZATION) and choice.source in ours)
+        if name not in ("--host", "--port")
+        and not (name in (KV, UTILIZATION) and choice.source in ours)
     }
     env = {name: str(choice.value) for name, choice in plan.env.items()}
     for name, value in plan.vllm_environ(environ).items():
         if name.startswith("VLLM_") and name not in OF_THE_PLACE:
             env[name] = value
-    ours_too = [plan.settings.memory_reserve_gib, plan.settings.kernel_assertion, plan.settings.canary]
-    parts: list[Any] = [__version__, plan.target.name, plan.model, plan.revision, args, env, ours_too]
+    ours_too = [
+        plan.settings.memory_reserve_gib,
+        plan.settings.kernel_assertion,
+        plan.settings.canary,
+    ]
+    parts: list[Any] = [
+        __version__,
+        plan.target.name,
+        plan.model,
+        plan.revision,
+        args,
+        env,
+        ours_too,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def this_process() -> str:
-    """Names this process among all starts that may share a cache: boot, host (a container's is its own), pid, start."""
+    """Names this process among all starts that may share a cache: boot, host (a container's is
+    its own), pid, start.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -107,7 +130,8 @@ def this_process() -> str:
 
 
 def ended_without_a_word(process: str, me: str) -> bool:
-    """Whether a start that never told its end is surely over: the machine booted since, or here is no such process.
+    """Whether a start that never told its end is surely over: the machine booted since, or here is
+    no such process.
 
     Of a process on another host (another container) of this boot nothing is known.
     """
@@ -117,7 +141,9 @@ def ended_without_a_word(process: str, me: str) -> bool:
 
 
 class Breaker:
-    """The record of one plan. Where the cache cannot be written it warns once through `say` and never holds."""
+    """The record of one plan. Where the cache cannot be written it warns once through `say` and
+    never holds.
+    """
 
     def __init__(self, path: Path, model: str, say: Callable[[str], None]) -> None:
         self.path, self._model, self._say = path, model, say
@@ -142,7 +168,9 @@ class Breaker:
         self._write(others)
 
     def clear(self) -> None:
-        """A success: nothing is held against this plan any more. Starts that still run somewhere else stay on record."""
+        """A success: nothing is held against this plan any more. Starts that still run somewhere
+        else stay on record.
+        """
         self._write([one for one in self._others() if one.process])
 
     def tripped(self, verdict: Verdict) -> NibbleError:
@@ -152,7 +180,8 @@ class Breaker:
         return NibbleError(ExitCode.CRASH_LOOP, what, "", action)
 
     def _others(self) -> list[Failure]:
-        """The record without this start. Only starts that may still run somewhere else have a `process`.
+        """The record without this start. Only starts that may still run somewhere else have a
+        `process`.
 
         A damaged record is dropped.
         """
@@ -160,13 +189,19 @@ class Breaker:
             found = [_failure(one) for one in json.loads(self.path.read_text())["failures"]]
         except OSError:  # none yet, or a cache that cannot be used: writing says so
             return []
-        except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last one: nested without end
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:  # the last one: nested without end
             self._say(f"warning: {self.path} is damaged and is dropped ({type(error).__name__})")
             self._remove()
             return []
         others = [one for one in found if one.process != self._me]
         return [
-            replace(one, process="") if ended_without_a_word(one.process, self._me) else one for one in others
+            replace(one, process="") if ended_without_a_word(one.process, self._me) else one
+            for one in others
         ]
 
     def _write(self, failures: Sequence[Failure]) -> None:
@@ -188,7 +223,8 @@ class Breaker:
         except OSError as error:
             self._can_write = False
             self._say(
-                f"warning: {self.path} cannot be written ({error.strerror}): crash loops are not noticed"
+                f"warning: {self.path} cannot be written ({error.strerror}): crash loops are not"
+                " noticed"
             )
         return None
 
@@ -199,5 +235,8 @@ class Breaker:
 
 def _failure(entry: Any) -> Failure:
     return Failure(
-        float(entry["at_s"]), int(entry["code"]), printable(str(entry["cause"])), str(entry["process"])
+        float(entry["at_s"]),
+        int(entry["code"]),
+        printable(str(entry["cause"])),
+        str(entry["process"]),
     )

@@ -1,4 +1,6 @@
-"""A stop: wait until vLLM runs no request any more, tell it, wait until it has ended. Signals and deaths in between end it."""
+"""A stop: wait until vLLM runs no request any more, tell it, wait until it has ended. Signals
+and deaths in between end it.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,14 @@ def drain(
     log: DrainReader,
     say: Callable[[str], None],
 ) -> ExitCode | Ended:
-    """Let running requests finish, then end vLLM; how it ended where it did so by itself before it was told."""
+    """Let running requests finish, then end vLLM; how it ended where it did so by itself before
+    it was told.
+    """
     limit_s = settings.drain_seconds
-    say(f"{signal_name(event.signum)}: new requests get 503, running ones may finish for {limit_s} s")
+    say(
+        f"{signal_name(event.signum)}: new requests get 503, running ones may finish for"
+        f" {limit_s} s"
+    )
     deadline = time.monotonic() + limit_s
     left = until_none_runs(next_event, in_flight, deadline)
     if isinstance(left, Ended):
@@ -66,12 +73,14 @@ def _unfinished(end: Ended | Stop | None, log: DrainReader, clients: str, limit_
 def until_none_runs(
     next_event: Next, in_flight: Callable[[], int | None], deadline: float
 ) -> int | Ended | Stop:
-    """Until the engines hold no request: 0, or how many at the deadline (monotonic); or what came in between.
+    """Until the engines hold no request: 0, or how many at the deadline (monotonic); or what came
+    in between.
 
-    vLLM's own drain covers neither several API processes (each drops its engine connection at SIGTERM, vllm 0.32
-    launcher.py handle_shutdown) nor requests that come in parts (beam search, tool loops), so the signal
-    goes out when nothing runs any more. Twice zero: a request may be on its way from the API process to
-    the engine. 0 also where /metrics does not answer (None); vLLM's drain is then all there is.
+    vLLM's own drain covers neither several API processes (each drops its engine connection at
+    SIGTERM, vllm 0.32 launcher.py handle_shutdown) nor requests that come in parts (beam search,
+    tool loops), so the signal goes out when nothing runs any more. Twice zero: a request may be on
+    its way from the API process to the engine. 0 also where /metrics does not answer (None); vLLM's
+    drain is then all there is.
     """
     zeros = unknown = count = 0
     pause_s = _POLL_S
@@ -97,16 +106,19 @@ def until_it_ends(
     unread: Unread | None = None,
     unread_until: float = 0.0,
 ) -> Ended | Stop | None:
-    """The child's end, another signal, or None at the deadline (or once vLLM gave its own drain up).
+    """The child's end, another signal, or None at the deadline (or once vLLM gave its own drain
+    up).
 
-    None also from `unread_until` on where all that is left are clients which do not read: vLLM would wait for them.
+    None also from `unread_until` on where all that is left are clients which do not read: vLLM
+    would wait for them.
     """
     looked_at = float("-inf")
     while (left_s := deadline - (now := time.monotonic())) > 0:
         event = next_event(min(left_s, _POLL_S))
         if isinstance(event, Ended | Stop):
             return event
-        # Its engine killed at --shutdown-timeout, vLLM 0.32 waits for the broken streams without end.
+        # Its engine killed at --shutdown-timeout, vLLM 0.32 waits for the broken streams without
+        # end.
         if log.gave_up:
             return None
         if unread is not None and not log.http_is_down and now - looked_at >= _LONGEST_POLL_S:

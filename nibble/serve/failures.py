@@ -1,4 +1,6 @@
-"""How an engine's end is told: one line with what happened, why as far as it is known, and what to do. Pure."""
+"""How an engine's end is told: one line with what happened, why as far as it is known, and what
+to do. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from nibble.plan.memory import Limits, Step, show_gib
 
 # vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/{whole_load,layers}.py
 _EMPTY = "Following weights were not initialized from checkpoint: "
-_MISFIT = re.compile(r"TensorError: (\S+) \((\w+ of shape \[[\d, ]*\])\) does not fit the model \((.*)")
+_MISFIT = re.compile(
+    r"TensorError: (\S+) \((\w+ of shape \[[\d, ]*\])\) does not fit the model \((.*)"
+)
 _UNSCALED = re.compile(r"ScaleError: (\S+) was not loaded")
 SKIP = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 
@@ -22,8 +26,8 @@ def engine_died(
 ) -> NibbleError:
     """vLLM ended by itself.
 
-    `cause` is the last error it logged, `lost` its process that ended first where that was not the API server;
-    `memory_ladder` is given where the kernel's OOM killer struck just before.
+    `cause` is the last error it logged, `lost` its process that ended first where that was not the
+    API server; `memory_ladder` is given where the kernel's OOM killer struck just before.
     """
     if names := _not_loaded(cause):
         is_cut = _EMPTY in cause and not cause.endswith("}")  # a cause is cut at some length
@@ -54,9 +58,11 @@ def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleE
 
 
 def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
-    """What a node knows of the end of `process`, one of vLLM's; the server on another node tells it.
+    """What a node knows of the end of `process`, one of vLLM's; the server on another node tells
+    it.
 
-    `cause` is the last error that was logged, `code` its exit code (negative: of a signal) where that is known.
+    `cause` is the last error that was logged, `code` its exit code (negative: of a signal) where
+    that is known.
     """
     if kernel_has_killed:
         return f"{process} was killed by the kernel for want of memory"
@@ -68,7 +74,9 @@ def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | No
 
 
 def _not_loaded(cause: str) -> list[str]:
-    """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused layer's scales."""
+    """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused
+    layer's scales.
+    """
     if match := _UNSCALED.search(cause):
         return [match[1]]
     return sorted(re.findall(r"'([^']+)'", cause.partition(_EMPTY)[2]))

@@ -1,4 +1,6 @@
-"""The wait of a crash loop: the process stays, says why, and answers /status; a stop signal ends it."""
+"""The wait of a crash loop: the process stays, says why, and answers /status; a stop signal ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ def hold(control_port: int, seconds: float, why: str) -> bool:
 
     def status() -> dict[str, Any]:
         left_s = round(max(0.0, until - time.monotonic()), 1)
-        found = {"state": "holding", "phase": "hold", "progress": None, "detail": why, "since": since}
+        found = {
+            "state": "holding",
+            "phase": "hold",
+            "progress": None,
+            "detail": why,
+            "since": since,
+        }
         return found | {"seconds_left": left_s, "pid": os.getpid()}
 
     control = ControlServer(control_port, status, lambda: False)

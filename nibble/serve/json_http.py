@@ -1,4 +1,6 @@
-"""Small HTTP servers that answer in JSON, one connection a request: the control port, and the agent of a cluster's node."""
+"""Small HTTP servers that answer in JSON, one connection a request: the control port, and the
+agent of a cluster's node.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Server(ThreadingHTTPServer):
     def start(self, name: str) -> None:
         """Answer in a thread of that name."""
         serve = self.serve_forever
-        threading.Thread(target=serve, kwargs={"poll_interval": 0.1}, name=name, daemon=True).start()
+        threading.Thread(
+            target=serve, kwargs={"poll_interval": 0.1}, name=name, daemon=True
+        ).start()
 
     def stop(self) -> None:
         """Stop answering and free the port. Only after `start`."""

@@ -1,4 +1,6 @@
-"""The log of a server in the background: a file that the server itself rotates, read by `nibble logs`."""
+"""The log of a server in the background: a file that the server itself rotates, read by `nibble
+logs`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class LogFile:
-    """`path` is written; `path`.1 is the newest of the older ones. Only its owner reads it: requests may be logged."""
+    """`path` is written; `path`.1 is the newest of the older ones. Only its owner reads it:
+    requests may be logged.
+    """
 
     path: Path
     max_bytes: int = MAX_BYTES
@@ -65,7 +69,9 @@ class LogFile:
         threading.Thread(target=watch, name="log-rotation", daemon=True).start()
 
     def tail(self, lines: int) -> tuple[list[str], int]:
-        """The last lines, over the older files too, and up to which byte of the current one that is."""
+        """The last lines, over the older files too, and up to which byte of the current one that
+        is.
+        """
         last: deque[bytes] = deque(maxlen=lines)
         end = 0
         for path in [*self.older(), self.path]:
@@ -75,7 +81,9 @@ class LogFile:
         return [line.decode(errors="replace").rstrip("\n") for line in last], end
 
     def follow(self, begin: int, is_over: Callable[[], bool]) -> Generator[str, None, None]:
-        """What is written from byte `begin` of the current file on, through rotations, until `is_over` and all is read."""
+        """What is written from byte `begin` of the current file on, through rotations, until
+        `is_over` and all is read.
+        """
         file = self.path.open("rb")
         try:
             file.seek(begin)
@@ -84,7 +92,8 @@ class LogFile:
                 if data := file.read():
                     yield data.decode(errors="replace")
                 elif newer := self._newer(file):
-                    yield file.read().decode(errors="replace")  # written since, and before it was moved
+                    # Written since, and before it was moved
+                    yield file.read().decode(errors="replace")
                     file.close()
                     file = newer
                 elif ending:
@@ -95,7 +104,8 @@ class LogFile:
             file.close()
 
     def _newer(self, file: BinaryIO) -> BinaryIO | None:
-        """The file that followed this one, opened; the oldest that is kept where this one is not any more.
+        """The file that followed this one, opened; the oldest that is kept where this one is not
+        any more.
 
         Opened from the newest on: where files move meanwhile, one is met twice and none is missed.
         """

@@ -34,7 +34,12 @@ class Nodes(Protocol):
         ...
 
     def run(
-        self, fail: Callable[[NibbleError], None], drain: Callable[[str], None], over: threading.Event
+        self,
+        fail: Callable[[NibbleError], None],
+        drain: Callable[[str], None],
+        over: threading.Event,
     ) -> None:
-        """Until `over`: `fail` gets the error of a lost node, `drain` the reason of a leaving head."""
+        """Until `over`: `fail` gets the error of a lost node, `drain` the reason of a leaving
+        head.
+        """
         ...

@@ -1,8 +1,10 @@
-"""One server on a port, from its first second on: vLLM takes the port only seconds later, and would not refuse a second one's.
+"""One server on a port, from its first second on: vLLM takes the port only seconds later, and would
+not refuse a second one's.
 
-The lock is a name in Linux's abstract socket namespace. It belongs to the network namespace, as the port does: containers do
-not disturb each other, every user on the host sees it, no file is left behind, and the kernel lets it go with the process. A
-bound TCP socket would not do: vLLM binds with SO_REUSEADDR, which lets two sockets that do not listen share a port.
+The lock is a name in Linux's abstract socket namespace. It belongs to the network namespace, as the
+port does: containers do not disturb each other, every user on the host sees it, no file is left
+behind, and the kernel lets it go with the process. A bound TCP socket would not do: vLLM binds with
+SO_REUSEADDR, which lets two sockets that do not listen share a port.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _TABLE = Path("/proc/net/unix")
 
 @contextlib.contextmanager
 def hold_port(host: str, port: int) -> Iterator[None]:
-    """Hold `host`:`port` among nibble's servers. Raises CONFIG where one has it, or an address that overlaps."""
+    """Hold `host`:`port` among nibble's servers. Raises CONFIG where one has it, or an address
+    that overlaps.
+    """
     addresses = _addresses(host)
     with contextlib.ExitStack() as held:
         with _one_at_a_time(port):
@@ -65,27 +69,37 @@ def _take(host: str, port: int, address: str) -> socket.socket:
 
 
 def _addresses(host: str) -> list[str]:
-    """Each that the server will listen on, written in one way. A name that is unknown is refused later, by its check."""
+    """Each that the server will listen on, written in one way. A name that is unknown is refused
+    later, by its check.
+    """
     name = host.strip().removeprefix("[").removesuffix("]")
     try:
-        found = socket.getaddrinfo(name or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            name or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except (OSError, UnicodeError):
         return []
-    return sorted({str(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found})
+    return sorted(
+        {str(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found}
+    )
 
 
 def _held(port: int) -> list[str]:
     """Addresses with that port which nibble's servers hold; none where the kernel does not tell."""
     prefix = f"@{_PREFIX}-{port}-"
     try:
-        names = [line.split()[-1] for line in _TABLE.read_text(errors="replace").splitlines()[1:] if line]
+        names = [
+            line.split()[-1] for line in _TABLE.read_text(errors="replace").splitlines()[1:] if line
+        ]
     except OSError:
         return []
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two addresses cannot have the same port: equal, or one of them stands for all. `::` stands for IPv4's too."""
+    """Whether two addresses cannot have the same port: equal, or one of them stands for all.
+    `::` stands for IPv4's too.
+    """
     first, second = ipaddress.ip_address(one), ipaddress.ip_address(other)
     if first == second or str(first) == "::" or str(second) == "::":
         return True

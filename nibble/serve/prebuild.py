@@ -1,7 +1,9 @@
 """FlashInfer's sampling kernels, compiled while the engine imports and loads instead of after it.
 
-vLLM 0.32 asks for them in its last warm-up, where nvcc took 60 s of a first start on an H200 (FlashInfer's log in
-tests/unit/data). FlashInfer's own lock makes the engine wait for what is left of it. Not where memory is shared with the GPU:
+vLLM 0.32 asks for them in its last warm-up, where nvcc took 60 s of a first start on an H200
+(FlashInfer's log in
+tests/unit/data). FlashInfer's own lock makes the engine wait for what is left of it. Not where
+memory is shared with the GPU:
 compilers beside a load double its peak there (peers.md 2.3).
 """
 
@@ -20,7 +22,8 @@ from nibble.machine.processes import die_with_parent
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.plan import Plan
 
-# flashinfer 0.7.0.post1 jit/core.py: `need_lock` takes the lock that the engine's own build waits for.
+# flashinfer 0.7.0.post1 jit/core.py: `need_lock` takes the lock that the engine's own build waits
+# for.
 _COMPILE = "from flashinfer.jit.sampling import gen_sampling_module as g; g().build(need_lock=True)"
 _MODULE = ".cache/flashinfer/*/*/cached_ops/sampling/sampling.so"
 _PACKAGED = "data/aot/sampling/sampling.so"  # docker/steps/build_flashinfer.py puts it there
@@ -30,7 +33,11 @@ _NICE = 5
 
 def should_prebuild(plan: Plan, child: Mapping[str, str]) -> bool:
     """Whether the engine would compile them in its warm-up. `child` is vLLM's environment."""
-    if plan.target.device != "cuda" or plan.target.memory.kind != "discrete" or plan.hardware.assumed:
+    if (
+        plan.target.device != "cuda"
+        or plan.target.memory.kind != "discrete"
+        or plan.hardware.assumed
+    ):
         return False
     if child.get("VLLM_USE_FLASHINFER_SAMPLER", "1") == "0" or "FLASHINFER_DISABLE_JIT" in child:
         return False
@@ -41,16 +48,22 @@ def should_prebuild(plan: Plan, child: Mapping[str, str]) -> bool:
 
 
 def is_packaged() -> bool:
-    """Whether FlashInfer has them compiled, as an image's has, or with flashinfer-jit-cache beside it."""
+    """Whether FlashInfer has them compiled, as an image's has, or with flashinfer-jit-cache
+    beside it.
+    """
     found = find_spec("flashinfer")
     built = (
-        found is not None and found.origin is not None and (Path(found.origin).parent / _PACKAGED).exists()
+        found is not None
+        and found.origin is not None
+        and (Path(found.origin).parent / _PACKAGED).exists()
     )
     return built or find_spec("flashinfer_jit_cache") is not None
 
 
 def compiler_environ(plan: Plan, child: Mapping[str, str]) -> dict[str, str]:
-    """vLLM's environment without the GPU: the architecture is told, as FlashInfer would find it (compilation_context.py)."""
+    """vLLM's environment without the GPU: the architecture is told, as FlashInfer would find it
+    (compilation_context.py).
+    """
     found = {_architecture(gpu.capability) for gpu in plan.hardware.gpus}
     told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found))}  # unless somebody set it
     return {**told, **child, "CUDA_VISIBLE_DEVICES": ""}
@@ -62,7 +75,9 @@ def _architecture(capability: tuple[int, int]) -> str:
 
 @contextlib.contextmanager
 def prebuilding(plan: Plan, child: Mapping[str, str]) -> Iterator[bool]:
-    """Compile beside what happens inside; True where it does. A failure is the engine's to find. From the main thread."""
+    """Compile beside what happens inside; True where it does. A failure is the engine's to find.
+    From the main thread.
+    """
     if not should_prebuild(plan, child):
         yield False
         return

@@ -22,8 +22,8 @@ _REFRESH_PER_SECOND = 4
 class Display:
     """Shows phases and passes the engine's output on. Thread-safe.
 
-    `silence` gives the seconds since the engine's last sign of life. `live` is whether to draw on the terminal;
-    None asks stderr.
+    `silence` gives the seconds since the engine's last sign of life. `live` is whether to draw on
+    the terminal; None asks stderr.
     """
 
     def __init__(self, silence: Callable[[], float], live: bool | None = None) -> None:
@@ -69,7 +69,9 @@ class Display:
             is_new = update.phase != self._phase
             if is_new:
                 self._phase, self._phase_since, self._told = update.phase, time.monotonic(), 0.0
-            self._progress = update.progress if update.progress is not None or is_new else self._progress
+            self._progress = (
+                update.progress if update.progress is not None or is_new else self._progress
+            )
             self._detail = update.detail or ("" if is_new else self._detail)
             if self._live is None and (is_new or self._is_next_step()):
                 self._told = self._progress or 0.0
@@ -93,7 +95,8 @@ class Display:
         """Output of the engine, to our stdout (1) or stderr (2), at once and unchanged."""
         with self._lock:
             if self._live is not None and os.isatty(descriptor):
-                # Above the live line; whole lines only look right there, and vLLM writes whole lines.
+                # Above the live line; whole lines only look right there, and vLLM writes whole
+                # lines.
                 text = data.decode(errors="replace").replace("\r\n", "\n").strip("\n")
                 if text:
                     self._live.console.out(text, highlight=False)
@@ -124,7 +127,8 @@ def describe(phase: str, progress: float | None, detail: str) -> str:
 
 
 class StallWatch:
-    """Reports silence of the engine once a period; never acts on it. Pure: the caller brings the clock.
+    """Reports silence of the engine once a period; never acts on it. Pure: the caller brings the
+    clock.
 
     `period_s` is both how long silence must last and how often it is told again.
     """

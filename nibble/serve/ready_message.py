@@ -1,4 +1,6 @@
-"""What nibble says when the server is ready: address, a command to paste, and where the key is. Pure."""
+"""What nibble says when the server is ready: address, a command to paste, and where the key is.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ def ready_lines(
     facts: Mapping[str, float],
     on_terminal: bool,
 ) -> list[str]:
-    """Lines for the user. `url` is the server's base as this machine reaches it; `facts` as PhaseReader
-    collects them.
+    """Lines for the user. `url` is the server's base as this machine reaches it; `facts` as
+    PhaseReader collects them.
 
     A key is shown only on a terminal and only when this start made it; otherwise its file is named.
     """

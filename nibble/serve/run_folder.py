@@ -1,4 +1,6 @@
-"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Whoever makes it removes it."""
+"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Whoever makes
+it removes it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from nibble.errors import ExitCode, NibbleError
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-# A socket's path has 107 bytes at most (unix(7)), of which vLLM's name takes 37 (vllm 0.32 utils/network_utils.py:177).
+# A socket's path has 107 bytes at most (unix(7)), of which vLLM's name takes 37 (vllm 0.32
+# utils/network_utils.py:177).
 LONGEST_SOCKET_FOLDER = 70
 
 
@@ -28,7 +31,8 @@ def make_run_folder() -> Path:
 
 
 def socket_environ(plan: Plan, folder: Path) -> dict[str, str]:
-    """Where vLLM's processes make the sockets they meet at: those of a vLLM that was killed go with our folder.
+    """Where vLLM's processes make the sockets they meet at: those of a vLLM that was killed go with
+    our folder.
 
     Ray hands VLLM_* on to machines that do not have it (vllm 0.32 ray/ray_env.py:56).
     """

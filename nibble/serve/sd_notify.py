@@ -1,6 +1,8 @@
-"""systemd's notify protocol (sd_notify(3)): ready, what it does, and a watchdog that only beats while nibble itself works.
+"""systemd's notify protocol (sd_notify(3)): ready, what it does, and a watchdog that only beats
+while nibble itself works.
 
-Nothing happens where NOTIFY_SOCKET is not set. With `WatchdogSec=`, systemd ends a server whose supervisor hangs.
+Nothing happens where NOTIFY_SOCKET is not set. With `WatchdogSec=`, systemd ends a server whose
+supervisor hangs.
 """
 
 from __future__ import annotations
@@ -30,14 +32,19 @@ class Notifier:
         """`READY=1`, `STATUS=…`; a socket that is gone is no fault of the server's."""
         if not self._address:
             return
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        ):
             sender.settimeout(1)
             sender.connect(self._address)
             sender.send("\n".join(lines).encode())
 
 
 class Heartbeat:
-    """Tells systemd that the supervisor works: its main loop called `turn` lately and its control port answers."""
+    """Tells systemd that the supervisor works: its main loop called `turn` lately and its
+    control port answers.
+    """
 
     def __init__(
         self, notifier: Notifier, control_port: int, clock: Callable[[], float] = time.monotonic

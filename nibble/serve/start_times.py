@@ -1,4 +1,6 @@
-"""The phases of a start: how long each took, this time and in the last start of the same plan, and so how long is left."""
+"""The phases of a start: how long each took, this time and in the last start of the same plan,
+and so how long is left.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from nibble.engine.log import Phase, PhaseUpdate
 
 
 def durations(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of each phase, from entries of `phase` and `at_s`; the last one has no end and is left out."""
+    """Seconds of each phase, from entries of `phase` and `at_s`; the last one has no end and is
+    left out.
+    """
     pairs = itertools.pairwise(history)
     return {one["phase"]: round(following["at_s"] - one["at_s"], 2) for one, following in pairs}
 
 
 def left_s(last: Mapping[str, float], phase: str, in_phase_s: float) -> float | None:
-    """Seconds to ready if this start goes as the last one; None where nothing is known or the last one had no such phase.
+    """Seconds to ready if this start goes as the last one; None where nothing is known or the last
+    one had no such phase.
 
     A phase that takes longer than it did counts as nearly over.
     """
@@ -39,9 +44,12 @@ class StartTimes:
         self._path = path
         self.last: dict[str, float] = {}
         if path is not None:
-            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            with contextlib.suppress(
+                OSError, ValueError, TypeError, AttributeError, RecursionError
+            ):
                 self.last = {
-                    str(name): float(seconds) for name, seconds in json.loads(path.read_text()).items()
+                    str(name): float(seconds)
+                    for name, seconds in json.loads(path.read_text()).items()
                 }
 
     def keep(self, history: Sequence[Mapping[str, Any]]) -> None:
@@ -55,7 +63,9 @@ class StartTimes:
 
 
 class Timeline:
-    """Which phase it is, since when, and which were before; begins where it is made. `times` has the last start."""
+    """Which phase it is, since when, and which were before; begins where it is made. `times` has
+    the last start.
+    """
 
     def __init__(self, times: StartTimes) -> None:
         self._times = times
@@ -77,7 +87,9 @@ class Timeline:
         """Another phase, or how far it is."""
         if update.phase != self._update.phase:
             self._entered, self._since = time.monotonic(), datetime.now(UTC)
-            self._history.append({"phase": update.phase, "at_s": round(self._entered - self._started, 2)})
+            self._history.append(
+                {"phase": update.phase, "at_s": round(self._entered - self._started, 2)}
+            )
         self._update = update
 
     def keep(self) -> None:

@@ -1,4 +1,6 @@
-"""Runs vLLM under a small supervisor: start, watch, let in, drain, end; and maps how it ended to exit codes."""
+"""Runs vLLM under a small supervisor: start, watch, let in, drain, end; and maps how it ended to
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,13 @@ def serve(
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
-    0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with requests running. Raises
-    NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below `limit` (NO_FIT), a control port in use (CONFIG)
-    and an unexpected kernel or a wrong answer (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once
-    it is ready, `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan. `watch` looks after
-    other machines, where there are any; `references` waits for computed ones for the canary, by activations.
+    0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with
+    requests running. Raises NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below
+    `limit` (NO_FIT), a control port in use (CONFIG) and an unexpected kernel or a wrong answer
+    (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once it is ready,
+    `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan.
+    `watch` looks after other machines, where there are any; `references` waits for computed ones
+    for the canary, by activations.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -130,7 +134,9 @@ class Supervisor:
         self._folder = make_run_folder()
         self._admission = Admission(self._folder / "gate")
         tls = "--ssl-certfile" in plan.args
-        self._api = Api(reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls)
+        self._api = Api(
+            reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls
+        )
         elsewhere = watch.reports if watch else dict
         self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere, references)
         self._hangs = HangWatch(
@@ -150,7 +156,12 @@ class Supervisor:
         self._display = Display(silence=self._engine.silence)
         gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
         self._end_of_hang = HangEnd(
-            self._engine, self._admission, events, lambda: self._timeline.phase, self._display.say, gpus
+            self._engine,
+            self._admission,
+            events,
+            lambda: self._timeline.phase,
+            self._display.say,
+            gpus,
         )
 
     # --- from start to end ---
@@ -168,7 +179,9 @@ class Supervisor:
         self._engine.run(lambda: self._hangs.ask_api(self._over))
         self._engine.run(lambda: self._heartbeat.run(self._over))
         if (watch := self._watch) is not None:
-            self._engine.run(lambda: watch.run(self._on_lost_node, self._on_leaving_head, self._over))
+            self._engine.run(
+                lambda: watch.run(self._on_lost_node, self._on_leaving_head, self._over)
+            )
         code = self._until_ready()
         return self._until_told() if code is None else code
 
@@ -238,8 +251,9 @@ class Supervisor:
             if stall.due(self._engine.silence()):
                 now = activity(self._engine.pid)
                 self._display.say(
-                    f"{self._timeline.phase}: no sign of life for {self._engine.silence():.0f} s; "
-                    f"meanwhile the engine used {now.since(earlier)}. Waiting on; Ctrl-C or SIGTERM stops it"
+                    f"{self._timeline.phase}: no sign of life for {self._engine.silence():.0f} s;"
+                    f" meanwhile the engine used {now.since(earlier)}. Waiting on; Ctrl-C or"
+                    " SIGTERM stops it"
                 )
             elif self._engine.silence() < _IDLE_POLL_S:
                 earlier = activity(self._engine.pid)
@@ -250,13 +264,17 @@ class Supervisor:
         with self._lock:
             self._show(PhaseUpdate("ready"))
         self._display.stop()
-        self._notifier.send("READY=1", f"STATUS=serving {self._plan.served_names[0]} at {self._api.url}")
+        self._notifier.send(
+            "READY=1", f"STATUS=serving {self._plan.served_names[0]} at {self._api.url}"
+        )
         self._timeline.keep()
         seconds = self._timeline.seconds
         generates = self._generates is not False
         names, facts = self._plan.served_names, self._phases.facts
         terminal = stderr_is_terminal()
-        for line in ready_lines(self._api.url, names, generates, self._key, seconds, facts, terminal):
+        for line in ready_lines(
+            self._api.url, names, generates, self._key, seconds, facts, terminal
+        ):
             self._display.say(line)
         self._engine.run(self._on_ready)
 
@@ -264,7 +282,8 @@ class Supervisor:
         self._display.stop()
         self._admission.set("draining", "drain")
         self._display.say(
-            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; nothing was being served"
+            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; nothing was"
+            " being served"
         )
         self._engine.terminate()
         until_it_ends(self._next, self._drain_log, time.monotonic() + LOADING_STOP_S)
@@ -308,8 +327,8 @@ class Supervisor:
     def _until_told(self) -> ExitCode:
         success_at: float | None = time.monotonic() + SUCCESS_S
         while True:
-            # Never a long wait: a signal that comes between CPython's last look for one and the wait itself is only seen
-            # when the wait is over (1 of 3000 was, on two busy cores).
+            # Never a long wait: a signal that comes between CPython's last look for one and the
+            # wait itself is only seen when the wait is over (1 of 3000 was, on two busy cores).
             event = self._next(_IDLE_POLL_S)
             if isinstance(event, Stop):
                 return self._drain(event)
@@ -337,7 +356,9 @@ class Supervisor:
     def _died(self, code: int) -> NoReturn:
         self._display.stop()
         self._engine.last_words()
-        raise self._death(f"exit code {code}" if code >= 0 else f"API server killed by {signal_name(-code)}")
+        raise self._death(
+            f"exit code {code}" if code >= 0 else f"API server killed by {signal_name(-code)}"
+        )
 
     def _death(self, how: str) -> NibbleError:
         if self._end_of_hang.error is not None:
@@ -347,8 +368,12 @@ class Supervisor:
         return engine_died(self._timeline.phase, how, self._errors.cause, lost, ladder)
 
     def _watch_processes(self) -> None:
-        """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by it and stays."""
-        while (lost := self._engine.first_death(self._over)) and self._admission.state != "draining":
+        """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by
+        it and stays.
+        """
+        while (
+            lost := self._engine.first_death(self._over)
+        ) and self._admission.state != "draining":
             self._lost = lost
             if self._watch is not None:
                 self._watch.died_here()
@@ -360,7 +385,9 @@ class Supervisor:
             self._lost = ""  # vLLM goes on without it
 
     def _on_lost_node(self, error: NibbleError) -> None:
-        """Requests in flight would wait without end: admission ends now, the engine with the error."""
+        """Requests in flight would wait without end: admission ends now, the engine with the
+        error.
+        """
         self._admission.change("ready", "paused", "a node of the cluster is lost")
         self._events.put(Failed(error))
 
@@ -379,11 +406,16 @@ class Supervisor:
             self._engine.kill_at_once()
         elif action == "pause":
             # /health and /ready say it to everybody: no path of a cgroup.
-            reason = f"memory is short: {show_gib(self._governor.available_bytes)}, {kept(self._limit)}"
+            reason = (
+                f"memory is short: {show_gib(self._governor.available_bytes)}, {kept(self._limit)}"
+            )
             if self._admission.change("ready", "paused", reason):
                 until = show_gib(self._limit.resume_from_bytes)
                 self._events.put(
-                    Told(f"new requests get 503 until {until} are available: {why}, {kept(self._limit)}")
+                    Told(
+                        f"new requests get 503 until {until} are available: {why},"
+                        f" {kept(self._limit)}"
+                    )
                 )
         elif self._admission.change("paused", "ready", "ready"):
             self._events.put(Told(f"new requests are let in again: {why}"))
@@ -401,6 +433,8 @@ class Supervisor:
 
     def _show(self, update: PhaseUpdate) -> None:
         self._timeline.go_to(update)
-        self._admission.change("starting", "ready" if update.phase == "ready" else "starting", update.phase)
+        self._admission.change(
+            "starting", "ready" if update.phase == "ready" else "starting", update.phase
+        )
         if update.phase != "ready":  # that is told with more words
             self._display.show(update)

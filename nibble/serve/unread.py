@@ -1,4 +1,6 @@
-"""Clients that do not read their answers: what waits in the send queues of the API's port, from /proc/net/tcp."""
+"""Clients that do not read their answers: what waits in the send queues of the API's port, from
+/proc/net/tcp.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ class Queue:
 
 
 class Unread:
-    """Follows the queues of a port: `look` now and then; `clients` says who took nothing since when."""
+    """Follows the queues of a port: `look` now and then; `clients` says who took nothing since
+    when.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._since: dict[str, tuple[int, float]] = {}  # client -> bytes, and since when it is as many
+        self._since: dict[
+            str, tuple[int, float]
+        ] = {}  # client -> bytes, and since when it is as many
 
     def look(self, now_s: float, queues: Iterable[Queue] | None = None) -> None:
         """Take the queues as they are."""
@@ -39,16 +45,23 @@ class Unread:
             self._since[queue.client] = queue.waiting_bytes, since_s
 
     def clients(self, now_s: float) -> str:
-        """`127.0.0.1:5000 (for 12 s, 2500000 bytes wait)`, with the longest first; empty where all clients read."""
+        """`127.0.0.1:5000 (for 12 s, 2500000 bytes wait)`, with the longest first; empty where
+        all clients read.
+        """
         stuck = [one for one in self._since.items() if now_s - one[1][1] >= STUCK_S]
         found = sorted(stuck, key=lambda one: one[1][1])
-        shown = [f"{name} (for {now_s - since:.0f} s, {size} bytes wait)" for name, (size, since) in found]
+        shown = [
+            f"{name} (for {now_s - since:.0f} s, {size} bytes wait)"
+            for name, (size, since) in found
+        ]
         more = f" and {len(shown) - _SHOWN} more" if shown[_SHOWN:] else ""
         return ", ".join(shown[:_SHOWN]) + more
 
 
 def send_queues(port: int) -> list[Queue]:
-    """Connections to the local `port` with bytes that were not acknowledged; none where the kernel does not tell."""
+    """Connections to the local `port` with bytes that were not acknowledged; none where the
+    kernel does not tell.
+    """
     found = []
     for table in _TABLES:
         try:
@@ -60,7 +73,9 @@ def send_queues(port: int) -> list[Queue]:
 
 
 def parse(line: str, port: int) -> Queue | None:
-    """One line of proc(5)'s /proc/net/tcp, where it is an open connection to `port` with a send queue."""
+    """One line of proc(5)'s /proc/net/tcp, where it is an open connection to `port` with a send
+    queue.
+    """
     fields = line.split()
     if len(fields) < 5 or int(fields[1].rpartition(":")[2], 16) != port or fields[3] not in _OPEN:
         return None

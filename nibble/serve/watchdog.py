@@ -1,7 +1,8 @@
-"""The memory watchdog: stops admission, then the engine, before the host swaps or the machine wedges.
+"""The memory watchdog: stops admission, then the engine, before the host swaps or the machine
+wedges.
 
-`decide` is pure. `Governor` samples in a thread of its own that opens no files and waits for no lock, no terminal and no
-other thread: what it must do when memory is gone, it can.
+`decide` is pure. `Governor` samples in a thread of its own that opens no files and waits for no
+lock, no terminal and no other thread: what it must do when memory is gone, it can.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Action = Literal["serve", "pause", "stop"]
 
 INTERVAL_S = 0.2
 RESUME_AFTER_S = 3.0  # above the limit for so long, so that admission does not flap
-# "full avg10" of PSI. systemd-oomd kills at 60 for 30 s; a stall only counts here while the reserve is being used.
+# "full avg10" of PSI. systemd-oomd kills at 60 for 30 s; a stall only counts here while the reserve
+# is being used.
 PAUSE_STALLED_PERCENT, STOP_STALLED_PERCENT = 10.0, 50.0
 _NICE = -10
 KILL_IS_NEWS_S = 30.0  # vLLM takes some seconds to end after a lost worker
@@ -49,11 +51,13 @@ def decide(memory: Memory, limit: Limits, is_paused: bool) -> tuple[Action, str]
 class Governor:
     """Samples memory until `close`; `act` is called from its thread and must not wait.
 
-    "pause" comes with every look, so that a server that becomes ready meanwhile is paused too, "serve" once after it.
-    After "stop" the thread ends: there is nothing left to watch.
+    "pause" comes with every look, so that a server that becomes ready meanwhile is paused too,
+    "serve" once after it. After "stop" the thread ends: there is nothing left to watch.
     """
 
-    def __init__(self, source: MemorySource, limit: Limits, act: Callable[[Action, str], None]) -> None:
+    def __init__(
+        self, source: MemorySource, limit: Limits, act: Callable[[Action, str], None]
+    ) -> None:
         self._source, self._limit, self._act = source, limit, act
         self._last: Memory | None = None
         self._action: Action = "serve"
@@ -73,7 +77,9 @@ class Governor:
             self._source.close()
 
     def _look(self, calm_since: float) -> float:
-        """One look; when memory began to be enough. Where nothing can be read, the next look counts: the watchdog lives on."""
+        """One look; when memory began to be enough. Where nothing can be read, the next look
+        counts: the watchdog lives on.
+        """
         try:
             self._last = memory = self._source.read()
             self.kernel_has_killed()

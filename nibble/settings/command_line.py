@@ -1,7 +1,8 @@
-"""Words after `nibble serve` or `nibble plan`: the model, nibble's options, and any flag of `vllm serve`.
+"""Words after `nibble serve` or `nibble plan`: the model, nibble's options, and any flag of `vllm
+serve`.
 
-One grammar for both, from the same declarations that give environment names and help: `settings.options()` for ours,
-the schema of the pinned vLLM for the rest.
+One grammar for both, from the same declarations that give environment names and help:
+`settings.options()` for ours, the schema of the pinned vLLM for the rest.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ from nibble.settings.options import Option, Settings, options
 
 @dataclass(frozen=True)
 class CommandLine:
-    """`values`: Settings fields given; `flags`: flags of `vllm serve`; `rest`: switches of the command itself."""
+    """`values`: Settings fields given; `flags`: flags of `vllm serve`; `rest`: switches of the
+    command itself.
+    """
 
     values: Mapping[str, Any]
     flags: Flags
     rest: frozenset[str]
 
 
-def read_command_line(words: Sequence[str], own_switches: Sequence[str], schema: Schema) -> CommandLine:
-    """Split `words`. `own_switches` are the command's own (`--json`). Words after `--` go to vLLM as they are."""
+def read_command_line(
+    words: Sequence[str], own_switches: Sequence[str], schema: Schema
+) -> CommandLine:
+    """Split `words`. `own_switches` are the command's own (`--json`). Words after `--` go to
+    vLLM as they are.
+    """
     by_flag = {option.flag: (name, option) for name, option in options().items() if option.flag}
     values: dict[str, Any] = {}
     for_vllm: list[str] = []
@@ -47,7 +54,9 @@ def read_command_line(words: Sequence[str], own_switches: Sequence[str], schema:
             position += 1
         elif canonical in by_flag:
             field, option = by_flag[canonical]
-            value, position = _own_value(option, field, inline if equals else None, words, position + 1)
+            value, position = _own_value(
+                option, field, inline if equals else None, words, position + 1
+            )
             values[field] = value
         else:
             taken = _vllm_words(words, position)
@@ -57,7 +66,9 @@ def read_command_line(words: Sequence[str], own_switches: Sequence[str], schema:
 
 
 def _canonical(name: str, schema: Schema, by_flag: Mapping[str, Any]) -> str:
-    """Our spelling of a flag: `-tp` and `--max_model_len` are options of ours under vLLM's other names."""
+    """Our spelling of a flag: `-tp` and `--max_model_len` are options of ours under vLLM's other
+    names.
+    """
     dashed = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
     if dashed in by_flag:
         return dashed

@@ -1,4 +1,6 @@
-"""Takes secrets out of text: those this machine is known to hold, by value, and what looks like one, by its form."""
+"""Takes secrets out of text: those this machine is known to hold, by value, and what looks like
+one, by its form.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _WORDS = (
 )
 _NAME = rf"(?>[\w.-]*(?:{_WORDS})[\w.-]*)"  # whole, so that a long word is read once
 _SECRET_NAME = re.compile(rf"(?i)^{_NAME}$|^key$")
-# Names that only look so: what a tokenizer is called, how a cluster authenticates, and files that are named but not shown.
+# Names that only look so: what a tokenizer is called, how a cluster authenticates, and files that
+# are named but not shown.
 _HARMLESS = re.compile(r"(?i)tokenizer|auth_mode$|_(?:file|path)$|^ssh_auth_sock$")
 _PASSWORD_IN_URL = re.compile(r"(?:\w+://)?[^\s/@:]*:(?!//|\d+/)([^\s@]+)@(?!sha256:)")
 _COUNT = re.compile(r"[\d.,]{1,12}")  # of tokens
@@ -28,7 +31,8 @@ _QUOTED = r"""\"[^\"\n]*\"|'[^'\n]*'"""
 _TEXT = rf"b?\\*(?:{_QUOTED})"  # of bytes too, and of JSON within a text
 # A list, an object, the arguments of a call: with what stands in quotes there.
 _GROUP = "|".join(
-    rf"""\{opens}(?:{_QUOTED}|[^\{closes}\"']){{0,4096}}\{closes}""" for opens, closes in ("[]", "{}", "()")
+    rf"""\{opens}(?:{_QUOTED}|[^\{closes}\"']){{0,4096}}\{closes}"""
+    for opens, closes in ("[]", "{}", "()")
 )
 # Words up to a comma, the end of the line or the next name: a passphrase may have blanks.
 _WORD = rf"""(?:{_GROUP}|[^\s,;}}&\"'])+"""
@@ -48,20 +52,26 @@ _FORMS = (  # what stands before the secret, and stays, is the group `before`
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
     re.compile(r"(?i)(?<=bearer )[^\s\"']{4,}"),
     re.compile(  # headers: as they are, in a dict, and in pairs
-        r"""(?i)(?P<before>(?:(?:cookie|authorization)(?:[\\\"']*[ \t]*[:=]|[\"'],)|api-key[\"'],)[ \t]*b?[\\\"']*)[^\n\"'\\]+"""
+        r"""(?i)(?P<before>(?:(?:cookie|authorization)(?:[\\\"']*[ \t]*[:=]|[\"'],)|api-key[\"'],)[ \t]*b?[\\\"']*)[^\n\"'\\]+"""  # noqa: E501
     ),
     re.compile(r"""(?<=://)[^\s/\"']+(?=@)"""),
-    # The same with a slash in the password (a port and a path are none), and as proxies are written too, without a scheme.
+    # The same with a slash in the password (a port and a path are none), and as proxies are written
+    # too, without a scheme.
     re.compile(r"""(?<=://)[^\s/@:\"']*:(?!\d+/)[^\s\"']+(?=@)"""),
     re.compile(r"""(?<![\w/@:.-])[\w.%+-]+:[^\s/@:\"',]+(?=@(?!sha256:)\w)"""),
-    re.compile(r"""(?i)(?P<before>(?:[?&;]|u0026)(?:[\w.-]*sig(?:nature)?|key|code)=)[^\s&;\"'<>\\]+"""),
+    re.compile(
+        r"""(?i)(?P<before>(?:[?&;]|u0026)(?:[\w.-]*sig(?:nature)?|key|code)=)[^\s&;\"'<>\\]+"""
+    ),
     # curl's user and password; numbers are the user and group of a container.
     re.compile(
-        r"""(?m)(?P<before>(?:^|(?<=[\s\"'\[,]))(?:-[uU]|--(?:proxy-)?user)(?:[ \t]+|=|[\"'],\s*)?(?P<quote>[\"'])?)"""
+        r"""(?m)(?P<before>(?:^|(?<=[\s\"'\[,]))(?:-[uU]|--(?:proxy-)?user)(?:[ \t]+|=|[\"'],\s*)?(?P<quote>[\"'])?)"""  # noqa: E501
         r"""(?!\d+:\d+\b)(?(quote)[^\n\"':]+:(?!//)[^\n\"']+|[^\s\"':]+:(?!//)[^\s\"']+)"""
     ),
-    re.compile(r"(?P<before>--api[_-]key(?:=|[ \t]+))(?!-)\S+(?:[ \t]+(?!-)\S+)+"),  # vLLM takes several
-    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+    # vLLM takes several
+    re.compile(r"(?P<before>--api[_-]key(?:=|[ \t]+))(?!-)\S+(?:[ \t]+(?!-)\S+)+"),
+    re.compile(
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+    ),
 )
 
 
@@ -70,13 +80,20 @@ class Redactor:
 
     def __init__(self, values: Iterable[str]) -> None:
         forms = {
-            form for value in values if len(value.strip()) >= SHORTEST for form in _written(value.strip())
+            form
+            for value in values
+            if len(value.strip()) >= SHORTEST
+            for form in _written(value.strip())
         }
         longest_first = sorted(forms, key=len, reverse=True)
-        self._values = re.compile("|".join(re.escape(form) for form in longest_first)) if forms else None
+        self._values = (
+            re.compile("|".join(re.escape(form) for form in longest_first)) if forms else None
+        )
 
     def text(self, text: str) -> str:
-        """`text` without known values, without values of secret names, and without what has a secret's form."""
+        """`text` without known values, without values of secret names, and without what has a
+        secret's form.
+        """
         if self._values is not None:
             text = self._values.sub(HIDDEN, text)
         for form in _FORMS:

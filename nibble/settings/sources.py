@@ -1,7 +1,9 @@
-"""Where the value of each option comes from: command line, environment, the user's TOML file, nibble's default.
+"""Where the value of each option comes from: command line, environment, the user's TOML file,
+nibble's default.
 
-Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > known risk (rules/) > recipe > target >
-nibble's default > vLLM's default. This module resolves nibble's own options and keeps the origin of every value.
+Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > known risk (rules/) >
+recipe > target > nibble's default > vLLM's default. This module resolves nibble's own options and
+keeps the origin of every value.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from nibble.settings.secrets import read_secret
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: the layer, and the exact name the user wrote (`PORT`, `--port`, `nibble.toml`)."""
+    """Where a value came from: the layer, and the exact name the user wrote (`PORT`, `--port`,
+    `nibble.toml`).
+    """
 
     layer: Literal["command line", "environment", "file", "default"]
     name: str
@@ -34,7 +38,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, the origin of every field, and the [args] / [env] tables of the user's TOML file."""
+    """Settings, the origin of every field, and the [args] / [env] tables of the user's TOML
+    file.
+    """
 
     settings: Settings
     origins: Mapping[str, Origin]
@@ -65,9 +71,10 @@ def load_settings(
 ) -> Loaded:
     """Resolve all layers.
 
-    `cli` maps field names to values given on the command line (absent when not given). `environ` has already been
-    through `environment.accept`. Raises NibbleError(USAGE) for a value that does not fit, with the name the user
-    wrote; CONFIG for contradictions (two names or X and X_FILE with different values).
+    `cli` maps field names to values given on the command line (absent when not given). `environ`
+    has already been through `environment.accept`. Raises NibbleError(USAGE) for a value that does
+    not fit, with the name the user wrote; CONFIG for contradictions (two names or X and X_FILE with
+    different values).
     """
     from_env, env_names = _environment_layer(environ)
     path = cli.get("config") or from_env.get("config")
@@ -91,9 +98,13 @@ def load_settings(
 
 
 def check_option(field: str, value: Any, written: str) -> None:
-    """Hold a value that came as a flag of vLLM to the limits of our option for it. `written` names it in the error."""
+    """Hold a value that came as a flag of vLLM to the limits of our option for it. `written`
+    names it in the error.
+    """
     try:
-        Settings.__pydantic_validator__.validate_assignment(Settings.model_construct(), field, value)
+        Settings.__pydantic_validator__.validate_assignment(
+            Settings.model_construct(), field, value
+        )
     except ValidationError as error:
         raise _usage_error(error, {field: Origin("command line", written)}) from None
 
@@ -103,7 +114,9 @@ def _cli_name(field: str) -> str:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Field -> value and field -> the name used. An empty variable counts as unset, as in compose files."""
+    """Field -> value and field -> the name used. An empty variable counts as unset, as in
+    compose files.
+    """
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for field, option in options().items():
@@ -113,9 +126,14 @@ def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict
             if value is not None and value.strip() != "":
                 found[name] = value
         if len(set(found.values())) > 1:
-            shown = " and ".join(found if option.secret else [f"{n}={v!r}" for n, v in found.items()])
+            shown = " and ".join(
+                found if option.secret else [f"{n}={v!r}" for n, v in found.items()]
+            )
             raise NibbleError(
-                ExitCode.CONFIG, f"{shown} differ", "one of them, or the same value", "unset one of them"
+                ExitCode.CONFIG,
+                f"{shown} differ",
+                "one of them, or the same value",
+                "unset one of them",
             )
         if found:
             names[field], values[field] = next(iter(found.items()))
@@ -126,7 +144,9 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
     """The options, [args] and [env] of the user's TOML file."""
 
     try:
-        table = TomlConfigSettingsSource(Settings, toml_file=path).toml_data if path.is_file() else None
+        table = (
+            TomlConfigSettingsSource(Settings, toml_file=path).toml_data if path.is_file() else None
+        )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise NibbleError(
             ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line"
@@ -135,13 +155,18 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         table = None
     if table is None:
         raise NibbleError(
-            ExitCode.CONFIG, f"the settings file {path} cannot be read", "a TOML file", "check NIBBLE_CONFIG"
+            ExitCode.CONFIG,
+            f"the settings file {path} cannot be read",
+            "a TOML file",
+            "check NIBBLE_CONFIG",
         )
     args, env = table.pop("args", {}), table.pop("env", {})
     for key, value in (("args", args), ("env", env)):
         if not isinstance(value, dict):
             what = f"{key} in {path} is {value!r}"
-            raise NibbleError(ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line")
+            raise NibbleError(
+                ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line"
+            )
     for key in table:
         if key not in Settings.model_fields:
             hint = closest(key, [*Settings.model_fields, "args", "env"])
@@ -151,7 +176,10 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         if options()[key].secret:
             action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
             raise NibbleError(
-                ExitCode.CONFIG, f"{path} holds the secret {key!r}", "no secret in a settings file", action
+                ExitCode.CONFIG,
+                f"{path} holds the secret {key!r}",
+                "no secret in a settings file",
+                action,
             )
     return table, dict(args), {name: str(value) for name, value in env.items()}
 
@@ -159,8 +187,13 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
 def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> None:
     given, variable = cli.get("model"), from_env.get("model")
     if given and variable and given != variable:
-        what = f"the model is given twice: {given!r} as an argument and {variable!r} in the environment"
-        raise NibbleError(ExitCode.CONFIG, what, "one model", "unset MODEL and HF_MODEL or drop the argument")
+        what = (
+            f"the model is given twice: {given!r} as an argument and {variable!r} in the"
+            " environment"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one model", "unset MODEL and HF_MODEL or drop the argument"
+        )
 
 
 def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> NibbleError:

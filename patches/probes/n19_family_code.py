@@ -1,4 +1,6 @@
-"""A GB10 must be able to load the FP4 kernels of the wheel, whatever cutlass_scaled_mm_supports_fp4 says about 12.1."""
+"""A GB10 must be able to load the FP4 kernels of the wheel, whatever
+cutlass_scaled_mm_supports_fp4 says about 12.1.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,15 @@ ROW = Row(
     title="CUDA 12 wheels on GB10: FP4 code for 120a only, yet supports_fp4(121) is true",
     how="fat binary: what each object of the wheel is built for",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
-    verdict="Real in the wheels of 0.15.1 and 0.16.0 and in 0.32.0's cu129 builds: 12.0 in the list gives 120a there, which "
-    "only 12.0 loads, and the predicate asks for the family. PyPI's wheels of 0.32.0 (x86-64 and Arm) are CUDA 13 and "
-    "carry 120f.",
-    instead="refuses at build a vLLM whose kernels the target cannot load, and every CUDA 12 build; pins the CUDA 13 wheel",
+    verdict=(
+        "Real in the wheels of 0.15.1 and 0.16.0 and in 0.32.0's cu129 builds: 12.0 in the list"
+        " gives 120a there, which only 12.0 loads, and the predicate asks for the family. PyPI's"
+        " wheels of 0.32.0 (x86-64 and Arm) are CUDA 13 and carry 120f."
+    ),
+    instead=(
+        "refuses at build a vLLM whose kernels the target cannot load, and every CUDA 12 build;"
+        " pins the CUDA 13 wheel"
+    ),
     fix=Fix("check", "nibble/engine/gpu_code.py"),
     references=(
         "vllm 0.32 CMakeLists.txt:995",

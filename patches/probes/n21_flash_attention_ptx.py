@@ -1,4 +1,6 @@
-"""FlashAttention 2 is PTX to every GPU from SM90 on: what the driver makes of it at the first start must be kept."""
+"""FlashAttention 2 is PTX to every GPU from SM90 on: what the driver makes of it at the first
+start must be kept.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,23 @@ from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N21",
-    title="FlashAttention 2 has sm_80 code and PTX only: compiled by the driver at each first start in a new container",
+    title=(
+        "FlashAttention 2 has sm_80 code and PTX only: compiled by the driver at each first start"
+        " in a new container"
+    ),
     how="fat binary: what each object of _vllm_fa2_C is built for",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="All objects are sm_80 machine code and compute_80 PTX, which SM90, SM100 and SM12x compile when first used. The "
-    "driver keeps the result in ~/.nv, which a container loses.",
-    instead="keeps the driver's cache in the cache volume (CUDA_CACHE_PATH) with room for it (CUDA_CACHE_MAXSIZE)",
-    fix=Fix("environment", "targets/*.toml CUDA_CACHE_MAXSIZE, docker/Dockerfile.* CUDA_CACHE_PATH"),
+    verdict=(
+        "All objects are sm_80 machine code and compute_80 PTX, which SM90, SM100 and SM12x compile"
+        " when first used. The driver keeps the result in ~/.nv, which a container loses."
+    ),
+    instead=(
+        "keeps the driver's cache in the cache volume (CUDA_CACHE_PATH) with room for it"
+        " (CUDA_CACHE_MAXSIZE)"
+    ),
+    fix=Fix(
+        "environment", "targets/*.toml CUDA_CACHE_MAXSIZE, docker/Dockerfile.* CUDA_CACHE_PATH"
+    ),
     references=(
         "vllm 0.32 vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
         "CUDA C++ Programming Guide: CUDA_CACHE_MAXSIZE",
@@ -61,5 +73,6 @@ def remedy(tree: Tree) -> Finding:
     if small or lost:
         return defect(f"no room or no place for the cache: {', '.join(small + lost)}")
     return sound(
-        f"CUDA_CACHE_MAXSIZE of at least {ENOUGH_BYTES >> 30} GiB in every target; the cache lies in the volume"
+        f"CUDA_CACHE_MAXSIZE of at least {ENOUGH_BYTES >> 30} GiB in every target; the cache lies"
+        " in the volume"
     )

@@ -54,7 +54,9 @@ def fetched(body: Mapping[str, str]) -> dict[str, Any]:
     return answer
 
 
-def test_a_node_takes_a_folder_that_another_one_offers(nodes: None, model: Path, tmp_path: Path) -> None:
+def test_a_node_takes_a_folder_that_another_one_offers(
+    nodes: None, model: Path, tmp_path: Path
+) -> None:
     name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
     body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "deep" / "model")}
     assert fetched(body)["state"] == "here"
@@ -101,7 +103,9 @@ def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
     assert not (tmp_path / "taker" / "model").exists()
 
 
-def test_a_failed_transfer_is_said_once_and_begins_anew(nodes: None, model: Path, tmp_path: Path) -> None:
+def test_a_failed_transfer_is_said_once_and_begins_anew(
+    nodes: None, model: Path, tmp_path: Path
+) -> None:
     body = {"address": SOURCE, "name": "gone", "folder": str(tmp_path / "taker" / "model")}
     assert fetched(body) == {"state": "failed", "detail": "no model is offered yet"}
     name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
@@ -116,7 +120,9 @@ class Answers(Caller):
         object.__setattr__(self, "asked", [])
         object.__setattr__(self, "answers", list(answers))
 
-    def ask(self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+    def ask(
+        self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0
+    ) -> dict[str, Any]:
         self.asked.append((address, path))  # pyright: ignore[reportAttributeAccessIssue]
         if path == "/facts":
             return {"models": {FOLDER: "here" if address == SOURCE else "absent"}}
@@ -133,7 +139,9 @@ class Answers(Caller):
 def given(*answers: dict[str, Any] | AgentError) -> tuple[list[str], list[str]]:
     """(problems, what was told) of a distribution with these answers."""
     told: list[str] = []
-    problems = distribute(Answers(*answers), NODES, SOURCE, [FOLDER], threading.Event(), told.append)
+    problems = distribute(
+        Answers(*answers), NODES, SOURCE, [FOLDER], threading.Event(), told.append
+    )
     return [f"{one.node}: {one.what}" for one in problems], told
 
 
@@ -151,7 +159,9 @@ def test_nodes_that_lack_the_model_fetch_it_and_say_how_far_they_are() -> None:
         (AgentError(0, "timed out"), "timed out"),
     ],
 )
-def test_a_node_that_cannot_have_it_is_named(answer: dict[str, Any] | AgentError, words: str) -> None:
+def test_a_node_that_cannot_have_it_is_named(
+    answer: dict[str, Any] | AgentError, words: str
+) -> None:
     problems, _ = given(answer)
     assert problems[0].startswith(TAKER)
     assert words in problems[0]

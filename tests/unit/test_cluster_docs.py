@@ -1,4 +1,6 @@
-"""The command that docs/cluster.md gives for a Ray head's container, run with stand-ins for head and server."""
+"""The command that docs/cluster.md gives for a Ray head's container, run with stand-ins for head
+and server.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def started(folder: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
     script = found[1].replace("sleep 5", "sleep 0.2")
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "STARTS": str(folder / "starts"), **environ}
     command = ["bash", "-c", script]
-    running = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    running = subprocess.Popen(
+        command, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         yield running
     finally:

@@ -1,4 +1,6 @@
-"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the token."""
+"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the
+token.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def get(path: str, **headers: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def test_a_model_arrives_whole_and_a_second_time_nothing_is_sent(offers: Offers, tmp_path: Path) -> None:
+def test_a_model_arrives_whole_and_a_second_time_nothing_is_sent(
+    offers: Offers, tmp_path: Path
+) -> None:
     said: list[str] = []
     there = fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", said.append)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS
@@ -185,7 +189,9 @@ def test_who_takes_a_model_is_seen(offers: Offers, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["bytes=x-", "bytes=-5", "bytes=0-3", "lines=1-"])
-def test_a_range_that_is_not_understood_is_the_whole_file(offers: Offers, source: Path, asked: str) -> None:
+def test_a_range_that_is_not_understood_is_the_whole_file(
+    offers: Offers, source: Path, asked: str
+) -> None:
     path = f"/files/{offers.add(source)}/config.json"
     assert get(path, Authorization=f"Bearer {TOKEN}", Range=asked) == (200, b"{}")
 
@@ -200,7 +206,8 @@ def test_a_folder_that_cannot_be_made_is_exit_4(offers: Offers, tmp_path: Path) 
 def test_wrong_bytes_are_never_kept(offers: Offers, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    (there / f"model.safetensors{PARTIAL}").write_bytes(b"x" * 1000)  # then fetched again from the beginning
+    # Then fetched again from the beginning
+    (there / f"model.safetensors{PARTIAL}").write_bytes(b"x" * 1000)
     (there / "config.json").write_text("[]")
     fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS

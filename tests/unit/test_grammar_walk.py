@@ -10,7 +10,14 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from nibble.engine.guard import grammar_compile
-from nibble.engine.guard.grammar_compile import OutOfMemory, Refusal, reason_of, refusal_of, some_token, walk
+from nibble.engine.guard.grammar_compile import (
+    OutOfMemory,
+    Refusal,
+    reason_of,
+    refusal_of,
+    some_token,
+    walk,
+)
 
 
 class Row:

@@ -86,7 +86,9 @@ def run_on_terminal(program: str) -> str:
     return seen.decode()
 
 
-def test_on_a_terminal_phase_elapsed_time_and_last_sign_of_life_are_shown_and_the_log_passes() -> None:
+def test_on_a_terminal_phase_elapsed_time_and_last_sign_of_life_are_shown_and_the_log_passes() -> (
+    None
+):
     seen = run_on_terminal(SHOW)
     assert "load: 62 %, 5.83 GiB" in seen
     assert "s in all; last sign of life 7 s ago" in seen

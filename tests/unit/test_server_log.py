@@ -1,4 +1,6 @@
-"""The log of a server in the background: rotated by the server itself, read over the files, followed through rotations."""
+"""The log of a server in the background: rotated by the server itself, read over the files,
+followed through rotations.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from nibble.serve.log_file import KEPT, LogFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What a server does: its output is the file, which it rotates; a child of its own keeps writing through it.
+# What a server does: its output is the file, which it rotates; a child of its own keeps writing
+# through it.
 SERVER = """
 import os, sys, time
 from pathlib import Path

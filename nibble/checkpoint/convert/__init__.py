@@ -1,6 +1,8 @@
-"""`nibble convert`: NVFP4 checkpoints from one layout to another, exactly, and BF16 checkpoints to NVFP4.
+"""`nibble convert`: NVFP4 checkpoints from one layout to another, exactly, and BF16 checkpoints to
+NVFP4.
 
-Tensors pass through memory one at a time; the new folder is written beside its place and renamed when it is complete.
+Tensors pass through memory one at a time; the new folder is written beside its place and renamed
+when it is complete.
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ _SOURCE_LAYOUTS: Mapping[str, Layout] = {
 class Wishes:
     """What `nibble convert` was asked for.
 
-    `activations`: None is the source's (for BF16 sources "bf16"); "bf16" drops the activation scales of a W4A4 source. The rest
-    is for BF16 sources: `exclude` patterns of module names, `texts` to calibrate activations with, and which layers share
-    a global scale.
+    `activations`: None is the source's (for BF16 sources "bf16"); "bf16" drops the activation
+    scales of a W4A4 source. The rest is for BF16 sources: `exclude` patterns of module names,
+    `texts` to calibrate activations with, and which layers share a global scale.
     """
 
     activations: Activations | None = None
@@ -79,26 +81,34 @@ class Done:
 def read_wishes(
     activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
 ) -> Wishes:
-    """Wishes from the words of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
+    """Wishes from the words of the command line; `calibrate` is a file with one text a line.
+    Raises USAGE.
+    """
     if activations not in (None, "bf16", "fp4"):
         raise NibbleError(ExitCode.USAGE, f"--activations {activations}", "bf16 or fp4")
     texts: tuple[str, ...] = ()
     if calibrate is not None:
         try:
-            texts = tuple(line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip())
+            texts = tuple(
+                line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip()
+            )
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             what = f"--calibrate {calibrate} cannot be read ({why})"
             raise NibbleError(ExitCode.USAGE, what, "a file with one text a line") from None
         if not texts:
-            raise NibbleError(ExitCode.USAGE, f"--calibrate {calibrate} is empty", "one text a line")
+            raise NibbleError(
+                ExitCode.USAGE, f"--calibrate {calibrate} is empty", "one text a line"
+            )
     return Wishes(activations, four_over_six, tuple(exclude), texts)
 
 
 def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
-    """Write `source`, a folder or the id of a pulled model, to the new folder `dest` as `to`, one of TARGETS.
+    """Write `source`, a folder or the id of a pulled model, to the new folder `dest` as `to`, one
+    of TARGETS.
 
-    Raises MODEL for a source that is not there or corrupt, CONFIG for one that does not fit, USAGE for contradictory words.
+    Raises MODEL for a source that is not there or corrupt, CONFIG for one that does not fit, USAGE
+    for contradictory words.
     """
     _check_words(to, wishes)
     if dest.exists():
@@ -136,10 +146,14 @@ def _check_words(to: str, wishes: Wishes) -> None:
         raise NibbleError(ExitCode.USAGE, f"--to {to}", f"one of {', '.join(TARGETS)}")
     if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
         what = "--four-over-six, --exclude and --calibrate are for --to nvfp4"
-        raise NibbleError(ExitCode.USAGE, what, "", "leave them out: a layout is converted as it is")
+        raise NibbleError(
+            ExitCode.USAGE, what, "", "leave them out: a layout is converted as it is"
+        )
     if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
         what = "--activations fp4 and --calibrate go together"
-        raise NibbleError(ExitCode.USAGE, what, "a file with one text a line for the activation scales")
+        raise NibbleError(
+            ExitCode.USAGE, what, "a file with one text a line for the activation scales"
+        )
     if to != "nvfp4" and wishes.activations == "fp4":
         what = "--activations fp4 is for --to nvfp4"
         raise NibbleError(
@@ -169,7 +183,10 @@ def _beside(dest: Path) -> Iterator[Path]:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
     except OSError as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"cannot write to {dest.parent} ({error.strerror})", "", "name another folder"
+            ExitCode.CONFIG,
+            f"cannot write to {dest.parent} ({error.strerror})",
+            "",
+            "name another folder",
         ) from None
     try:
         yield unfinished
@@ -198,7 +215,7 @@ def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
             shutil.copyfile(path, dest / relative)
 
 
-# --- one layout to another -------------------------------------------------------------------------------------------
+# --- one layout to another ------------------------------------------------------------------------
 
 
 def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishes) -> int:
@@ -213,26 +230,41 @@ def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishe
     no_kv(found.scheme.kv_cache, to)
     conversion = Relabel(weights, source, to, keep)
     hf_quant = read_json(FolderSource(found.id, "local", folder, None), HF_QUANT_FILE)
-    ignore = ignore_list(to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights))
+    ignore = ignore_list(
+        to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
+    )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
     rewrite(folder, dest, found.tensors, conversion.outputs, conversion.data)
     return len(weights)
 
 
 def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
-    """The weights of a sound checkpoint that is NVFP4 throughout. Raises CONFIG or MODEL naming the tensor that is not."""
+    """The weights of a sound checkpoint that is NVFP4 throughout. Raises CONFIG or MODEL naming
+    the tensor that is not.
+    """
     if not found.nvfp4:
         what = f"{found.id} is {found.scheme.name}"
-        raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", "BF16 becomes one with --to nvfp4")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "an NVFP4 checkpoint", "BF16 becomes one with --to nvfp4"
+        )
     for problem in found.problems:
         raise problem.error(found.where)
     check_scales(found, with_draft=True)
     weights = {weight.module: weight for weight in found.nvfp4}
     for info in found.tensors.values():
         module, _, leaf = info.name.rpartition(".")
-        if leaf in ("weight", "weight_packed") and info.dtype not in PLAIN and module not in weights:
-            what, expected = f"{info.name} is {info.dtype}, not NVFP4", "NVFP4 and unquantized weights"
-            raise NibbleError(ExitCode.CONFIG, what, expected, "a mixed checkpoint is not converted")
+        if (
+            leaf in ("weight", "weight_packed")
+            and info.dtype not in PLAIN
+            and module not in weights
+        ):
+            what, expected = (
+                f"{info.name} is {info.dtype}, not NVFP4",
+                "NVFP4 and unquantized weights",
+            )
+            raise NibbleError(
+                ExitCode.CONFIG, what, expected, "a mixed checkpoint is not converted"
+            )
     return weights
 
 
@@ -251,12 +283,14 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
     names = [
         info.name.removesuffix(".weight")
         for info in tensors.values()
-        if info.name.endswith(".weight") and len(info.shape) == 2 and kind_of(info.name) != "embedding"
+        if info.name.endswith(".weight")
+        and len(info.shape) == 2
+        and kind_of(info.name) != "embedding"
     ]
     return [name for name in names if name not in packed]
 
 
-# --- BF16 to NVFP4 ---------------------------------------------------------------------------------------------------
+# --- BF16 to NVFP4 --------------------------------------------------------------------------------
 
 
 def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
@@ -265,7 +299,9 @@ def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wis
         raise _not_bf16(found, "modelopt")
     parts = quantize.select(tensors, found.hidden_size, wishes.exclude)
     if not parts:
-        raise NibbleError(ExitCode.CONFIG, f"{found.id} has no linear layer to quantize", "", "see --exclude")
+        raise NibbleError(
+            ExitCode.CONFIG, f"{found.id} has no linear layer to quantize", "", "see --exclude"
+        )
     modules = [part.module for group in parts.values() for part in group]
     scales = {}
     if wishes.texts:
@@ -291,10 +327,13 @@ def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes)
         raise NibbleError(ExitCode.USAGE, what, "", action)
     parts = quantize.select(tensors, found.hidden_size, ())
     conversion = Packing(
-        {name: part for name, (part,) in parts.items()}, quantize.weight_amax(folder, tensors, parts)
+        {name: part for name, (part,) in parts.items()},
+        quantize.weight_amax(folder, tensors, parts),
     )
     modules = [name.removesuffix(".weight") for name in parts]
-    ignore = ignore_list("quartet-packed", found.config, None, modules, _plain_modules(tensors, modules))
+    ignore = ignore_list(
+        "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
+    )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
     rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
     return len(parts)
@@ -307,6 +346,8 @@ def _not_bf16(found: Checkpoint, layout: Layout) -> NibbleError:
 
 
 def _unquantized(tensors: Mapping[str, TensorInfo], parts: Iterable[str]) -> list[str]:
-    """Linear modules that stay in BF16; lm_head also where it is tied and has no tensor, as ModelOpt lists it."""
+    """Linear modules that stay in BF16; lm_head also where it is tied and has no tensor, as
+    ModelOpt lists it.
+    """
     names = _plain_modules(tensors, [name.removesuffix(".weight") for name in parts])
     return sorted({*names, "lm_head"})

@@ -1,4 +1,6 @@
-"""Inputs of every linear layer of a transformers model: seen for calibration, or replaced to emulate W4A4."""
+"""Inputs of every linear layer of a transformers model: seen for calibration, or replaced to
+emulate W4A4.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,18 @@ from nibble.errors import ExitCode, NibbleError
 MAX_TOKENS = 2048  # of one text
 EXPERTS_IMPLEMENTATION = "nibble_watched"
 
-# Given the names of the layers that share an input, and the input [tokens, K]: what they compute with.
+# Given the names of the layers that share an input, and the input [tokens, K]: what they compute
+# with.
 See = Callable[[tuple[str, ...], Any], Any]
 
 
 @contextmanager
 def watched(model: Any, see: See) -> Iterator[None]:
-    """Within it each nn.Linear and each expert's projections of `model` compute with what `see` returns for their input.
+    """Within it each nn.Linear and each expert's projections of `model` compute with what `see`
+    returns for their input.
 
-    Experts that transformers keeps stacked are named as on disk: `….experts.3.gate_proj`, `….up_proj`, `….down_proj`. Raises
-    CONFIG for experts with biases, or stored transposed.
+    Experts that transformers keeps stacked are named as on disk: `….experts.3.gate_proj`,
+    `….up_proj`, `….down_proj`. Raises CONFIG for experts with biases, or stored transposed.
     """
     import torch
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -35,7 +39,10 @@ def watched(model: Any, see: See) -> Iterator[None]:
             if module.is_transposed or module.has_bias or not module.has_gate:
                 what = f"the experts {name} are not of a form that can be calibrated"
                 raise NibbleError(
-                    ExitCode.CONFIG, what, "gate_up_proj [E, 2I, H] without biases", "use --activations bf16"
+                    ExitCode.CONFIG,
+                    what,
+                    "gate_up_proj [E, 2I, H] without biases",
+                    "use --activations bf16",
                 )
             module.nibble_see = lambda leaves, x, name=name: see(
                 tuple(f"{name}.{leaf}" for leaf in leaves), x
@@ -56,7 +63,9 @@ def _on_linear(name: str, see: See) -> Callable[..., Any]:
 
 
 def _experts(layer: Any, x: Any, chosen: Any, weights: Any) -> Any:
-    """Experts one after the other (transformers' eager form): x [T, H], chosen and weights [T, k] -> [T, H]."""
+    """Experts one after the other (transformers' eager form): x [T, H], chosen and weights [T,
+    k] -> [T, H].
+    """
     import torch
 
     total = torch.zeros_like(x)
@@ -65,16 +74,19 @@ def _experts(layer: Any, x: Any, chosen: Any, weights: Any) -> Any:
         inside = layer.nibble_see((f"{expert}.gate_proj", f"{expert}.up_proj"), x[token])
         hidden = layer._apply_gate(torch.nn.functional.linear(inside, layer.gate_up_proj[expert]))
         hidden = layer.nibble_see((f"{expert}.down_proj",), hidden)
-        out = torch.nn.functional.linear(hidden, layer.down_proj[expert]) * weights[token, slot, None]
+        out = (
+            torch.nn.functional.linear(hidden, layer.down_proj[expert]) * weights[token, slot, None]
+        )
         total.index_add_(0, token, out.to(total.dtype))
     return total
 
 
 def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
-    """The largest magnitude in the input of each linear layer while the BF16 model in `model_dir` reads `texts`.
+    """The largest magnitude in the input of each linear layer while the BF16 model in `model_dir`
+    reads `texts`.
 
-    By names of the model in transformers. The whole model is loaded, on the GPU where there is one. Raises MODEL when
-    transformers cannot load it.
+    By names of the model in transformers. The whole model is loaded, on the GPU where there is one.
+    Raises MODEL when transformers cannot load it.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,6 +110,8 @@ def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
 
     with torch.inference_mode(), watched(model.to(device).eval(), see):
         for text in texts:
-            ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=MAX_TOKENS).input_ids
+            ids = tokenizer(
+                text, return_tensors="pt", truncation=True, max_length=MAX_TOKENS
+            ).input_ids
             model(ids.to(device))
     return dict(found)

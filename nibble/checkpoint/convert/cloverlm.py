@@ -1,4 +1,6 @@
-"""CloverLM in BF16 to its packed form, with the codes, scales and G that nibble's plugin gives the BF16 form at load."""
+"""CloverLM in BF16 to its packed form, with the codes, scales and G that nibble's plugin gives
+the BF16 form at load.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from nibble.checkpoint.headers import TensorInfo
 
 @dataclass(frozen=True)
 class Packing:
-    """The weights to pack by the name of their tensor, and the largest magnitude of each by module."""
+    """The weights to pack by the name of their tensor, and the largest magnitude of each by
+    module.
+    """
 
     parts: Mapping[str, Part]
     amax: Mapping[str, float]

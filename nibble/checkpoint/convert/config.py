@@ -17,7 +17,8 @@ Layout = Literal["modelopt", "compressed-tensors", "quartet-packed"]
 Activations = Literal["bf16", "fp4"]
 # The version whose files these are: 0.45 first wrote W4A16_NVFP4.
 MODELOPT = {"name": "modelopt", "version": "0.45.0"}
-# What readers of packed CloverLM weights go by (formats.md 1.3, 7): scales of another producer are row-major.
+# What readers of packed CloverLM weights go by (formats.md 1.3, 7): scales of another producer are
+# row-major.
 QUARTET = {"name": QUARTET2_PRODUCER, "version": "1.0"}
 FP8_KV = {"dynamic": False, "num_bits": 8, "type": "float"}
 CONFIG_FILE, HF_QUANT_FILE = "config.json", "hf_quant_config.json"
@@ -31,19 +32,26 @@ def write_configs(
     ignore: list[str],
     kv_cache: str | None,
 ) -> None:
-    """Write config.json, and hf_quant_config.json where the layout has one, for weights of `layout` in `dest`.
+    """Write config.json, and hf_quant_config.json where the layout has one, for weights of `layout`
+    in `dest`.
 
-    `config` is the source's; `ignore` the modules left unquantized; `kv_cache` vLLM's name of a declared cache type.
+    `config` is the source's; `ignore` the modules left unquantized; `kv_cache` vLLM's name of a
+    declared cache type.
     """
     plain = {
         key: value
         for key, value in config.items()
         if key not in ("quantization_config", "compression_config")
     }
-    for key in ("text_config", "llm_config"):  # quantization declared there would contradict the new one
+    for key in (
+        "text_config",
+        "llm_config",
+    ):  # quantization declared there would contradict the new one
         if isinstance(plain.get(key), Mapping):
             plain[key] = {
-                k: v for k, v in plain[key].items() if k not in ("quantization_config", "compression_config")
+                k: v
+                for k, v in plain[key].items()
+                if k not in ("quantization_config", "compression_config")
             }
     if layout == "compressed-tensors":
         plain["quantization_config"] = compressed_tensors(activations, ignore, kv_cache)
@@ -88,7 +96,9 @@ def _hf_quant(
     return {"producer": dict(producer), "quantization": inner}
 
 
-def compressed_tensors(activations: Activations, ignore: list[str], kv_cache: str | None) -> dict[str, Any]:
+def compressed_tensors(
+    activations: Activations, ignore: list[str], kv_cache: str | None
+) -> dict[str, Any]:
     """A quantization_config as llm-compressor writes it (formats.md 4.6)."""
     numbers = {
         "num_bits": 4,
@@ -126,9 +136,11 @@ def ignore_list(
     quantized: Iterable[str],
     plain: Iterable[str],
 ) -> list[str]:
-    """The modules left unquantized, in the terms of `layout`: the source's entries translated, and what they do not cover.
+    """The modules left unquantized, in the terms of `layout`: the source's entries translated, and
+    what they do not cover.
 
-    `quantized` and `plain` are the linear modules by their tensors, which decide: an entry that hits a quantized module goes.
+    `quantized` and `plain` are the linear modules by their tensors, which decide: an entry that
+    hits a quantized module goes.
     """
     hit = _any(quantized)
     declared = quantization_config(config) or hf_quant or {}
@@ -141,7 +153,9 @@ def ignore_list(
         if not regexes and entry.startswith("re:"):
             continue  # ModelOpt has no expressions: what it covers is named below
         kept.append(
-            f"re:{pattern.pattern}" if regexes and "*" in entry and not entry.startswith("re:") else entry
+            f"re:{pattern.pattern}"
+            if regexes and "*" in entry and not entry.startswith("re:")
+            else entry
         )
     covered = [p for p in map(_as_regex, kept) if p is not None]
     uncovered = [name for name in plain if not any(p.match(name) for p in covered)]
@@ -154,7 +168,8 @@ def _as_regex(entry: str) -> re.Pattern[str] | None:
         if entry.startswith("re:"):
             return re.compile(entry[3:])
         return re.compile(
-            "".join(".*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", entry)) + "$"
+            "".join(".*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", entry))
+            + "$"
         )
     except re.error:
         return None
@@ -166,7 +181,9 @@ def _any(names: Iterable[str]) -> Callable[[re.Pattern[str]], bool]:
 
 
 def _compact(names: Iterable[str], quantized: Iterable[str], regexes: bool) -> Iterable[str]:
-    """Names as they are, but the experts of a layer as one entry where none of them is quantized."""
+    """Names as they are, but the experts of a layer as one entry where none of them is
+    quantized.
+    """
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"(\.experts)\..+$", r"\1.*", name)].append(name)

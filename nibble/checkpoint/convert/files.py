@@ -27,7 +27,9 @@ def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
 def rewrite(
     source: Path, dest: Path, tensors: Mapping[str, TensorInfo], outputs: Outputs, data: Data
 ) -> None:
-    """Write each safetensors file of `source` again under its name in `dest`, and the index where `source` has one."""
+    """Write each safetensors file of `source` again under its name in `dest`, and the index
+    where `source` has one.
+    """
     files: dict[str, list[TensorInfo]] = {}
     for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
         files.setdefault(info.file, []).append(info)
@@ -39,7 +41,10 @@ def rewrite(
         placed |= {info.name: file for info in written}
         total_bytes += sum(info.nbytes for info in written)
     for index in source.glob("*.safetensors.index.json"):
-        content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(placed.items()))}
+        content = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": dict(sorted(placed.items())),
+        }
         (dest / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -63,7 +68,11 @@ def header(tensors: Iterable[TensorInfo]) -> bytes:
     begin = 0
     for info in tensors:
         end = begin + info.nbytes
-        entries[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
+        entries[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -71,7 +80,9 @@ def header(tensors: Iterable[TensorInfo]) -> bytes:
 
 
 def reader(file: BinaryIO, info: TensorInfo) -> Read:
-    """What reads `info` from its file. Writable bytes: torch takes a view of them without a warning."""
+    """What reads `info` from its file. Writable bytes: torch takes a view of them without a
+    warning.
+    """
 
     def read(first: int, count: int) -> bytearray:
         data = bytearray(count)

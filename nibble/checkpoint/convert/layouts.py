@@ -1,9 +1,11 @@
-"""ModelOpt, compressed-tensors and Quartet II packed NVFP4: the same codes and block scales under other names.
+"""ModelOpt, compressed-tensors and Quartet II packed NVFP4: the same codes and block scales under
+other names.
 
-Global scales are multipliers, in compressed-tensors divisors: y = fl(1/x), the float32 nearest to 1/x. Its own reciprocal
-fl(1/y) is x again, or x's neighbour: with x in [1, 2), y is off by at most 2^-25, so 1/y by x^2 * 2^-25, which is less than half
-an ulp of x below sqrt(2) and less than one above. No other float32 is nearer to 1/x, and a second conversion there and back
-changes nothing more: of x and y, one has its fraction below sqrt(2).
+Global scales are multipliers, in compressed-tensors divisors: y = fl(1/x), the float32 nearest to
+1/x. Its own reciprocal fl(1/y) is x again, or x's neighbour: with x in [1, 2), y is off by at most
+2^-25, so 1/y by x^2 * 2^-25, which is less than half an ulp of x below sqrt(2) and less than one
+above. No other float32 is nearer to 1/x, and a second conversion there and back changes nothing
+more: of x and y, one has its fraction below sqrt(2).
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ GROUP_SIZE = 16
 # (codes, block scales, scale of all, scale of activations)
 LEAVES: Mapping[Layout, tuple[str, str, str, str]] = {
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    "compressed-tensors": (
+        "weight_packed",
+        "weight_scale",
+        "weight_global_scale",
+        "input_global_scale",
+    ),
     "quartet-packed": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }
 KV_LEAVES = {"k": "k_scale", "v": "v_scale"}
@@ -31,7 +38,9 @@ KV_LEAVES = {"k": "k_scale", "v": "v_scale"}
 
 @dataclass(frozen=True)
 class Relabel:
-    """From one layout to another; `weights` by module. `keep_input_scales`: write W4A4, not W4A16."""
+    """From one layout to another; `weights` by module. `keep_input_scales`: write W4A4, not
+    W4A16.
+    """
 
     weights: Mapping[str, Nvfp4Weight]
     source: Layout
@@ -49,7 +58,11 @@ class Relabel:
         if role == 0:
             packed = self.dest != "quartet-packed"
             return [
-                tensor(name, "U8" if packed else "F4", (weight.rows, weight.columns // (2 if packed else 1)))
+                tensor(
+                    name,
+                    "U8" if packed else "F4",
+                    (weight.rows, weight.columns // (2 if packed else 1)),
+                )
             ]
         if role == 1:
             return [tensor(name, info.dtype, (weight.rows, weight.columns // GROUP_SIZE))]
@@ -107,9 +120,8 @@ class Relabel:
 def reciprocal(scale: bytes | bytearray) -> bytes:
     """The float32 nearest to 1/x of a float32, both little-endian."""
     (value,) = struct.unpack("<f", scale)
-    return struct.pack(
-        "<f", 1.0 / value
-    )  # rounding the float64 quotient again is exact: 53 >= 2 * 24 + 2 bits
+    # Rounding the float64 quotient again is exact: 53 >= 2 * 24 + 2 bits
+    return struct.pack("<f", 1.0 / value)
 
 
 def check(weights: Mapping[str, Nvfp4Weight], dest: Layout, keep_input_scales: bool) -> None:
@@ -137,5 +149,8 @@ def check_tiles(name: str, rows: int, columns: int) -> None:
     if rows % 128 or columns % 128:
         what = f"{name} is [{rows}, {columns}]"
         raise NibbleError(
-            ExitCode.CONFIG, what, "multiples of 128 for quartet-packed", "choose another layout with --to"
+            ExitCode.CONFIG,
+            what,
+            "multiples of 128 for quartet-packed",
+            "choose another layout with --to",
         )

@@ -40,7 +40,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What to make: `input_scales` by module (empty: W4A16), `amax` by module, four-over-six weights or not."""
+    """What to make: `input_scales` by module (empty: W4A16), `amax` by module, four-over-six
+    weights or not.
+    """
 
     parts: Mapping[str, tuple[Part, ...]]  # by the name of the stored tensor
     amax: Mapping[str, float]
@@ -55,7 +57,11 @@ class Quantization:
         for part in self.parts[info.name]:
             found += [
                 tensor(f"{part.module}.weight", "U8", (part.rows, part.columns // 2)),
-                tensor(f"{part.module}.weight_scale", "F8_E4M3", (part.rows, part.columns // GROUP_SIZE)),
+                tensor(
+                    f"{part.module}.weight_scale",
+                    "F8_E4M3",
+                    (part.rows, part.columns // GROUP_SIZE),
+                ),
                 tensor(f"{part.module}.weight_scale_2", "F32", ()),
             ]
             if self.input_scales:
@@ -72,12 +78,18 @@ class Quantization:
             return
         for part in self.parts[info.name]:
             amax = torch.tensor(self.amax[part.module])
-            weight = quantize(weight_of(part, info.dtype, read), amax, four_over_six=self.four_over_six)
+            weight = quantize(
+                weight_of(part, info.dtype, read), amax, four_over_six=self.four_over_six
+            )
             yield weight.packed.numpy().data
             yield weight.scales.view(torch.uint8).numpy().data
             yield weight.global_scale.numpy().tobytes()
             if self.input_scales:
-                yield torch.tensor(self.input_scales[part.module], dtype=torch.float32).numpy().tobytes()
+                yield (
+                    torch.tensor(self.input_scales[part.module], dtype=torch.float32)
+                    .numpy()
+                    .tobytes()
+                )
 
 
 def weight_of(part: Part, dtype: str, read: Read) -> Any:
@@ -93,10 +105,11 @@ def weight_of(part: Part, dtype: str, read: Read) -> Any:
 def select(
     tensors: Mapping[str, TensorInfo], hidden_size: int | None, exclude: Iterable[str]
 ) -> dict[str, tuple[Part, ...]]:
-    """The linear layers to quantize by the name of the tensor that holds them; `exclude` are patterns of module names.
+    """The linear layers to quantize by the name of the tensor that holds them; `exclude` are
+    patterns of module names.
 
-    Raises USAGE for a pattern that matches nothing or a part of a fused layer, CONFIG for a layer whose K is no multiple of 16
-    and for stacked experts of an unknown orientation.
+    Raises USAGE for a pattern that matches nothing or a part of a fused layer, CONFIG for a layer
+    whose K is no multiple of 16 and for stacked experts of an unknown orientation.
     """
     patterns = tuple(exclude)
     found: dict[str, tuple[Part, ...]] = {}
@@ -120,11 +133,16 @@ def select(
         if parts[0].columns % GROUP_SIZE:
             what = f"{info.name} has {parts[0].columns} input features"
             raise NibbleError(
-                ExitCode.CONFIG, what, "a multiple of 16", f"leave it out: --exclude '{parts[0].module}'"
+                ExitCode.CONFIG,
+                what,
+                "a multiple of 16",
+                f"leave it out: --exclude '{parts[0].module}'",
             )
         found[info.name] = tuple(parts)
     # A tied head has no tensor; whoever leaves heads out means it all the same.
-    _check_patterns(patterns, [*left_out, "lm_head", *(name.rpartition(".")[0] for name in tensors)])
+    _check_patterns(
+        patterns, [*left_out, "lm_head", *(name.rpartition(".")[0] for name in tensors)]
+    )
     _check_fused([part.module for parts in found.values() for part in parts], left_out)
     return found
 
@@ -155,7 +173,9 @@ def _check_fused(quantized: Iterable[str], left_out: Iterable[str]) -> None:
             )
 
 
-def _parts(info: TensorInfo, tensors: Mapping[str, TensorInfo], hidden_size: int | None) -> list[Part]:
+def _parts(
+    info: TensorInfo, tensors: Mapping[str, TensorInfo], hidden_size: int | None
+) -> list[Part]:
     if kind_of(info.name) not in QUANTIZED_KINDS:
         return []
     if info.name.endswith(".weight") and len(info.shape) == 2:
@@ -168,13 +188,17 @@ def _parts(info: TensorInfo, tensors: Mapping[str, TensorInfo], hidden_size: int
 def _stacked(
     info: TensorInfo, leaf: str, tensors: Mapping[str, TensorInfo], hidden_size: int | None
 ) -> list[Part]:
-    """Experts of one tensor, [E, 2I, H] or [E, H, I], one by one, as ModelOpt writes them and vLLM reads them."""
+    """Experts of one tensor, [E, 2I, H] or [E, H, I], one by one, as ModelOpt writes them and
+    vLLM reads them.
+    """
     experts, rows, columns = info.shape
     known = columns == hidden_size if leaf == "gate_up_proj" else rows == hidden_size
     if not known or rows == columns or f"{info.name}_bias" in tensors:
         what = f"{info.name} of shape {list(info.shape)} has experts of another form"
         expected = "gate_up_proj [E, 2I, H] and down_proj [E, H, I] without biases"
-        raise NibbleError(ExitCode.CONFIG, what, expected, "leave them out: --exclude '*.experts.*'")
+        raise NibbleError(
+            ExitCode.CONFIG, what, expected, "leave them out: --exclude '*.experts.*'"
+        )
     prefix = info.name.removesuffix(f".{leaf}")
     leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
     size = rows // len(leaves)
@@ -212,7 +236,8 @@ def _finite_amax(file: Path, part: Part, weight: Any) -> float:
 
 
 def share_scales(amax: Amax) -> Amax:
-    """Each layer's largest magnitude, raised to that of the layers it is fused with, so that they get the same scale:
+    """Each layer's largest magnitude, raised to that of the layers it is fused with, so that they
+    get the same scale:
     ModelOpt and llm-compressor share them in the same way.
     """
     shared: defaultdict[str, float] = defaultdict(float)
@@ -231,7 +256,8 @@ def group(module: str) -> str:
 def input_scales(modules: Iterable[str], amax: Mapping[str, float]) -> dict[str, float]:
     """The activation scale of each layer from the inputs seen in calibration.
 
-    Experts that no text reached get the largest of their layer. Raises CONFIG for a layer that calibration does not know.
+    Experts that no text reached get the largest of their layer. Raises CONFIG for a layer that
+    calibration does not know.
     """
     by_kind: defaultdict[str, float] = defaultdict(float)
     for name, largest in amax.items():

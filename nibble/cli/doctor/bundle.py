@@ -38,13 +38,24 @@ COMMANDS = {
     "nvidia-topology.txt": ["nvidia-smi", "topo", "-m"],
     "kernel-log.txt": ["dmesg", "--ctime", "--level", "err,warn"],
 }
-MACHINE_FILES = ("/proc/meminfo", "/proc/cpuinfo", "/proc/mounts", "/proc/self/limits", "/proc/self/cgroup", "/etc/os-release",
-                 "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max", "/proc/pressure/memory")  # fmt: skip
+MACHINE_FILES = (
+    "/proc/meminfo",
+    "/proc/cpuinfo",
+    "/proc/mounts",
+    "/proc/self/limits",
+    "/proc/self/cgroup",
+    "/etc/os-release",
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/cpu.max",
+    "/proc/pressure/memory",
+)
 COMMAND_TIMEOUT_S = 30
 
 
 def open_bundle(path: Path) -> BinaryIO:
-    """The new file, for this user alone. Raises CONFIG where there is one already or none can be made."""
+    """The new file, for this user alone. Raises CONFIG where there is one already or none can be
+    made.
+    """
     try:
         return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except OSError as error:
@@ -54,8 +65,12 @@ def open_bundle(path: Path) -> BinaryIO:
         ) from None
 
 
-def write_bundle(file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None) -> int:
-    """Write a .tar.gz into `file`; how many files it holds. Raises NO_FIT where the disk is full."""
+def write_bundle(
+    file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None
+) -> int:
+    """Write a .tar.gz into `file`; how many files it holds. Raises NO_FIT where the disk is
+    full.
+    """
     try:
         return _write(file, report, environ, model)
     except OSError as error:
@@ -88,7 +103,9 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def _secrets(environ: Mapping[str, str], others: list[dict[str, str]]) -> set[str]:
-    """Of this process, of the servers that run here, of the files that hold keys, and of settings files."""
+    """Of this process, of the servers that run here, of the files that hold keys, and of
+    settings files.
+    """
     values: set[str] = set()
     for each in (environ, *others):
         folders = {_cache(each), cache_dir(each)}
@@ -132,7 +149,10 @@ def _files(
     yield from _own_files(environ)
     for place in MACHINE_FILES:
         with contextlib.suppress(OSError):
-            yield f"machine/{place.strip('/').replace('/', '-')}", Path(place).read_text(errors="replace")
+            yield (
+                f"machine/{place.strip('/').replace('/', '-')}",
+                Path(place).read_text(errors="replace"),
+            )
     for name, command in COMMANDS.items():
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(
@@ -156,7 +176,9 @@ def _plan(environ: Mapping[str, str], model: str | None) -> Iterator[tuple[str, 
 
 
 def _own_files(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The user's TOML, logs, last fault, failed starts, servers in the background: never the key."""
+    """The user's TOML, logs, last fault, failed starts, servers in the background: never the
+    key.
+    """
     cache = _cache(environ)
     with contextlib.suppress(OSError):  # written without a look at the settings
         yield "nibble/last-fault.txt", _tail(cache_dir(environ) / "last-fault.txt")
@@ -181,10 +203,14 @@ def _tail(path: Path) -> str:
 
 
 def _processes() -> Iterator[tuple[int, str, dict[str, str]]]:
-    """(pid, command line, environment) of nibble's, vLLM's and Ray's processes, as far as this user may look."""
+    """(pid, command line, environment) of nibble's, vLLM's and Ray's processes, as far as this
+    user may look.
+    """
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
+            words = (
+                (folder / "cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
+            )
         except OSError:
             continue
         command = " ".join(words)

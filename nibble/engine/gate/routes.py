@@ -1,9 +1,10 @@
 """Which routes of the vLLM server nibble lets through, and why.
 
-The rule: a route is listed when all it does is run inference or tokenization on the request's own content, or
-report on the server. Whatever changes the server, aborts other people's requests, loads something, or is a
-second door to a listed route stays unlisted and answers 404. tests/e2e/test_gate_routes.py holds the reason
-for each unlisted route of vLLM 0.32.0 and fails when vLLM registers a route that is in neither list.
+The rule: a route is listed when all it does is run inference or tokenization on the request's own
+content, or report on the server. Whatever changes the server, aborts other people's requests, loads
+something, or is a second door to a listed route stays unlisted and answers 404.
+tests/e2e/test_gate_routes.py holds the reason for each unlisted route of vLLM 0.32.0 and fails when
+vLLM registers a route that is in neither list.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any
 
 WEBSOCKET = "WEBSOCKET"  # stands where HTTP has its method
 
-# Open without a key. Once ready, vLLM answers /health (it notices a dead engine); the gate answers /ready.
+# Open without a key. Once ready, vLLM answers /health (it notices a dead engine); the gate answers
+# /ready.
 HEALTH_PATH = "/health"
 READY_PATH = "/ready"
 OPEN_PATHS = frozenset({HEALTH_PATH, READY_PATH})
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 
-_POST = frozenset({"POST", "OPTIONS"})  # OPTIONS: CORS preflight, answered by vLLM's own CORS middleware
+# OPTIONS: CORS preflight, answered by vLLM's own CORS middleware
+_POST = frozenset({"POST", "OPTIONS"})
 _GET = frozenset({"GET", "OPTIONS"})
 
 LISTED: dict[str, frozenset[str]] = {
@@ -62,9 +65,15 @@ _RESPONSE = re.compile(r"/v1/responses/(?!render(?:/|\Z))[A-Za-z0-9_-]{1,128}(/c
 
 
 def allowed_methods(path: str) -> frozenset[str] | None:
-    """The methods let through on `path`, which is `router_path`'s; None where the path is not listed."""
+    """The methods let through on `path`, which is `router_path`'s; None where the path is not
+    listed.
+    """
     methods = LISTED.get(path)
-    if methods is None and path.startswith("/v1/responses/") and (found := _RESPONSE.fullmatch(path)):
+    if (
+        methods is None
+        and path.startswith("/v1/responses/")
+        and (found := _RESPONSE.fullmatch(path))
+    ):
         return _POST if found[1] else _GET
     return methods
 
@@ -72,8 +81,9 @@ def allowed_methods(path: str) -> frozenset[str] | None:
 def router_path(scope: dict[str, Any]) -> str:
     """The path vLLM's router will match: `scope["path"]` less the root path.
 
-    Must agree with starlette 1.10 _utils.py get_route_path (the end-to-end test compares them): a root path
-    is only taken off where a "/" follows it, and a path that does not begin with it is routed as it is.
+    Must agree with starlette 1.10 _utils.py get_route_path (the end-to-end test compares them): a
+    root path is only taken off where a "/" follows it, and a path that does not begin with it is
+    routed as it is.
     """
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
@@ -88,7 +98,8 @@ def is_canonical(scope: dict[str, Any]) -> bool:
 
     Every listed path is plain ASCII, so an encoded byte in it (%2e%2e, %2F, %00, %68ealth) is a
     probe. Doubled slashes, dots, trailing slashes and other case need no rule: no listed path has
-    them. Servers that do not send raw_path (it is optional in ASGI) leave the decoded path alone to decide.
+    them. Servers that do not send raw_path (it is optional in ASGI) leave the decoded path alone to
+    decide.
     """
     raw_path: bytes | None = scope.get("raw_path")
     return raw_path is None or b"%" not in raw_path

@@ -1,9 +1,9 @@
-"""The few bytes the supervisor and the gate share: is the server starting, ready, paused or draining, and in
-which phase (for "paused": why).
+"""The few bytes the supervisor and the gate share: is the server starting, ready, paused or
+draining, and in which phase (for "paused": why).
 
-A file mapped by both sides. The supervisor writes it (`create`, `set`); the gate, inside each vLLM API
-process, reads it once per request (`open`, `get`, about a microsecond). Everything that cannot be read counts
-as "starting", so a gate without its supervisor stays closed.
+A file mapped by both sides. The supervisor writes it (`create`, `set`); the gate, inside each vLLM
+API process, reads it once per request (`open`, `get`, about a microsecond). Everything that cannot
+be read counts as "starting", so a gate without its supervisor stays closed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Literal
 
 State = Literal["starting", "ready", "draining", "paused"]
 
-# Layout, fixed size: magic, one state byte, then the phase as UTF-8 padded with NUL. The state is one byte
-# because one byte cannot be read half-written by another process; the phase is for people and may be.
+# Layout, fixed size: magic, one state byte, then the phase as UTF-8 padded with NUL. The state is
+# one byte because one byte cannot be read half-written by another process; the phase is for people
+# and may be.
 _MAGIC = b"nblgate1"
 _STATE_OFFSET = len(_MAGIC)
 _PHASE_OFFSET = _STATE_OFFSET + 1
@@ -41,10 +42,11 @@ class GateState:
 
     @classmethod
     def create(cls, path: str | Path) -> GateState:
-        """A new state file (mode 0600, state "starting") in place of any old one, mapped for writing.
+        """A new state file (mode 0600, state "starting") in place of any old one, mapped for
+        writing.
 
-        Readers never see it half-made: it is filled under another name and renamed. OSError where the folder
-        cannot be written.
+        Readers never see it half-made: it is filled under another name and renamed. OSError where
+        the folder cannot be written.
         """
         path = Path(path)
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -69,14 +71,16 @@ class GateState:
         return cls(path, _map_for_reading(path), writable=False)
 
     def set(self, state: State, phase: str) -> None:
-        """Publish `state`; `phase` is cut to PHASE_BYTES of UTF-8. Only for the creator (RuntimeError
-        otherwise).
+        """Publish `state`; `phase` is cut to PHASE_BYTES of UTF-8. Only for the creator
+        (RuntimeError otherwise).
         """
         if self._mapped is None or not self._writable:
             raise RuntimeError(f"the gate state {self.path} is not open for writing")
         text = phase.encode()[:PHASE_BYTES].decode(errors="ignore").encode()
         self._mapped[_PHASE_OFFSET:FILE_BYTES] = text.ljust(PHASE_BYTES, b"\0")
-        self._mapped[_STATE_OFFSET] = _CODES[state]  # last: a reader of the new state finds its phase
+        self._mapped[_STATE_OFFSET] = _CODES[
+            state
+        ]  # last: a reader of the new state finds its phase
 
     def get(self) -> tuple[State, str]:
         """The current (state, phase); ("starting", "") where there is nothing readable."""
@@ -104,7 +108,8 @@ def _map_for_reading(path: Path) -> mmap.mmap | None:
     except (OSError, ValueError):
         return None
     try:
-        # The size is checked first: reading a mapping beyond the end of its file kills the process (SIGBUS).
+        # The size is checked first: reading a mapping beyond the end of its file kills the process
+        # (SIGBUS).
         if os.fstat(descriptor).st_size != FILE_BYTES:
             return None
         mapped = mmap.mmap(descriptor, FILE_BYTES, access=mmap.ACCESS_READ)

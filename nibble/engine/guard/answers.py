@@ -1,4 +1,6 @@
-"""Error answers of vLLM that repeat the request are cut: a request of 1 MB would be answered with 1.3 MB."""
+"""Error answers of vLLM that repeat the request are cut: a request of 1 MB would be answered
+with 1.3 MB.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MAX_MESSAGE_CHARS = 2048
 
 
 def with_short_errors(send: Send) -> Send:
-    """A `send` that passes good answers on as they come, and errors (status 400 and up) once they are whole."""
+    """A `send` that passes good answers on as they come, and errors (status 400 and up) once
+    they are whole.
+    """
     start: Message | None = None
     pieces: list[bytes] = []
 
@@ -40,7 +44,9 @@ def with_short_errors(send: Send) -> Send:
 
 
 def shortened(body: bytes) -> bytes:
-    """An error in OpenAI's shape with the beginning of its message; any other body by its beginning."""
+    """An error in OpenAI's shape with the beginning of its message; any other body by its
+    beginning.
+    """
     try:
         error = dict(msgspec.json.decode(body)["error"])
         error = {name: _cut(value) for name, value in error.items()}

@@ -1,4 +1,6 @@
-"""A request's body: read within its limits, checked while it arrives, handed to vLLM in one piece."""
+"""A request's body: read within its limits, checked while it arrives, handed to vLLM in one
+piece.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Header = tuple[bytes, bytes]
 
 # The event loop answers others after each slice.
 _SLICE_BYTES = 1 << 16
-# Not refused where other bodies take all the room: as many as there may be connections take 256 MiB.
+# Not refused where other bodies take all the room: as many as there may be connections take 256
+# MiB.
 SMALL_BODY_BYTES = 1 << 16
 
 
@@ -35,7 +38,9 @@ class Bodies:
 
 
 class Held:
-    """The body of one request, from its first byte to the end of its answer: starlette keeps it for as long. A context."""
+    """The body of one request, from its first byte to the end of its answer: starlette keeps it
+    for as long. A context.
+    """
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -69,7 +74,8 @@ class Held:
         limits = self._bodies.limits
         if size > limits.max_body_bytes:
             raise Refused(
-                413, f"The body is larger than {limits.max_body_bytes} bytes (NIBBLE_MAX_BODY_BYTES)."
+                413,
+                f"The body is larger than {limits.max_body_bytes} bytes (NIBBLE_MAX_BODY_BYTES).",
             )
         if size > SMALL_BODY_BYTES and self._bodies.held_bytes > limits.max_buffered_bytes:
             raise Refused(503, "The server is reading too many request bodies. Try again later.")
@@ -84,10 +90,12 @@ async def _scan(scan: JsonScan, piece: bytes) -> None:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON value, with the strictness of RFC 8259: UTF-8 without byte order mark, no NaN, no lone surrogates.
+    """The JSON value, with the strictness of RFC 8259: UTF-8 without byte order mark, no NaN, no
+    lone surrogates.
 
-    vLLM's json.loads also takes UTF-16, NaN and lone surrogates, and fails on them later with status 500. What
-    both take means the same to both: the last of equal keys counts, whole numbers keep their size.
+    vLLM's json.loads also takes UTF-16, NaN and lone surrogates, and fails on them later with
+    status 500. What both take means the same to both: the last of equal keys counts, whole numbers
+    keep their size.
     """
     try:
         return msgspec.json.decode(body)
@@ -97,12 +105,16 @@ def parse(body: bytes) -> Any:
 
 
 def with_field(body: bytes, name: str, value: int) -> bytes:
-    """The object with one more field, which replaces an equal one before it: parsers keep the last."""
+    """The object with one more field, which replaces an equal one before it: parsers keep the
+    last.
+    """
     return b'%s,"%s":%d}' % (body.rstrip()[:-1], name.encode(), value)
 
 
 def replayed(body: bytes, receive: Receive, turn: Turn | None = None) -> Receive:
-    """A `receive` that gives the body in one message, when its `turn` has come, and then whatever `receive` gives."""
+    """A `receive` that gives the body in one message, when its `turn` has come, and then
+    whatever `receive` gives.
+    """
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> dict[str, Any]:

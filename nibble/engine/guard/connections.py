@@ -1,6 +1,8 @@
-"""The connections of one API process: how many there may be, and how long one may take to send a request.
+"""The connections of one API process: how many there may be, and how long one may take to send a
+request.
 
-uvicorn 0.54 closes a connection that idles after an answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s) and nothing else:
+uvicorn 0.54 closes a connection that idles after an answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s) and
+nothing else:
 one that never sends a request, or half of one, stays for ever.
 """
 
@@ -14,18 +16,22 @@ from nibble.engine.gate.state import GateState
 from nibble.engine.guard.limits import RequestLimits
 from nibble.engine.guard.protocol import GuardedProtocol, httptools_config
 
-# uvicorn's 16 MiB of JSON take vLLM's event loop 2.6 s to parse. 24 s of audio at 16 kHz in base64 are as large as this.
+# uvicorn's 16 MiB of JSON take vLLM's event loop 2.6 s to parse. 24 s of audio at 16 kHz in base64
+# are as large as this.
 WEBSOCKET_MESSAGE_BYTES = 1 << 20
 _SWEEP_S = 0.25
-# The age at which a connection without a whole request ends in a drain: nibble's own requests come whole.
+# The age at which a connection without a whole request ends in a drain: nibble's own requests come
+# whole.
 _DRAIN_AGE_S = 0.5
 
 
 def guard_connections(app: Any, limits: RequestLimits, state: GateState) -> None:
-    """Put GuardedProtocol into the uvicorn server of `app`, before it listens. Raises MissingAttribute.
+    """Put GuardedProtocol into the uvicorn server of `app`, before it listens. Raises
+    MissingAttribute.
 
-    vLLM 0.32 sets `app.state.server` before it serves (launchers/launcher.py:232), and uvicorn 0.54 runs the lifespan
-    before it listens and asks its config for the class at each connection (server.py startup).
+    vLLM 0.32 sets `app.state.server` before it serves (launchers/launcher.py:232), and uvicorn 0.54
+    runs the lifespan before it listens and asks its config for the class at each connection
+    (server.py startup).
     """
     config = httptools_config(app)
     connections = Connections(limits, state)
@@ -35,7 +41,9 @@ def guard_connections(app: Any, limits: RequestLimits, state: GateState) -> None
 
 
 class Connections:
-    """All connections, and apart those that have sent no whole request, the one that waits longest first."""
+    """All connections, and apart those that have sent no whole request, the one that waits
+    longest first.
+    """
 
     def __init__(self, limits: RequestLimits, state: GateState) -> None:
         self.limits = limits
@@ -80,9 +88,12 @@ class Connections:
         self._waiting_at.get(connection.address, {}).pop(connection, None)
 
     def sweep(self) -> None:
-        """Close what is late, and in a drain all that has sent no whole request. Runs every _SWEEP_S."""
+        """Close what is late, and in a drain all that has sent no whole request. Runs every
+        _SWEEP_S.
+        """
         loop = asyncio.get_running_loop()
-        loop.call_later(_SWEEP_S, self.sweep)  # first, so that an exception below ends one sweep and not all
+        # First, so that an exception below ends one sweep and not all
+        loop.call_later(_SWEEP_S, self.sweep)
         now = loop.time()
         # After a standstill of the event loop, what arrived meanwhile is read first.
         is_late = now - self._last_sweep > 4 * _SWEEP_S
@@ -90,7 +101,9 @@ class Connections:
         if not is_late:
             drains = self._state.get()[0] == "draining"
             for connection in list(self._waiting):
-                if connection.deadline < now or (drains and now - connection.waits_since > _DRAIN_AGE_S):
+                if connection.deadline < now or (
+                    drains and now - connection.waits_since > _DRAIN_AGE_S
+                ):
                     connection.expire("draining" if drains else "late")
 
     def _close_oldest(self, waiting: dict[GuardedProtocol, None]) -> bool:

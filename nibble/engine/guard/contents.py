@@ -1,4 +1,6 @@
-"""What a parsed body contains: numbers as vLLM takes them, answers, prompts, messages and texts. Pure."""
+"""What a parsed body contains: numbers as vLLM takes them, answers, prompts, messages and texts.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,49 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 # Their prompts are messages; vLLM ignores a field with the name of another route's prompts.
 _CHATS = frozenset({CHAT, RESPONSES, "/v1/messages", "/v1/messages/count_tokens"})
-_SEQUENCES = frozenset({
-    "prompt", "input", "inputs", "texts", "documents", "queries", "data_1", "data_2", "text_1", "text_2", "items",
-})  # fmt: skip
+_SEQUENCES = frozenset(
+    {
+        "prompt",
+        "input",
+        "inputs",
+        "texts",
+        "documents",
+        "queries",
+        "data_1",
+        "data_2",
+        "text_1",
+        "text_2",
+        "items",
+    }
+)
 # What holds media in base64 or a URL, and constraints, which are no text of the prompt.
-MEDIA_KEYS = frozenset({
-    "image_url", "audio_url", "video_url", "input_audio", "image_embeds", "audio_embeds", "image", "images", "audio",
-    "video", "videos", "source", "file_data", "data",
-})  # fmt: skip
-NO_TEXT_KEYS = frozenset({"prompt_embeds", "structured_outputs", "response_format", "kv_transfer_params"})
+MEDIA_KEYS = frozenset(
+    {
+        "image_url",
+        "audio_url",
+        "video_url",
+        "input_audio",
+        "image_embeds",
+        "audio_embeds",
+        "image",
+        "images",
+        "audio",
+        "video",
+        "videos",
+        "source",
+        "file_data",
+        "data",
+    }
+)
+NO_TEXT_KEYS = frozenset(
+    {"prompt_embeds", "structured_outputs", "response_format", "kv_transfer_params"}
+)
 
 
 def whole(value: Any) -> int:
-    """A number as pydantic gives it to vLLM, which also takes "+5", "5.0" and "5_0"; 0 for what vLLM refuses."""
+    """A number as pydantic gives it to vLLM, which also takes "+5", "5.0" and "5_0"; 0 for what
+    vLLM refuses.
+    """
     if not isinstance(value, str | int | float):
         return 0
     try:
@@ -60,11 +92,16 @@ def _prompts(value: Any) -> int:
 
 
 def messages(path: str, body: Body, most: int) -> int:
-    """Messages of a conversation; one that consists of parts, of tool calls or of a tool's results counts each.
+    """Messages of a conversation; one that consists of parts, of tool calls or of a tool's results
+    counts each.
 
     The counting ends above `most`.
     """
-    names = ("messages", "system", "documents", "input") if path == RESPONSES else ("messages", "system")
+    names = (
+        ("messages", "system", "documents", "input")
+        if path == RESPONSES
+        else ("messages", "system")
+    )
     if path in (CHAT, BATCH):
         names = (*names, "documents")
     waiting = [body[name] for name in names if isinstance(body.get(name), list)]

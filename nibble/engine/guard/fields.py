@@ -29,22 +29,46 @@ MAX_BEAM_WIDTH = 64  # each step of a search asks for twice as many log-probs fo
 MAX_NAME_CHARS = 1024
 LEAST_TEXT_CHARS = 4 << 20
 TEXT_CHARS_PER_TOKEN = 8  # twice what English takes
-# Evaluations send batches of prompts as token ids, OpenAI's clients 1000 x 250 ids to embed at a time.
+# Evaluations send batches of prompts as token ids, OpenAI's clients 1000 x 250 ids to embed at a
+# time.
 LEAST_ITEMS, LEAST_POOLING_ITEMS = 1 << 18, 1 << 20
 POOLING_FACTOR = 2
 
 # What costs little however it is set, in a body of SMALL_BYTES.
-_PLAIN = frozenset({
-    "frequency_penalty", "max_completion_tokens", "max_tokens", "messages", "min_p", "presence_penalty", "seed", "stream",
-    "stream_options", "temperature", "top_k", "top_p",
-    "model",
-})  # fmt: skip
+_PLAIN = frozenset(
+    {
+        "frequency_penalty",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "min_p",
+        "presence_penalty",
+        "seed",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+        "model",
+    }
+)
 
-_NAMES = frozenset({"model", "user", "request_id", "cache_salt", "session_id", "previous_response_id"})
+_NAMES = frozenset(
+    {"model", "user", "request_id", "cache_salt", "session_id", "previous_response_id"}
+)
 # One pass each and no token generated: OpenAI allows 2048 inputs of /v1/embeddings.
-_POOLING = frozenset({
-    "/v1/embeddings", "/v2/embed", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify",
-})  # fmt: skip
+_POOLING = frozenset(
+    {
+        "/v1/embeddings",
+        "/v2/embed",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/score",
+        "/v1/score",
+        "/classify",
+    }
+)
 _STOPS = frozenset({"stop", "stop_sequences"})
 
 
@@ -84,7 +108,8 @@ class ModelFacts:
     def max_promptchars(self) -> int | None:
         """Of one text: what the context holds if each token is the vocabulary's longest.
 
-        vLLM refuses longer texts by the same rule (vllm 0.32 renderers/params.py:384), but not for /tokenize.
+        vLLM refuses longer texts by the same rule (vllm 0.32 renderers/params.py:384), but not for
+        /tokenize.
         """
         if self.context_tokens is None or self.longest_token_chars is None:
             return None
@@ -93,10 +118,17 @@ class ModelFacts:
 
 def is_small(path: str, body: Body, size: int, limits: RequestLimits) -> bool:
     """Most requests: nothing in them can be too many or too long, and they have no grammar."""
-    return size <= SMALL_BYTES and body.keys() <= _PLAIN and path != BATCH and limits.allow_small_bodies
+    return (
+        size <= SMALL_BYTES
+        and body.keys() <= _PLAIN
+        and path != BATCH
+        and limits.allow_small_bodies
+    )
 
 
-def field_problem(path: str, body: Body, size: int, limits: RequestLimits, facts: ModelFacts) -> str | None:
+def field_problem(
+    path: str, body: Body, size: int, limits: RequestLimits, facts: ModelFacts
+) -> str | None:
     """The reason to refuse `body`, which came in `size` bytes; None where it may pass."""
     problems = (
         _long_names(body),
@@ -122,13 +154,19 @@ def _long_names(body: Body) -> str | None:
 
 def _too_many(body: Body, path: str, limits: RequestLimits) -> str | None:
     if messages(path, body, limits.max_messages) > limits.max_messages:
-        return f"The request has more than {limits.max_messages} messages and parts (NIBBLE_MAX_MESSAGES)."
+        return (
+            f"The request has more than {limits.max_messages} messages and parts"
+            " (NIBBLE_MAX_MESSAGES)."
+        )
     if body.get("use_beam_search") and answers(body) > MAX_BEAM_WIDTH:
         return f"`n` is above {MAX_BEAM_WIDTH}, the widest beam search."
     most = limits.max_sequences
     if path in _POOLING:
         if prompts(path, body) > (most := most * POOLING_FACTOR):
-            return f"The request has more than {most} inputs ({POOLING_FACTOR} times NIBBLE_MAX_SEQUENCES)."
+            return (
+                f"The request has more than {most} inputs ({POOLING_FACTOR} times"
+                " NIBBLE_MAX_SEQUENCES)."
+            )
     elif sequences(path, body) > most:
         return f"The request asks for more than {most} sequences (NIBBLE_MAX_SEQUENCES)."
     return None
@@ -163,11 +201,15 @@ def _bias_problem(body: Body) -> str | None:
 
 
 def _extra_arguments_problem(body: Body) -> str | None:
-    """vLLM puts these two and `vllm_xargs` into one dict and reads them as objects: status 500 for others."""
+    """vLLM puts these two and `vllm_xargs` into one dict and reads them as objects: status 500
+    for others.
+    """
     extra = body.get("vllm_xargs")
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if isinstance(extra, dict) and name in extra:
-            return f"`vllm_xargs` contains {name}. Expected: `{name}` as a top-level object. Move it."
+            return (
+                f"`vllm_xargs` contains {name}. Expected: `{name}` as a top-level object. Move it."
+            )
     return None
 
 
@@ -186,7 +228,8 @@ def _token_problem(path: str, body: Body, size: int, facts: ModelFacts) -> str |
     tokens = len(prompt) if isinstance(prompt[0], int) else max(map(_length, prompt))
     if tokens > most:
         return (
-            f"A prompt of {tokens} tokens cannot fit: this model's maximum context length is {most} tokens."
+            f"A prompt of {tokens} tokens cannot fit: this model's maximum context length is {most}"
+            " tokens."
         )
     return None
 
@@ -218,9 +261,13 @@ def _long_text(
         total += len(text)
         if one_chars is not None and len(text) > one_chars and not truncated:
             return (
-                f"A text of {len(text)} characters cannot fit: this model's maximum context length is"
-                f" {facts.context_tokens} tokens of at most {facts.longest_token_chars} characters."
+                f"A text of {len(text)} characters cannot fit: this model's maximum context length"
+                f" is {facts.context_tokens} tokens of at most {facts.longest_token_chars}"
+                " characters."
             )
         if total > all_chars:
-            return f"The text of the request is longer than {all_chars} characters (NIBBLE_MAX_TEXT_CHARS)."
+            return (
+                f"The text of the request is longer than {all_chars} characters"
+                " (NIBBLE_MAX_TEXT_CHARS)."
+            )
     return None

@@ -1,4 +1,6 @@
-"""Values as they travel between the API process and the worker of structured outputs: a length, then marshal."""
+"""Values as they travel between the API process and the worker of structured outputs: a length,
+then marshal.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-# From version 3 on equal objects can have different bytes, and the bytes of a request are what it is remembered by.
+# From version 3 on equal objects can have different bytes, and the bytes of a request are what it
+# is remembered by.
 MARSHAL_VERSION = 2
 
 

@@ -1,7 +1,9 @@
-"""A request's structured outputs, compiled as the engine will compile them. Runs only in the worker's children.
+"""A request's structured outputs, compiled as the engine will compile them. Runs only in the
+worker's children.
 
-Everything here is vLLM's own code on the server's own objects: the request model, the tool and reasoning parser, the
-validation that picks a backend, the backend. So what compiles here compiles in the engine.
+Everything here is vLLM's own code on the server's own objects: the request model, the tool and
+reasoning parser, the validation that picks a backend, the backend. So what compiles here compiles
+in the engine.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from typing import Any
 
 from nibble.engine.guard.grammar_fields import ANTHROPIC, BATCH, COMPLETIONS, RESPONSES
 
-# The API process repeats parsing and validation on its event loop, the engine fills one mask for each token.
+# The API process repeats parsing and validation on its event loop, the engine fills one mask for
+# each token.
 LOOP_SECONDS = 0.1
 MASK_SECONDS = 0.1
-STEPS = 48  # tokens that are tried: deep enough for what a repetition or a nested rule costs at its start
+# tokens that are tried: deep enough for what a repetition or a nested rule costs at its start
+STEPS = 48
 _STUB = "x"
-_MOST_TOKENS = 2**31 - 1  # vLLM refuses a request whose thinking.budget_tokens is not below its max_tokens
+# vLLM refuses a request whose thinking.budget_tokens is not below its max_tokens
+_MOST_TOKENS = 2**31 - 1
 _REASON_CHARS = 400
 _OF_THE_COMPILER = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")  # xgrammar: clock, file and line
 
@@ -45,7 +50,8 @@ class NeedsBackend(Exception):
 class Compiler:
     """The server's objects and the backends built so far. `first` is the one that the engine holds.
 
-    vLLM 0.32 keeps the backend of its first structured request for all later ones (structured_output/__init__.py:154).
+    vLLM 0.32 keeps the backend of its first structured request for all later ones
+    (structured_output/__init__.py:154).
     """
 
     vllm_config: Any
@@ -58,7 +64,9 @@ class Compiler:
     def of_app(cls, app: Any) -> Compiler:
         """From the state of vLLM's API server (vllm 0.32 launchers/api_server/app_state.py:63)."""
         config = app.state.vllm_config
-        return cls(config, app.state.online_renderer, config.model_config.try_get_generation_config())
+        return cls(
+            config, app.state.online_renderer, config.model_config.try_get_generation_config()
+        )
 
     def build(self, name: str) -> None:
         """As StructuredOutputManager.grammar_init does."""
@@ -80,12 +88,15 @@ class Compiler:
         )
 
     def warm(self) -> None:
-        """Build what the first request of a tokenizer would: 0.7 s of CPU time for Mistral's Tekken (mistral.py:561)."""
+        """Build what the first request of a tokenizer would: 0.7 s of CPU time for Mistral's
+        Tekken (mistral.py:561).
+        """
         with contextlib.suppress(Exception):
             _ = self.renderer.renderer.get_tokenizer().llg_tokenizer
 
     def check(self, path: str, fields: dict[str, Any]) -> tuple[str | None, float]:
-        """The backend that was chosen, None where no grammar is compiled, and the seconds that the event loop will need.
+        """The backend that was chosen, None where no grammar is compiled, and the seconds that the
+        event loop will need.
 
         Raises Refusal or TooSlow, OutOfMemory or NeedsBackend.
         """
@@ -117,7 +128,9 @@ class Compiler:
             raise refusal_of(error) from None
 
     def _adjusted(self, path: str, request: Any) -> Any:
-        """With what the server's parser makes of tools (vllm 0.32 renderers/online_renderer.py:815)."""
+        """With what the server's parser makes of tools (vllm 0.32
+        renderers/online_renderer.py:815).
+        """
         renderer = self.renderer
         if path == COMPLETIONS:
             return request
@@ -126,7 +139,9 @@ class Compiler:
             return request
         if renderer.parser is None:
             return request
-        given = request.build_chat_params(renderer.chat_template, renderer.chat_template_content_format)
+        given = request.build_chat_params(
+            renderer.chat_template, renderer.chat_template_content_format
+        )
         parser = renderer.parser(
             renderer.renderer.get_tokenizer(),
             request.tools,
@@ -175,7 +190,9 @@ def build_request(path: str, fields: dict[str, Any]) -> Any:
     from vllm.entrypoints.openai.chat_completion import protocol
 
     if path == BATCH:
-        batch = protocol.BatchChatCompletionRequest.model_validate({"messages": [[message]], **fields})
+        batch = protocol.BatchChatCompletionRequest.model_validate(
+            {"messages": [[message]], **fields}
+        )
         return batch.to_chat_completion_request([message])  # type: ignore[list-item]
     return protocol.ChatCompletionRequest.model_validate({"messages": [message], **fields})
 
@@ -192,7 +209,8 @@ def _of_anthropic(body: dict[str, Any]) -> Any:
 def walk(grammar: Any, mask: Any) -> None:
     """Follow the grammar for some tokens: each mask has to allow a token, and to be filled fast.
 
-    The engine fills the masks of all running requests between two steps of the model, with no limit of time.
+    The engine fills the masks of all running requests between two steps of the model, with no limit
+    of time.
     """
     chance = random.Random(0)
     for step in range(STEPS):
@@ -202,15 +220,20 @@ def walk(grammar: Any, mask: Any) -> None:
         grammar.fill_bitmask(mask, 0)
         if (spent := time.thread_time() - began) > MASK_SECONDS:
             raise TooSlow(
-                f"Its mask for token {step + 1} takes {spent:.2f} s; expected at most {MASK_SECONDS} s."
+                f"Its mask for token {step + 1} takes {spent:.2f} s; expected at most"
+                f" {MASK_SECONDS} s."
             )
         token = some_token(mask[0].tolist(), chance)
         if token is None:
-            raise Refusal("It allows no token" + (" at all." if step == 0 else f" after the first {step}."))
+            raise Refusal(
+                "It allows no token" + (" at all." if step == 0 else f" after the first {step}.")
+            )
         began = time.thread_time()
         accepted = grammar.accept_tokens("check", [token])
         if (spent := time.thread_time() - began) > MASK_SECONDS:
-            raise TooSlow(f"Token {step + 1} takes {spent:.2f} s; expected at most {MASK_SECONDS} s.")
+            raise TooSlow(
+                f"Token {step + 1} takes {spent:.2f} s; expected at most {MASK_SECONDS} s."
+            )
         if not accepted:
             return
 
@@ -239,7 +262,9 @@ def reason_of(error: Exception) -> str:
         return "It nests or refers to itself too deeply."
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        names = [str(part) for part in first["loc"] if "[" not in str(part)]  # without pydantic's wrappers
+        names = [
+            str(part) for part in first["loc"] if "[" not in str(part)
+        ]  # without pydantic's wrappers
         text = ": ".join(filter(None, (".".join(names[:5]), first["msg"]))) + "."
     else:
         text = _OF_THE_COMPILER.sub("", str(error).partition("\n")[0]).partition(": {'json':")[0]

@@ -13,9 +13,10 @@ MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
-# A request with one of these needs a check (vllm 0.32: structured_outputs_from_response_format, extract_structured_outputs
-# of each protocol.py, _apply_structural_tag of parser/abstract_parser.py, _handle_output_config of anthropic/serving.py).
-# The guided_* fields are gone: vLLM ignores them with a warning (serve/engine/protocol.py:25).
+# A request with one of these needs a check (vllm 0.32: structured_outputs_from_response_format,
+# extract_structured_outputs of each protocol.py, _apply_structural_tag of
+# parser/abstract_parser.py, _handle_output_config of anthropic/serving.py). The guided_* fields are
+# gone: vLLM ignores them with a warning (serve/engine/protocol.py:25).
 _MAKES_A_GRAMMAR: dict[str, tuple[str, ...]] = {
     CHAT: ("structured_outputs", "response_format", "tools"),
     BATCH: ("structured_outputs", "response_format", "tools"),

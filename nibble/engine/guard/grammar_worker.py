@@ -1,7 +1,9 @@
-"""The process in which structured outputs are compiled first: a fork of the API process, and a fork of it for each compile.
+"""The process in which structured outputs are compiled first: a fork of the API process, and a fork
+of it for each compile.
 
-A fork, since it has vLLM's code, configuration and tokenizer already: a fresh process would import vLLM for seconds and hold
-400 MB. The mother runs no thread; a child that goes over its limits is killed, and only that compile is lost.
+A fork, since it has vLLM's code, configuration and tokenizer already: a fresh process would import
+vLLM for seconds and hold 400 MB. The mother runs no thread; a child that goes over its limits is
+killed, and only that compile is lost.
 """
 
 from __future__ import annotations
@@ -22,26 +24,37 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nibble.engine.guard.frames import packed, unpacked
-from nibble.engine.guard.grammar_compile import Compiler, NeedsBackend, OutOfMemory, Refusal, TooSlow
+from nibble.engine.guard.grammar_compile import (
+    Compiler,
+    NeedsBackend,
+    OutOfMemory,
+    Refusal,
+    TooSlow,
+)
 from nibble.engine.guard.grammar_fields import CHAT
 
-# Its number, the route, the fields, the monotonic time after which a compile that has not begun is not begun.
+# Its number, the route, the fields, the monotonic time after which a compile that has not begun is
+# not begun.
 Job = tuple[int, str, dict[str, Any], float]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NICE = 5
 _OOM_SCORE = b"1000"
-_BUSY_GRACE = 3  # where other processes take the cores, a child has this many times its seconds by the clock
+_BUSY_GRACE = (
+    3  # where other processes take the cores, a child has this many times its seconds by the clock
+)
 _CLOCK_S = 0.05  # the resolution of what a child has used
 _MIB = 1 << 20
 _STACK_BYTES = 4 << 20
-_SLOTS = (
-    2  # compiles at a time: with 256 MiB each they stay within the memory that nibble keeps for the machine
-)
+# compiles at a time: with 256 MiB each they stay within the memory that nibble keeps for the
+# machine
+_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one compile: seconds of CPU time, MiB above what the worker holds before it, bytes of what is compiled."""
+    """Of one compile: seconds of CPU time, MiB above what the worker holds before it, bytes of
+    what is compiled.
+    """
 
     seconds: float
     memory_mib: int
@@ -70,7 +83,9 @@ class Child:
 
 
 def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
-    """Fork the worker; its pid and our end of its socket. Call it in the main thread: the worker dies with that thread."""
+    """Fork the worker; its pid and our end of its socket. Call it in the main thread: the worker
+    dies with that thread.
+    """
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -105,7 +120,8 @@ def _detach(parent: int, control: socket.socket) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    gc.disable()  # a collected socket or transport of the parent would write to what it shares with us
+    # a collected socket or transport of the parent would write to what it shares with us
+    gc.disable()
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -132,7 +148,9 @@ def _close_all_but(kept: int) -> None:
 
 
 def _retitle() -> None:
-    """The supervisor takes the end of a process titled VLLM:: for the engine's (processes.engine_title)."""
+    """The supervisor takes the end of a process titled VLLM:: for the engine's
+    (processes.engine_title).
+    """
     with contextlib.suppress(ImportError):
         from setproctitle import setproctitle
 
@@ -142,8 +160,15 @@ def _retitle() -> None:
 class Worker:
     """Reads jobs, answers (number, what, text, seconds on the event loop)."""
 
-    def __init__(self, control: socket.socket, compiler: Compiler, limits: Limits, unused: int) -> None:
-        self._control, self._compiler, self._limits, self._unused = control, compiler, limits, unused
+    def __init__(
+        self, control: socket.socket, compiler: Compiler, limits: Limits, unused: int
+    ) -> None:
+        self._control, self._compiler, self._limits, self._unused = (
+            control,
+            compiler,
+            limits,
+            unused,
+        )
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._waiting: deque[Job] = deque()
@@ -156,7 +181,8 @@ class Worker:
         self._compiler.first = None if configured == "auto" else configured
         self._compiler.warm()
         self._build("xgrammar" if configured == "auto" else configured)
-        # The children find imported what the first request would import: once, in the mother, on harmless input.
+        # The children find imported what the first request would import: once, in the mother, on
+        # harmless input.
         self._outcome(CHAT, {"response_format": {"type": "json_object"}})
         while True:
             while self._waiting and len(self._children) < _SLOTS:
@@ -185,15 +211,18 @@ class Worker:
         if time.monotonic() > give_up:
             return self._answer(number, "busy")
         reader, writer = os.pipe()
-        # libuv, which vLLM's event loop is, closes two descriptors in each forked child: the numbers that its pipe of
-        # signals had in the API process (libuv src/unix/signal.c, uv__signal_global_reinit).
+        # libuv, which vLLM's event loop is, closes two descriptors in each forked child: the
+        # numbers that its pipe of signals had in the API process (libuv src/unix/signal.c,
+        # uv__signal_global_reinit).
         kept = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, self._unused)
         os.close(writer)
         pid = os.fork()
         if pid == 0:
             self._become_child(kept, path, fields)
         os.close(kept)
-        self._children[reader] = Child(pid, job, now := time.monotonic(), now + self._limits.seconds)
+        self._children[reader] = Child(
+            pid, job, now := time.monotonic(), now + self._limits.seconds
+        )
         self._selector.register(reader, selectors.EVENT_READ)
         return None
 
@@ -202,7 +231,8 @@ class Worker:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             os.nice(_NICE)
             limit_data(self._limits.memory_mib * _MIB)
-            # Half of what the threads of the API process and the engine have: what fits here fits there.
+            # Half of what the threads of the API process and the engine have: what fits here fits
+            # there.
             resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
             os.write(writer, marshal.dumps(self._outcome(path, fields)))
         except BaseException as error:
@@ -284,8 +314,8 @@ class Worker:
 def limit_data(more_bytes: int) -> None:
     """Let this process take `more_bytes` on top of what it has.
 
-    RLIMIT_DATA counts private writable memory alone (Linux 4.7), so the gigabytes of libraries and shared memory that
-    vLLM maps do not matter, as they would for RLIMIT_AS.
+    RLIMIT_DATA counts private writable memory alone (Linux 4.7), so the gigabytes of libraries and
+    shared memory that vLLM maps do not matter, as they would for RLIMIT_AS.
     """
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))

@@ -1,7 +1,9 @@
-"""Structured outputs are compiled in a separate process before vLLM sees them, and refused there where they cost too much.
+"""Structured outputs are compiled in a separate process before vLLM sees them, and refused there
+where they cost too much.
 
-vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its engine, both without a
-limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the machine. The worker (grammar_worker.py) has limits.
+vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its
+engine, both without a limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the
+machine. The worker (grammar_worker.py) has limits.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Problem(str):
 
 
 class Grammars:
-    """One for each API process. It starts its worker with the first request that has a structured output."""
+    """One for each API process. It starts its worker with the first request that has a
+    structured output.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -73,7 +77,8 @@ class Grammars:
             return Problem("Structured outputs or tools nest too deeply.")
         if len(job) > (most := self._limits.input_bytes):
             return Problem(
-                f"Structured outputs and tools take {len(job)} bytes; expected at most {most} (NIBBLE_GRAMMAR_BYTES)."
+                f"Structured outputs and tools take {len(job)} bytes; expected at most {most}"
+                " (NIBBLE_GRAMMAR_BYTES)."
             )
         key = hashlib.blake2b(job, digest_size=16).digest()
         if key in self._results:
@@ -84,7 +89,9 @@ class Grammars:
         return result if isinstance(result, Problem) else await self._let_through(result)
 
     async def _let_through(self, loop_seconds: float) -> Problem | None:
-        """Space requests out whose grammars vLLM needs long to read on its event loop, in each request anew."""
+        """Space requests out whose grammars vLLM needs long to read on its event loop, in each
+        request anew.
+        """
         if loop_seconds <= _CHEAP_SECONDS:
             return None
         if self._paced * loop_seconds * _LOOP_SHARE > PATIENCE_SECONDS:
@@ -97,15 +104,20 @@ class Grammars:
             self._paced -= 1
         return None
 
-    async def _shared(self, key: bytes, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
-        """One compile for all requests that ask for the same at a time; the seconds that vLLM's event loop will need."""
+    async def _shared(
+        self, key: bytes, path: str, fields: dict[str, Any], app: Any
+    ) -> Problem | float:
+        """One compile for all requests that ask for the same at a time; the seconds that vLLM's
+        event loop will need.
+        """
         if key not in self._running:
             if len(self._running) >= WAITING or self._waiting_bytes > WAITING_BYTES:
                 return _crowded()
             task = asyncio.ensure_future(self._compiled(path, fields, app))
             self._running[key] = task
             task.add_done_callback(lambda done: self._keep(key, done))
-        return await asyncio.shield(self._running[key])  # a client that leaves ends its own wait alone
+        # A client that leaves ends its own wait alone
+        return await asyncio.shield(self._running[key])
 
     def _keep(self, key: bytes, done: asyncio.Future[Problem | float]) -> None:
         del self._running[key]
@@ -128,20 +140,24 @@ class Grammars:
         limits = self._limits
         if what == "time":
             return Problem(
-                f"This structured output takes more than {limits.seconds:g} s of CPU time to compile. Make it smaller:"
-                " fewer values in enum and choice, smaller bounds of repetitions and lengths, less nesting.",
+                f"This structured output takes more than {limits.seconds:g} s of CPU time to"
+                " compile. Make it smaller: fewer values in enum and choice, smaller bounds of"
+                " repetitions and lengths, less nesting.",
                 is_of_time=True,
             )
         if what == "memory":
             return Problem(
-                f"This structured output needs more than {limits.memory_mib} MiB to compile."
-                " Make it smaller: smaller bounds of repetitions and lengths, fewer values, less nesting."
+                f"This structured output needs more than {limits.memory_mib} MiB to compile. Make"
+                " it smaller: smaller bounds of repetitions and lengths, fewer values, less"
+                " nesting."
             )
         if what == "crashed":
             return Problem(f"This structured output crashes its compiler ({text}).")
         if what == "busy":
             return _crowded()
-        return Problem(f"The server could not check this structured output ({text}). Send it again.", 503)
+        return Problem(
+            f"The server could not check this structured output ({text}). Send it again.", 503
+        )
 
     async def _ask(self, path: str, fields: dict[str, Any], app: Any) -> tuple[str, str, float]:
         if self._socket is None:
@@ -158,7 +174,9 @@ class Grammars:
         job = packed((number, path, fields, give_up))
         self._waiting_bytes += len(job)
         try:
-            async with asyncio.timeout(_START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds):
+            async with asyncio.timeout(
+                _START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds
+            ):
                 async with self._sending:
                     await asyncio.get_running_loop().sock_sendall(self._socket, job)
                 return await answer
@@ -174,7 +192,9 @@ class Grammars:
         self._reader = asyncio.ensure_future(self._read(self._socket))
 
     async def _read(self, connection: socket.socket) -> None:
-        """Pass the worker's answers on; once it is gone, what waits fails, and the next request starts another."""
+        """Pass the worker's answers on; once it is gone, what waits fails, and the next request
+        starts another.
+        """
         loop = asyncio.get_running_loop()
         received = bytearray()
         with contextlib.suppress(OSError):
@@ -205,5 +225,6 @@ class Grammars:
 
 def _crowded() -> Problem:
     return Problem(
-        "The server is too busy to compile this structured output. Send the request again later.", 503
+        "The server is too busy to compile this structured output. Send the request again later.",
+        503,
     )

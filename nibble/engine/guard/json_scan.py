@@ -1,8 +1,9 @@
-"""Depth, keys and items of a JSON text, counted while it arrives: a few bytes of state, no copy of the text.
+"""Depth, keys and items of a JSON text, counted while it arrives: a few bytes of state, no copy of
+the text.
 
-A parser would build the objects first, and that is what costs seconds (10^6 keys: 21 s inside vLLM). This
-check counts brackets, colons and commas outside strings; whether the text is valid JSON is the parser's matter.
-A short text is parsed at once, and then only its depth is left to check.
+A parser would build the objects first, and that is what costs seconds (10^6 keys: 21 s inside
+vLLM). This check counts brackets, colons and commas outside strings; whether the text is valid JSON
+is the parser's matter. A short text is parsed at once, and then only its depth is left to check.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class JsonScan:
 
     def __init__(self, max_depth: int, max_keys: int, max_items: int) -> None:
         self._max_depth, self._max_keys, self._max_items = max_depth, max_keys, max_items
-        # A text so short has no more keys and items, whatever stands in it (a key takes 4 bytes), and a parser is fast.
+        # A text so short has no more keys and items, whatever stands in it (a key takes 4 bytes),
+        # and a parser is fast.
         self._short_bytes = min(4 * max_keys, max_items)
         self._uncounted: list[bytes] | None = []
         self._size = self._brackets = 0
@@ -46,11 +48,15 @@ class JsonScan:
             return None
         level = [value]
         for _ in range(self._max_depth):
-            level = [inner for one in level if isinstance(one, dict | list) for inner in _values(one)]
+            level = [
+                inner for one in level if isinstance(one, dict | list) for inner in _values(one)
+            ]
         return self._too_deep() if any(isinstance(one, dict | list) for one in level) else None
 
     def has_more_than(self, number: int) -> bool:
-        """Whether keys and items of a sound text are more; one that came uncounted is counted only where it may be."""
+        """Whether keys and items of a sound text are more; one that came uncounted is counted
+        only where it may be.
+        """
         if self._uncounted is not None and self._size > number:
             if sum(len(piece.translate(None, _NO_SIGNS)) for piece in self._uncounted) <= number:
                 return False

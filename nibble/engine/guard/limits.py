@@ -14,7 +14,9 @@ BODIES_AT_A_TIME = 8
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Options of the group "Requests" under their own names, and their defaults; None: the gate asks the model."""
+    """Options of the group "Requests" under their own names, and their defaults; None: the gate
+    asks the model.
+    """
 
     max_body_bytes: int = TEXT_BODY_BYTES
     max_buffered_bytes: int = 0  # 0: BODIES_AT_A_TIME bodies
@@ -37,7 +39,10 @@ class RequestLimits:
     @functools.cached_property
     def allow_small_bodies(self) -> bool:
         """Whether no body of SMALL_BYTES can have too many messages or too much text."""
-        return self.max_messages >= _SMALL_MESSAGES and (self.max_text_chars or SMALL_BYTES) >= SMALL_BYTES
+        return (
+            self.max_messages >= _SMALL_MESSAGES
+            and (self.max_text_chars or SMALL_BYTES) >= SMALL_BYTES
+        )
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RequestLimits:
@@ -55,5 +60,7 @@ class RequestLimits:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of the field `name`, as options name it (a unit test compares the two)."""
+    """The environment variable of the field `name`, as options name it (a unit test compares the
+    two).
+    """
     return f"NIBBLE_{name.upper()}"

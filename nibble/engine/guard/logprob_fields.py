@@ -1,7 +1,10 @@
-"""How many log-probs a request asks for: vLLM puts them together in one step of its event loop. Pure.
+"""How many log-probs a request asks for: vLLM puts them together in one step of its event loop.
+Pure.
 
-CPU time of that step for 131,072 entries, building and JSON (vllm 0.32, two cores of an AMD EPYC, 2026-11-23):
-2.0 to 2.5 s for a chat (one pydantic object for each entry), 0.15 to 0.46 s for a completion, 0.25 to 0.51 s for a prompt.
+CPU time of that step for 131,072 entries, building and JSON (vllm 0.32, two cores of an AMD EPYC,
+2026-11-23):
+2.0 to 2.5 s for a chat (one pydantic object for each entry), 0.15 to 0.46 s for a completion, 0.25
+to 0.51 s for a prompt.
 The default limit of 262,144 allows 65,536 of a chat, and so about 1 s for each kind.
 """
 
@@ -41,7 +44,9 @@ _MAX_TOKENS = {
 }
 
 
-def logprob_problem(path: str, body: Body, limits: RequestLimits, context_tokens: int | None) -> str | None:
+def logprob_problem(
+    path: str, body: Body, limits: RequestLimits, context_tokens: int | None
+) -> str | None:
     """The reason to refuse the request; None where it may pass."""
     if body.keys().isdisjoint(_ASKING):
         return None
@@ -55,18 +60,20 @@ def logprob_problem(path: str, body: Body, limits: RequestLimits, context_tokens
         return None
     weighted = "" if path == COMPLETIONS else f", where one of an answer counts {CHAT_WEIGHT}"
     return (
-        f"The request asks for up to {entries} log-probs{weighted} (n {answers(body)}, prompts {prompts(path, body)},"
-        f" tokens of an answer {tokens or 0}); expected at most {most} (NIBBLE_MAX_LOGPROB_ENTRIES)."
-        " Reduce `logprobs`, `n` or `max_tokens`, or set `stream`."
+        f"The request asks for up to {entries} log-probs{weighted} (n {answers(body)}, prompts"
+        f" {prompts(path, body)}, tokens of an answer {tokens or 0}); expected at most {most}"
+        " (NIBBLE_MAX_LOGPROB_ENTRIES). Reduce `logprobs`, `n` or `max_tokens`, or set `stream`."
     )
 
 
 def answer_limit(
     path: str, body: Body, limits: RequestLimits, context_tokens: int | None
 ) -> tuple[str, int] | None:
-    """The field that limits the answer, and tokens, where the client leaves it open and the context allows too many.
+    """The field that limits the answer, and tokens, where the client leaves it open and the context
+    allows too many.
 
-    Most answers are far shorter: a refusal would hit all requests for log-probs to a model with a long context.
+    Most answers are far shorter: a refusal would hit all requests for log-probs to a model with a
+    long context.
     """
     if body.keys().isdisjoint(_ASKING) or _answer_tokens(path, body) is not None:
         return None
@@ -94,7 +101,11 @@ def _of_prompt(path: str, body: Body, context: int) -> int:
         asked = _asked(path, body, "logprobs")
     if asked is None:
         return 0
-    return (asked + 1) * _prompt_tokens(body.get("prompt", body.get("messages")), context) * answers(body)
+    return (
+        (asked + 1)
+        * _prompt_tokens(body.get("prompt", body.get("messages")), context)
+        * answers(body)
+    )
 
 
 def _asked(path: str, body: Body, *names: str) -> int | None:
@@ -124,8 +135,10 @@ def _prompt_tokens(prompt: Any, context: int) -> int:
         return len(prompt)
     skipped = NO_TEXT_KEYS | MEDIA_KEYS
     return sum(
-        len(one)
-        if isinstance(one, list)
-        else min(context, sum(map(len, texts(one, skipped))) // CHARS_PER_TOKEN)
+        (
+            len(one)
+            if isinstance(one, list)
+            else min(context, sum(map(len, texts(one, skipped))) // CHARS_PER_TOKEN)
+        )
         for one in (prompt if isinstance(prompt, list) else [prompt])
     )

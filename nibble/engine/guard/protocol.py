@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol with limits on the head of a request and on the time it takes.
 
-httptools, which uvicorn 0.54 prefers, has no limit: a header of 100 MB stalls it for seconds, since each piece is
-joined to all before it. vLLM's --h11-max-incomplete-event-size and --h11-max-header-count, which bind h11 alone
-(vllm 0.32 launchers/launcher.py serve_http), bind here too. What is used of uvicorn: protocols/http/httptools_impl.py.
+httptools, which uvicorn 0.54 prefers, has no limit: a header of 100 MB stalls it for seconds, since
+each piece is joined to all before it. vLLM's --h11-max-incomplete-event-size and
+--h11-max-header-count, which bind h11 alone (vllm 0.32 launchers/launcher.py serve_http), bind here
+too. What is used of uvicorn: protocols/http/httptools_impl.py.
 """
 
 from __future__ import annotations
@@ -18,11 +19,20 @@ if TYPE_CHECKING:
     from nibble.engine.guard.connections import Connections
 
 _USED = (
-    "connection_made", "connection_lost", "data_received", "on_message_begin", "on_headers_complete",
-    "on_body", "on_message_complete", "on_response_complete", "send_400_response", "handle_websocket_upgrade", "_should_upgrade",
-)  # fmt: skip
-# How long the rest of a refused request is read and thrown away: a connection that is closed on unread data loses
-# the answer (RFC 9112 section 9.6).
+    "connection_made",
+    "connection_lost",
+    "data_received",
+    "on_message_begin",
+    "on_headers_complete",
+    "on_body",
+    "on_message_complete",
+    "on_response_complete",
+    "send_400_response",
+    "handle_websocket_upgrade",
+    "_should_upgrade",
+)
+# How long the rest of a refused request is read and thrown away: a connection that is closed on
+# unread data loses the answer (RFC 9112 section 9.6).
 LINGER_S = 2.0
 
 
@@ -34,22 +44,29 @@ def httptools_config(app: Any) -> Any:
     """The uvicorn config of vLLM's server, if it is as this module expects it."""
     server = getattr(getattr(app, "state", None), "server", None)
     if server is None:
-        raise MissingAttribute("nibble's request guard: vLLM's app has no app.state.server (vllm 0.32 has)")
+        raise MissingAttribute(
+            "nibble's request guard: vLLM's app has no app.state.server (vllm 0.32 has)"
+        )
     config = server.config
     found = getattr(config, "http_protocol_class", None)
     if found is not HttpToolsProtocol:
         raise MissingAttribute(
-            f"nibble's request guard: uvicorn's http_protocol_class is {found!r}, not HttpToolsProtocol"
+            f"nibble's request guard: uvicorn's http_protocol_class is {found!r}, not"
+            " HttpToolsProtocol"
         )
     if not hasattr(config, "ws_max_size"):
         raise MissingAttribute("nibble's request guard: uvicorn's Config has no ws_max_size")
     if missing := [name for name in _USED if not hasattr(HttpToolsProtocol, name)]:
-        raise MissingAttribute(f"nibble's request guard: uvicorn's HttpToolsProtocol has no {missing[0]}")
+        raise MissingAttribute(
+            f"nibble's request guard: uvicorn's HttpToolsProtocol has no {missing[0]}"
+        )
     return config
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. `deadline` and `waits_since` are times of the event loop, read by `Connections.sweep`."""
+    """One connection. `deadline` and `waits_since` are times of the event loop, read by
+    `Connections.sweep`.
+    """
 
     def __init__(self, *args: Any, guard: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +124,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def on_body(self, body: bytes) -> None:
-        """What comes after it is more of it, or chunk extensions and trailers, which are limited as a head is."""
+        """What comes after it is more of it, or chunk extensions and trailers, which are limited
+        as a head is.
+        """
         self._quiet_bytes = 0
         super().on_body(body)
 
@@ -123,8 +142,12 @@ class GuardedProtocol(HttpToolsProtocol):
             raise self._problem  # httptools wraps it, uvicorn calls send_400_response
         super().on_headers_complete()
         parser: Any = self.parser
-        if not (parser.should_upgrade() and self._should_upgrade()):  # a websocket's handshake needs them
-            self.headers = []  # for a chunked body's trailers, which vLLM does not read: the request keeps its own list
+        if not (
+            parser.should_upgrade() and self._should_upgrade()
+        ):  # a websocket's handshake needs them
+            # for a chunked body's trailers, which vLLM does not read: the request keeps its own
+            # list
+            self.headers = []
         self._start_body()
 
     def _are_headers_too_large(self) -> bool:
@@ -132,7 +155,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_bytes + self._piece_bytes <= self._max_head_bytes:
             return False
         return (
-            len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._max_head_bytes
+            len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            > self._max_head_bytes
         )
 
     def on_message_complete(self) -> None:
@@ -143,7 +167,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._wait_for_next()
 
     def on_response_complete(self) -> None:
-        """Requests may be pipelined: `self.cycle` is the last one whose headers came, not always the one answered."""
+        """Requests may be pipelined: `self.cycle` is the last one whose headers came, not always
+        the one answered.
+        """
         super().on_response_complete()
         if (
             self._stage == "body" and self.cycle.response_complete
@@ -201,8 +227,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _head_too_large(self) -> Refused:
         return Refused(
             431,
-            f"The headers are larger than {self._max_head_bytes} bytes or more than {self._max_headers}"
-            " (NIBBLE_MAX_HEADER_BYTES, NIBBLE_MAX_HEADERS).",
+            f"The headers are larger than {self._max_head_bytes} bytes or more than"
+            f" {self._max_headers} (NIBBLE_MAX_HEADER_BYTES, NIBBLE_MAX_HEADERS).",
         )
 
     def send_400_response(self, msg: str) -> None:
@@ -231,7 +257,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is None:
             return False
         is_open = cycle.response_started and (self._stage == "body" or not cycle.response_complete)
-        return is_open or bool(self.pipeline)  # what is in the pipeline waits for the answer before it
+        # What is in the pipeline waits for the answer before it
+        return is_open or bool(self.pipeline)
 
 
 def _raw_answer(refused: Refused) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-# What OpenAI's clients and vLLM call these errors (vllm 0.32 serve/exception_handling/error_response.py).
+# What OpenAI's clients and vLLM call these errors (vllm 0.32
+# serve/exception_handling/error_response.py).
 KINDS = {
     400: "BadRequestError",
     408: "RequestTimeoutError",
@@ -29,6 +30,8 @@ class Refused(Exception):
 
 
 def error_body(status: int, kind: str, message: str, **extra: str) -> bytes:
-    """An error in the shape of OpenAI's API and of vLLM's ErrorResponse: message, type, param, code."""
+    """An error in the shape of OpenAI's API and of vLLM's ErrorResponse: message, type, param,
+    code.
+    """
     error = {"message": message, "type": kind, "param": None, "code": status, **extra}
     return json.dumps({"error": error}).encode()

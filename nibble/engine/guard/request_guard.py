@@ -1,4 +1,6 @@
-"""What stands between the gate and vLLM for one request: its body is read, checked and passed on, or refused."""
+"""What stands between the gate and vLLM for one request: its body is read, checked and passed
+on, or refused.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class RequestGuard:
         """A context to stay in from before `check` to the end of the answer."""
         return Held(self._bodies)
 
-    async def check(self, path: str, scope: dict[str, Any], receive: Receive, held: Held) -> Receive:
+    async def check(
+        self, path: str, scope: dict[str, Any], receive: Receive, held: Held
+    ) -> Receive:
         """The `receive` for vLLM. Raises Refused, and Disconnected where the client is gone."""
         media_type, declared_bytes = _body_of(scope["headers"])
         if declared_bytes is None:
@@ -49,7 +53,9 @@ class RequestGuard:
         _expect(is_json, "application/json")
         facts = self._model_facts(scope)
         scan = JsonScan(
-            self.limits.max_json_depth, self.limits.max_json_keys, facts.max_items(path, self.limits)
+            self.limits.max_json_depth,
+            self.limits.max_json_keys,
+            facts.max_items(path, self.limits),
         )
         body = await held.read(declared_bytes, receive, scan)
         value = parse(body)
@@ -82,9 +88,11 @@ class RequestGuard:
 
 
 def _body_of(headers: list[Header]) -> tuple[bytes, int | None]:
-    """Media type in lower case, and the bytes declared: 0 for a chunked body, None without one (RFC 9112 section 6.3).
+    """Media type in lower case, and the bytes declared: 0 for a chunked body, None without one (RFC
+    9112 section 6.3).
 
-    Of several types the first counts, as for starlette 1.10 (datastructures.py Headers.__getitem__).
+    Of several types the first counts, as for starlette 1.10 (datastructures.py
+    Headers.__getitem__).
     """
     media_type, declared_bytes = None, None
     for name, value in headers:

@@ -1,4 +1,6 @@
-"""Applying a series to a tree and taking it back: all or nothing, on exactly the files it was made for."""
+"""Applying a series to a tree and taking it back: all or nothing, on exactly the files it was
+made for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PatchState = Literal["applied", "not applied", "not applicable"]
 
 @dataclass(frozen=True)
 class Record:
-    """What lies in a patched tree: the patches (name -> sha256), and for each touched file its sha256 before and after."""
+    """What lies in a patched tree: the patches (name -> sha256), and for each touched file its
+    sha256 before and after.
+    """
 
     patches: Mapping[str, str]
     before: Mapping[str, str]
@@ -46,7 +50,9 @@ def applicable(tree: Tree, patch: Patch) -> bool:
 
 
 def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
-    """What is true of each patch in this tree. Raises NibbleError (exit 6) where a touched file was changed by somebody else."""
+    """What is true of each patch in this tree. Raises NibbleError (exit 6) where a touched file
+    was changed by somebody else.
+    """
     record = _current_record(tree, series)
     states: dict[str, PatchState] = {}
     for patch in series.patches:
@@ -60,9 +66,11 @@ def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
 
 
 def apply_series(tree: Tree, series: Series) -> list[str]:
-    """Bring the tree to this series, from whatever earlier one is there. The names now applied; [] if nothing had to change.
+    """Bring the tree to this series, from whatever earlier one is there. The names now applied; []
+    if nothing had to change.
 
-    Raises NibbleError (exit 6) with the tree untouched: another release, a file neither pristine nor ours, no permission.
+    Raises NibbleError (exit 6) with the tree untouched: another release, a file neither pristine
+    nor ours, no permission.
     """
     _check_release(tree, series)
     with _alone(tree):
@@ -71,7 +79,9 @@ def apply_series(tree: Tree, series: Series) -> list[str]:
         patches = {patch.name: patch.sha256 for patch in wanted}
         if dict(record.patches) == patches:
             return []
-        originals = {path: _original(tree, record, path) for patch in wanted for path in patch.paths}
+        originals = {
+            path: _original(tree, record, path) for patch in wanted for path in patch.paths
+        }
         _check_pristine(tree, series, originals)
         texts = _patched(wanted, originals)
         files: dict[str, bytes] = {path: _original(tree, record, path) for path in record.before}
@@ -86,7 +96,9 @@ def apply_series(tree: Tree, series: Series) -> list[str]:
 
 
 def revert_series(tree: Tree, series: Series) -> list[str]:
-    """Put every touched file back byte for byte; the names taken back, or [] if none was applied. Raises like apply_series."""
+    """Put every touched file back byte for byte; the names taken back, or [] if none was
+    applied. Raises like apply_series.
+    """
     with _alone(tree):
         record = _current_record(tree, series)
         if not record.patches:
@@ -110,25 +122,34 @@ def _check_release(tree: Tree, series: Series) -> None:
     if tree.release != series.release:
         raise NibbleError(
             ExitCode.VERIFY,
-            f"{tree.root} holds vllm {tree.version}, and patches/{series.project} is for {series.release}",
+            f"{tree.root} holds vllm {tree.version}, and patches/{series.project} is for"
+            f" {series.release}",
             f"vllm {series.release}",
             "install that release, or see with `nibble patches status` what this one still needs",
         )
 
 
 def _current_record(tree: Tree, series: Series) -> Record:
-    """What is applied now, by the files themselves. Raises NibbleError where somebody else changed one."""
+    """What is applied now, by the files themselves. Raises NibbleError where somebody else
+    changed one.
+    """
     if tree.release != series.release:
         return NOTHING
     record = _read_record(tree)
     found = {path: _digest_of(tree, path) for path in sorted({*series.pristine, *record.after})}
     for path, digest in found.items():
-        if digest not in ("", series.pristine.get(path), record.before.get(path), record.after.get(path)):
+        if digest not in (
+            "",
+            series.pristine.get(path),
+            record.before.get(path),
+            record.after.get(path),
+        ):
             raise _changed(tree, path, digest, series)
     differing = [path for path, digest in record.after.items() if found[path] != digest]
     if not differing:
         return record
-    # A fresh installation over the patched one leaves the record behind, and every file is pristine again.
+    # A fresh installation over the patched one leaves the record behind, and every file is pristine
+    # again.
     if patched := [path for path in record.after if path not in differing]:
         raise _changed(tree, patched[0], found[patched[0]], series)
     return NOTHING
@@ -137,7 +158,8 @@ def _current_record(tree: Tree, series: Series) -> Record:
 def _changed(tree: Tree, path: str, digest: str, series: Series) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble left there",
+        f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble left"
+        " there",
         f"sha256 {series.pristine.get(path, 'unknown')[:12]}…, found {digest[:12]}…",
         "install vllm again (`make clean setup`), or undo the change",
     )
@@ -159,7 +181,9 @@ def _read_record(tree: Tree) -> Record:
 
 
 def _original(tree: Tree, record: Record, path: str) -> bytes:
-    """The file before any patch: kept beside the record, or the file itself where nothing touches it yet."""
+    """The file before any patch: kept beside the record, or the file itself where nothing
+    touches it yet.
+    """
     kept = unit(tree) / RECORD_FOLDER / "originals" / path
     try:
         return kept.read_bytes() if path in record.before else tree.path(path).read_bytes()
@@ -193,7 +217,10 @@ def _patched(patches: list[Patch], originals: Mapping[str, bytes]) -> dict[str, 
             except DiffError as error:
                 what = f"patches/vllm/{patch.name}.patch does not apply: {error}"
                 raise NibbleError(
-                    ExitCode.VERIFY, what, "a series whose patches fit one another", "make the patch again"
+                    ExitCode.VERIFY,
+                    what,
+                    "a series whose patches fit one another",
+                    "make the patch again",
                 ) from None
     return texts
 
@@ -215,7 +242,9 @@ def _swap(
             place = kept / "originals" / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
-        (kept / "record.json").write_text(json.dumps(vars(record), indent=1) + "\n", encoding="utf-8")
+        (kept / "record.json").write_text(
+            json.dumps(vars(record), indent=1) + "\n", encoding="utf-8"
+        )
 
     swap.replace_files(folder, inside, keep_record)
 

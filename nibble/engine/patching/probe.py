@@ -1,8 +1,10 @@
-"""What a probe is: a row of docs/patches.md and a small program that shows whether the defect is in a tree.
+"""What a probe is: a row of docs/patches.md and a small program that shows whether the defect is in
+a tree.
 
-A probe file lies in patches/probes/, names its row (`ROW`) and has `probe(tree)`. Where nibble's answer is something else than a
-patch (a flag, a rule, a plugin, an environment variable, a check at build), it has `remedy(tree)` too, which shows the same
-scenario with nibble's answer in effect. Each runs in a process of its own (nibble.engine.patching.run): it may change what it likes.
+A probe file lies in patches/probes/, names its row (`ROW`) and has `probe(tree)`. Where nibble's
+answer is something else than a patch (a flag, a rule, a plugin, an environment variable, a check at
+build), it has `remedy(tree)` too, which shows the same scenario with nibble's answer in effect.
+Each runs in a process of its own (nibble.engine.patching.run): it may change what it likes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Fix:
     """What nibble does about a row.
 
     kind   patch: `at` is PROJECT/NAME of a file in patches/; the others are outside vLLM's tree:
-           flag: a vLLM flag in targets/ or recipes/; rule: an entry of rules/; environment: a variable nibble sets;
+           flag: a vLLM flag in targets/ or recipes/; rule: an entry of rules/; environment: a
+           variable nibble sets;
            plugin: a function of nibble's vLLM plugin; check: a refusal at build or start.
     at     where it is, as a reader finds it
     """
@@ -55,7 +58,8 @@ class Fix:
 class Row:
     """One row of docs/patches.md."""
 
-    id: str  # 1 to 18 and names of files: the seeds' patches; N1 to N28: what is live in vLLM 0.32.0
+    # 1 to 18 and names of files: the seeds' patches; N1 to N28: what is live in vLLM 0.32.0
+    id: str
     title: str  # the defect (or the claim), one line
     how: str  # fake CUDA, AST, source scan, nvcc, fat binary, numeric, CMake: what the probe does
     expect: Mapping[str, State]  # release of vLLM -> what the probe finds in the pristine package

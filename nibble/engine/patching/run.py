@@ -2,8 +2,9 @@
 
     python -m nibble.engine.patching.run --root TREE [PROBE…]      # one JSON line a probe
 
-The interpreter needs what the tree imports (vLLM's dependencies); the tree itself comes first on the path. A nursery process
-imports once what every vLLM imports and forks a child for each probe: most of a probe's time would be that import.
+The interpreter needs what the tree imports (vLLM's dependencies); the tree itself comes first on
+the path. A nursery process imports once what every vLLM imports and forks a child for each probe:
+most of a probe's time would be that import.
 """
 
 from __future__ import annotations
@@ -39,16 +40,32 @@ PROBE_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
 }
-# Imported before the fork where they are installed; none of them belongs to the tree. Not torch.cuda's state: no GPU is touched.
+# Imported before the fork where they are installed; none of them belongs to the tree. Not
+# torch.cuda's state: no GPU is touched.
 NURSERY = (
-    "torch", "torch._dynamo", "torch._inductor", "transformers", "compressed_tensors", "numba", "openai.types.responses",
-    "aiohttp", "fastapi", "xgrammar", "openai_harmony", "prometheus_client", "opentelemetry.sdk.trace", "tvm_ffi", "cv2",
-)  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+    "compressed_tensors",
+    "numba",
+    "openai.types.responses",
+    "aiohttp",
+    "fastapi",
+    "xgrammar",
+    "openai_harmony",
+    "prometheus_client",
+    "opentelemetry.sdk.trace",
+    "tvm_ffi",
+    "cv2",
+)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one probe found; `remedy` where nibble's answer lies outside vLLM's tree. `error`: the probe itself broke."""
+    """What one probe found; `remedy` where nibble's answer lies outside vLLM's tree. `error`:
+    the probe itself broke.
+    """
 
     probe: str
     finding: Finding | None
@@ -83,7 +100,9 @@ def rows(names: Iterable[str] | None = None) -> dict[str, Row]:
 def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None) -> list[Result]:
     """Run probes side by side; their results in the order of `names`."""
     wanted = list(probe_names() if names is None else names)
-    with tempfile.TemporaryDirectory(prefix="nibble-probes-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="nibble-probes-", ignore_cleanup_errors=True
+    ) as scratch:
         words = [
             sys.executable,
             "-m",
@@ -94,10 +113,18 @@ def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None)
             scratch,
         ]
         words += ["--jobs", str(jobs or os.cpu_count() or 1), *wanted]
-        environ = os.environ | PROBE_ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        # Imports alone make folders: in an image build they would be root's, in the cache volume of another user.
+        environ = (
+            os.environ
+            | PROBE_ENVIRONMENT
+            | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        )
+        # Imports alone make folders: in an image build they would be root's, in the cache volume of
+        # another user.
         environ |= {"HOME": scratch, "TMPDIR": scratch, "FLASHINFER_WORKSPACE_BASE": scratch}
-        environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "NIBBLE_CACHE_DIR": str(cache_dir())}
+        environ |= {
+            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
+            "NIBBLE_CACHE_DIR": str(cache_dir()),
+        }
         done = subprocess.run(
             words, check=False, env=environ, cwd=scratch, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -119,7 +146,9 @@ def _last_line(output: str) -> str:
 
 
 def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
-    """Import what probes share, then run them as forked children, `jobs` at a time, each with its time limit."""
+    """Import what probes share, then run them as forked children, `jobs` at a time, each with
+    its time limit.
+    """
     for module in NURSERY:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -150,7 +179,10 @@ def _fork(tree: Tree, name: str, folder: Path) -> int:
         scratch = folder / f"{name}.scratch"
         scratch.mkdir()
         os.chdir(scratch)
-        os.environ |= {"VLLM_CACHE_ROOT": f"{scratch}/vllm", "TRITON_CACHE_DIR": f"{scratch}/triton"}
+        os.environ |= {
+            "VLLM_CACHE_ROOT": f"{scratch}/vllm",
+            "TRITON_CACHE_DIR": f"{scratch}/triton",
+        }
         (folder / f"{name}.json").write_text(json.dumps(_answer(tree, name)))
         sys.stdout.flush()
     os._exit(0)
@@ -174,12 +206,15 @@ def _answer(tree: Tree, name: str) -> dict[str, Any]:
     """Run one probe here."""
     sys.path.insert(0, str(tree.root))
     if not (tree.root / "vllm" / "__pycache__").exists():
-        # An unpacked tree has no bytecode, and none is written into it: half a probe's time would be compiling it.
+        # An unpacked tree has no bytecode, and none is written into it: half a probe's time would
+        # be compiling it.
         sys.pycache_prefix = str(cache_dir() / "probes" / "bytecode")
     try:
         module = load(name)
         finding = module.probe(tree)
-        remedy = module.remedy(tree) if hasattr(module, "remedy") and finding.state == "defect" else None
+        remedy = (
+            module.remedy(tree) if hasattr(module, "remedy") and finding.state == "defect" else None
+        )
     except BaseException as error:
         traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -189,7 +224,9 @@ def _answer(tree: Tree, name: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a JSON line a probe; with --answers be the nursery that leaves a file for each in that folder."""
+    """Print a JSON line a probe; with --answers be the nursery that leaves a file for each in
+    that folder.
+    """
     parser = argparse.ArgumentParser(prog="python -m nibble.engine.patching.run")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)

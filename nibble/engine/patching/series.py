@@ -1,4 +1,6 @@
-"""patches/PROJECT: a quilt series of patches with DEP-3 headers, and the sha256 of the files they were made for."""
+"""patches/PROJECT: a quilt series of patches with DEP-3 headers, and the sha256 of the files
+they were made for.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,15 @@ from nibble.machine.paths import root
 
 # https://dep-team.pages.debian.net/deps/dep3/ and three of our own (docs/patches.md).
 HEADERS = (
-    "Description", "Origin", "Bug", "Forwarded", "Last-Update", "X-Applies-To", "X-Reason", "X-Remove-When",
-)  # fmt: skip
+    "Description",
+    "Origin",
+    "Bug",
+    "Forwarded",
+    "Last-Update",
+    "X-Applies-To",
+    "X-Reason",
+    "X-Remove-When",
+)
 REASONS = ("temporary", "build", "ours")
 PRISTINE = "pristine.sha256"
 
@@ -51,7 +60,9 @@ class Series:
 
 
 def load_series(project: str, folder: Path | None = None) -> Series:
-    """Read patches/PROJECT. Raises NibbleError (exit 6) for anything missing, unlisted or malformed."""
+    """Read patches/PROJECT. Raises NibbleError (exit 6) for anything missing, unlisted or
+    malformed.
+    """
     folder = folder or root() / "patches" / project
     listed = _listed(folder)
     unlisted = sorted({path.stem for path in folder.glob("*.patch")} - set(listed))
@@ -64,13 +75,20 @@ def load_series(project: str, folder: Path | None = None) -> Series:
     patches = tuple(_read_patch(folder / f"{name}.patch", folder) for name in listed)
     releases = {patch.headers["X-Applies-To"].removeprefix(f"{project}==") for patch in patches}
     if len(releases) != 1:
-        _refuse(f"the patches of {folder} are for {sorted(releases)}", "one release", "correct X-Applies-To")
+        _refuse(
+            f"the patches of {folder} are for {sorted(releases)}",
+            "one release",
+            "correct X-Applies-To",
+        )
     pristine = _pristine(folder)
     for patch in patches:
         for path in patch.paths:
             if path not in pristine:
-                _refuse(f"{folder}/{PRISTINE} lacks {path} of {patch.name}", "the sha256 of every touched file",
-                        "add the line `sha256sum` prints for the unpatched file")  # fmt: skip
+                _refuse(
+                    f"{folder}/{PRISTINE} lacks {path} of {patch.name}",
+                    "the sha256 of every touched file",
+                    "add the line `sha256sum` prints for the unpatched file",
+                )
     return Series(project, releases.pop(), patches, pristine)
 
 
@@ -88,7 +106,9 @@ def _listed(folder: Path) -> list[str]:
     for name in names:
         if not name.endswith(".patch") or "/" in name:
             _refuse(
-                f"{folder}/series has the line {name!r}", "names of .patch files, one a line", "correct it"
+                f"{folder}/series has the line {name!r}",
+                "names of .patch files, one a line",
+                "correct it",
             )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         _refuse(f"{folder}/series lists {twice[0]} twice", "each once", "remove one")
@@ -99,19 +119,26 @@ def _read_patch(path: Path, folder: Path) -> Patch:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        _refuse(f"{folder}/series lists {path.name}, which cannot be read ({error.strerror})", "a file for every entry",
-                "restore it from the repository")  # fmt: skip
+        _refuse(
+            f"{folder}/series lists {path.name}, which cannot be read ({error.strerror})",
+            "a file for every entry",
+            "restore it from the repository",
+        )
     headers = read_headers(text)
     missing = [name for name in HEADERS if not headers.get(name)]
     if missing:
-        _refuse(f"{path} has no {', '.join(missing)}", "the headers " + ", ".join(HEADERS), "write them")
+        _refuse(
+            f"{path} has no {', '.join(missing)}", "the headers " + ", ".join(HEADERS), "write them"
+        )
     if headers["X-Reason"] not in REASONS:
         _refuse(f"{path} has X-Reason {headers['X-Reason']!r}", " or ".join(REASONS), "correct it")
     try:
         changes = tuple(parse(text))
     except DiffError as error:
         _refuse(
-            f"{path} is no patch for nibble: {error}", "a unified diff of existing files", "make it again"
+            f"{path} is no patch for nibble: {error}",
+            "a unified diff of existing files",
+            "make it again",
         )
     return Patch(path.stem, headers, changes, hashlib.sha256(text.encode()).hexdigest())
 

@@ -1,4 +1,6 @@
-"""The two tables of docs/patches.md for one tree: for each row whether nibble's answer is needed, in place, or obsolete."""
+"""The two tables of docs/patches.md for one tree: for each row whether nibble's answer is
+needed, in place, or obsolete.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nibble.engine.patching.series import Series, load_series
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
 
-Word = Literal["applied", "needed", "unmended", "fixed upstream", "not needed", "not applicable", "failed"]
+Word = Literal[
+    "applied", "needed", "unmended", "fixed upstream", "not needed", "not applicable", "failed"
+]
 MEANING: Mapping[Word, str] = {
     "applied": "the defect is in this release; nibble's answer is in place and the probe passes",
     "needed": "the defect is there and nibble's answer is not in place",
@@ -25,7 +29,9 @@ MEANING: Mapping[Word, str] = {
     "fixed upstream": "the defect is not in this release",
     "not needed": "there never was such a defect in a release",
     "not applicable": "this tree or machine cannot answer (no sources, no FlashInfer, no compiler)",
-    "failed": "nibble's answer is in place and the probe still shows the defect, or the probe broke",
+    "failed": (
+        "nibble's answer is in place and the probe still shows the defect, or the probe broke"
+    ),
 }
 REPORT = "report.json"
 
@@ -49,7 +55,9 @@ class Line:
 
 
 def installed_tree() -> Tree:
-    """vLLM as this interpreter would import it; it is not imported. Raises NibbleError (exit 6) without one."""
+    """vLLM as this interpreter would import it; it is not imported. Raises NibbleError (exit 6)
+    without one.
+    """
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise NibbleError(
@@ -80,7 +88,9 @@ def judge(row: Row, result: Result, states: Mapping[str, PatchState]) -> Line:
     if result.finding.state == "not applicable":
         return replace(line, word="not applicable", detail=result.finding.detail)
     if row.fix and row.fix.kind == "patch":
-        word, shown = _patched(result.finding, states.get(row.fix.at.partition("/")[2], "not applicable"))
+        word, shown = _patched(
+            result.finding, states.get(row.fix.at.partition("/")[2], "not applicable")
+        )
     elif row.fix:
         word, shown = _answered(result.finding, result.remedy)
     else:
@@ -97,7 +107,9 @@ def _patched(finding: Finding, state: PatchState) -> tuple[Word, Finding]:
 
 
 def _answered(finding: Finding, remedy: Finding | None) -> tuple[Word, Finding]:
-    """A flag, rule, variable, plugin or check: the tree keeps its defect, and the remedy shows it does no harm."""
+    """A flag, rule, variable, plugin or check: the tree keeps its defect, and the remedy shows
+    it does no harm.
+    """
     if finding.state == "sound":
         return "fixed upstream", finding
     if remedy is None or remedy.state != "sound":
@@ -108,7 +120,9 @@ def _answered(finding: Finding, remedy: Finding | None) -> tuple[Word, Finding]:
 def row_order(row_id: str) -> tuple[int, int, str]:
     """Seed rows by number and then by name, then the live defects N1, N2, …"""
     live = row_id[:1] == "N" and row_id[1:].isdigit()
-    digits = "".join(char for char in row_id if char.isdigit()) if live or row_id[:1].isdigit() else ""
+    digits = (
+        "".join(char for char in row_id if char.isdigit()) if live or row_id[:1].isdigit() else ""
+    )
     return int(live), int(digits or 1000), row_id
 
 
@@ -118,19 +132,29 @@ def check(tree: Tree, lines: Sequence[Line]) -> None:
     if wrong:
         first = wrong[0]
         more = (
-            f", and {len(wrong) - 1} more ({', '.join(line.id for line in wrong[1:])})" if wrong[1:] else ""
+            f", and {len(wrong) - 1} more ({', '.join(line.id for line in wrong[1:])})"
+            if wrong[1:]
+            else ""
         )
         raise NibbleError(
             ExitCode.VERIFY,
             f"{first.id} {first.word} in {tree.root}: {first.title}: {first.detail}{more}",
             "every probe to pass",
-            "run `nibble patches apply`" if first.word == "needed" and first.fix.startswith("patch ") else
-            f"run `python -m nibble.engine.patching.run --root {tree.root} {first.probe}` to see it alone",
-        )  # fmt: skip
+            (
+                "run `nibble patches apply`"
+                if first.word == "needed" and first.fix.startswith("patch ")
+                else (
+                    f"run `python -m nibble.engine.patching.run --root {tree.root} {first.probe}`"
+                    " to see it alone"
+                )
+            ),
+        )
 
 
 def keep_report(tree: Tree, lines: Sequence[Line]) -> None:
-    """Leave the table beside the record for `nibble doctor`; a tree without patches or without permission keeps none."""
+    """Leave the table beside the record for `nibble doctor`; a tree without patches or without
+    permission keeps none.
+    """
     folder = unit(tree) / RECORD_FOLDER
     data = {"key": _report_key(tree), "lines": [asdict(line) for line in lines]}
     try:
@@ -143,8 +167,15 @@ def read_report(tree: Tree) -> list[Line] | None:
     """The table of the last whole `check` of exactly these patches and probes, or None."""
     try:
         data = json.loads((unit(tree) / RECORD_FOLDER / REPORT).read_text(encoding="utf-8"))
-        return [Line(**line) for line in data["lines"]] if data["key"] == _report_key(tree) else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, cut short, or of another version of nibble
+        return (
+            [Line(**line) for line in data["lines"]] if data["key"] == _report_key(tree) else None
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # none, cut short, or of another version of nibble
         return None
 
 

@@ -1,7 +1,9 @@
-"""Changing several files of a folder as one step: a process killed at any moment leaves all of the old or all of the new.
+"""Changing several files of a folder as one step: a process killed at any moment leaves all of the
+old or all of the new.
 
-The folder is copied with hard links beside itself, the changed files are written into the copy, and the two folders change places
-in one system call, renameat2(2) with RENAME_EXCHANGE. Nothing of the old folder is ever written to.
+The folder is copied with hard links beside itself, the changed files are written into the copy, and
+the two folders change places in one system call, renameat2(2) with RENAME_EXCHANGE. Nothing of the
+old folder is ever written to.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ COPY_SUFFIX, OLD_SUFFIX = ".nibble-new", ".nibble-old"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Nobody else changes `folder` at the same time; what a killed run left beside it is cleared away. Raises OSError."""
+    """Nobody else changes `folder` at the same time; what a killed run left beside it is cleared
+    away. Raises OSError.
+    """
     handle = os.open(folder.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -34,8 +38,13 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def recover(folder: Path) -> None:
-    """After a kill: put the folder back where only the second of two renames was missing, and remove copies."""
-    old, copy = folder.with_name(folder.name + OLD_SUFFIX), folder.with_name(folder.name + COPY_SUFFIX)
+    """After a kill: put the folder back where only the second of two renames was missing, and
+    remove copies.
+    """
+    old, copy = (
+        folder.with_name(folder.name + OLD_SUFFIX),
+        folder.with_name(folder.name + COPY_SUFFIX),
+    )
     if old.exists() and not folder.exists():
         old.rename(folder)
     for left in (old, copy):
@@ -44,7 +53,9 @@ def recover(folder: Path) -> None:
 
 
 def replace_files(folder: Path, files: Mapping[str, bytes], edit: Callable[[Path], None]) -> None:
-    """Give `folder` these contents (path within it -> bytes) and what `edit` does to the copy. Raises OSError."""
+    """Give `folder` these contents (path within it -> bytes) and what `edit` does to the copy.
+    Raises OSError.
+    """
     copy = folder.with_name(folder.name + COPY_SUFFIX)
     try:
         shutil.copytree(folder, copy, symlinks=True, copy_function=_link)
@@ -67,7 +78,9 @@ def _link(source: str, target: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A new file in place of the link: the file it was linked to keeps its bytes. Its mode is kept."""
+    """A new file in place of the link: the file it was linked to keeps its bytes. Its mode is
+    kept.
+    """
     mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
     fresh = path.with_name(path.name + ".nibble")
     with fresh.open("wb") as file:
@@ -87,7 +100,8 @@ def _exchange(copy: Path, folder: Path) -> None:
     number = ctypes.get_errno()
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(folder))
-    # A file system without that call: between two renames the folder is missing, never mixed; `recover` puts it back.
+    # A file system without that call: between two renames the folder is missing, never mixed;
+    # `recover` puts it back.
     old = folder.with_name(folder.name + OLD_SUFFIX)
     folder.rename(old)
     copy.rename(folder)

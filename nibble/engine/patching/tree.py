@@ -1,4 +1,6 @@
-"""A tree of vLLM to look at or to patch: an installed site-packages (or an unpacked wheel), or a source archive."""
+"""A tree of vLLM to look at or to patch: an installed site-packages (or an unpacked wheel), or a
+source archive.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from nibble.errors import ExitCode, NibbleError
 
 @dataclass(frozen=True)
 class Tree:
-    """`root` holds the package `vllm`; a source archive holds `csrc` and `CMakeLists.txt` beside it."""
+    """`root` holds the package `vllm`; a source archive holds `csrc` and `CMakeLists.txt` beside
+    it.
+    """
 
     root: Path
     layout: Literal["wheel", "source"]
@@ -37,7 +41,9 @@ class Tree:
 
 
 def open_tree(root: Path) -> Tree:
-    """Find out layout and version of the tree at `root`. Raises NibbleError (exit 6) for anything else."""
+    """Find out layout and version of the tree at `root`. Raises NibbleError (exit 6) for
+    anything else.
+    """
     root = root.resolve()
     if not (root / "vllm" / "__init__.py").is_file():
         raise NibbleError(

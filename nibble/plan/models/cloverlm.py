@@ -17,33 +17,44 @@ ARCHITECTURE = "CloverLMForCausalLM"
 QUANTIZATION, TOKENIZER_MODE = "quartet2", "tokenmonster"
 VOCABULARY = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
 SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
-HEADER_BYTES = (
-    23  # of a vocabulary; the number of ids is a u24 at byte 14 (kernels/…/tokenmonster/vocabulary.py)
-)
+# of a vocabulary; the number of ids is a u24 at byte 14 (kernels/…/tokenmonster/vocabulary.py)
+HEADER_BYTES = 23
 
 
 def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """What a CloverLM model needs beyond `args`. Raises MODEL where nothing says which vocabulary its text is in,
-    CONFIG for another quantization.
+    """What a CloverLM model needs beyond `args`. Raises MODEL where nothing says which vocabulary
+    its text is in, CONFIG for another quantization.
     """
     if checkpoint is None or not is_cloverlm(checkpoint):
         return {}
     if checkpoint.architecture != ARCHITECTURE:
-        what = f"config.json of {checkpoint.where} has model_type {MODEL_TYPE} and the architecture {checkpoint.architecture}"
+        what = (
+            f"config.json of {checkpoint.where} has model_type {MODEL_TYPE} and the architecture"
+            f" {checkpoint.architecture}"
+        )
         raise NibbleError(ExitCode.MODEL, what, ARCHITECTURE, "take config.json as it is published")
     asked = args.get("--quantization")
     if asked is not None and asked.value != QUANTIZATION:
-        what = f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of 128x4"
+        what = (
+            f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of"
+            " 128x4"
+        )
         raise NibbleError(ExitCode.CONFIG, what, QUANTIZATION, "drop --quantization")
     wanted = {
         "--quantization": Choice(
             QUANTIZATION, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"
         ),
-        "--tokenizer-mode": Choice(TOKENIZER_MODE, "nibble's default", "its vocabulary is TokenMonster's"),
+        "--tokenizer-mode": Choice(
+            TOKENIZER_MODE, "nibble's default", "its vocabulary is TokenMonster's"
+        ),
     }
     found = {name: choice for name, choice in wanted.items() if name not in args}
     mode = args.get("--tokenizer-mode", wanted["--tokenizer-mode"])
-    if mode.value == TOKENIZER_MODE and "--tokenizer" not in args and "--skip-tokenizer-init" not in args:
+    if (
+        mode.value == TOKENIZER_MODE
+        and "--tokenizer" not in args
+        and "--skip-tokenizer-init" not in args
+    ):
         _check_named(checkpoint)
     return found
 
@@ -56,12 +67,15 @@ def _check_named(checkpoint: Checkpoint) -> None:
             ExitCode.MODEL,
             f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
             VOCABULARY,
-            f"download it from {SOURCE} and name it with --tokenizer PATH, or put it into the model's folder",
+            f"download it from {SOURCE} and name it with --tokenizer PATH, or put it into the"
+            " model's folder",
         )
 
 
 def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> None:
-    """Read the vocabulary file that will be used. Raises MODEL for none, for a damaged one, and for that of another model."""
+    """Read the vocabulary file that will be used. Raises MODEL for none, for a damaged one, and
+    for that of another model.
+    """
     if checkpoint is None or not is_cloverlm(checkpoint) or "--tokenizer-mode" not in args:
         return
     if args["--tokenizer-mode"].value != TOKENIZER_MODE:
@@ -80,7 +94,9 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     ids = int.from_bytes(head[14:17], "little")
     if len(head) < HEADER_BYTES or head[0] > 2 or head[1] > 2 or ids != checkpoint.vocab_size:
         what = f"{file} is no TokenMonster vocabulary of {checkpoint.vocab_size} ids"
-        raise NibbleError(ExitCode.MODEL, what, VOCABULARY, "name the right file with --tokenizer PATH")
+        raise NibbleError(
+            ExitCode.MODEL, what, VOCABULARY, "name the right file with --tokenizer PATH"
+        )
     _check_whole(file)
 
 

@@ -1,4 +1,6 @@
-"""The end of a vLLM that hangs: nothing new is let in, the log gets the stacks, clients get an end, and the engine goes."""
+"""The end of a vLLM that hangs: nothing new is let in, the log gets the stacks, clients get an
+end, and the engine goes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _POLL_S = 0.1
 
 
 class HangEnd:
-    """Called once with the hang, in the watch's thread; `error` is then what the server ends with."""
+    """Called once with the hang, in the watch's thread; `error` is then what the server ends
+    with.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,9 @@ class HangEnd:
         self._events.put(Failed(self.error))
 
     def _until_clients_are_told(self) -> None:
-        """The API server ends by itself once it has told them; one that is stopped too is not waited for in vain."""
+        """The API server ends by itself once it has told them; one that is stopped too is not
+        waited for in vain.
+        """
         deadline = time.monotonic() + CLIENTS_S
         while time.monotonic() < deadline and not self._engine.has_ended():
             time.sleep(_POLL_S)

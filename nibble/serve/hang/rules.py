@@ -1,7 +1,9 @@
-"""When does vLLM hang, and when does it only take long? Pure: looks at its processes go in, stalls come out.
+"""When does vLLM hang, and when does it only take long? Pure: looks at its processes go in, stalls
+come out.
 
-Only time in which the supervisor itself ran counts: of the time between two looks at most MAX_GAP_S. A machine that was
-suspended, a container that was paused and a box that swaps so much that the supervisor waits too add nothing.
+Only time in which the supervisor itself ran counts: of the time between two looks at most
+MAX_GAP_S. A machine that was suspended, a container that was paused and a box that swaps so much
+that the supervisor waits too add nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +16,34 @@ from typing import Literal
 from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
 
 MAX_GAP_S = 10.0
-# A batch may take so much longer: 8,192 tokens 82 s. Slower prefill than this was only seen on CPUs, where CPU time counts.
+# A batch may take so much longer: 8,192 tokens 82 s. Slower prefill than this was only seen on
+# CPUs, where CPU time counts.
 PREFILL_TOKENS_PER_S = 100.0
-# What is known to take long (a compilation, swapping, a call such as a LoRA's load) may take ten times the limit.
+# What is known to take long (a compilation, swapping, a call such as a LoRA's load) may take ten
+# times the limit.
 EXCUSED_FACTOR = 10.0
 BUSY_SHARE = 0.1  # of one CPU core
 _COMPILERS = frozenset(
     (
         *("nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink", "ninja", "cmake"),
-        *("cc1", "cc1plus", "gcc", "g++", "c++", "cc", "clang", "clang++", "ld", "ld.lld", "as", "collect2"),
+        *(
+            "cc1",
+            "cc1plus",
+            "gcc",
+            "g++",
+            "c++",
+            "cc",
+            "clang",
+            "clang++",
+            "ld",
+            "ld.lld",
+            "as",
+            "collect2",
+        ),
     )
 )
-# Files whose frames only a compilation has: a compiled graph and a kernel's launch run through others of these packages.
+# Files whose frames only a compilation has: a compiled graph and a kernel's launch run through
+# others of these packages.
 _COMPILING = re.compile(
     r"/(?:torch/_dynamo/(?:convert_frame|symbolic_convert|output_graph)\.py"
     r"|torch/_inductor/(?:graph|scheduler|codecache|async_compile|select_algorithm)\.py"
@@ -38,7 +56,9 @@ Kind = Literal["stopped", "api", "step", "untaken"]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One process of vLLM's: its title, its state in /proc, CPU seconds and major page faults so far."""
+    """One process of vLLM's: its title, its state in /proc, CPU seconds and major page faults so
+    far.
+    """
 
     pid: int
     title: str
@@ -56,8 +76,8 @@ class Seen:
 class Look:
     """What was seen at one moment (seconds of the monotonic clock).
 
-    `answers` counts the API server's answers to the supervisor, None while nothing is asked; `programs` are the names of all
-    processes below the API server.
+    `answers` counts the API server's answers to the supervisor, None while nothing is asked;
+    `programs` are the names of all processes below the API server.
     """
 
     at_s: float
@@ -94,7 +114,9 @@ class Stalls:
     def feed(self, look: Look) -> list[Stall]:
         """The stalls, a stopped process first."""
         last, self._last = self._last, look
-        if last is None or any(one.is_traced for one in look.processes):  # a debugger: nothing counts
+        if last is None or any(
+            one.is_traced for one in look.processes
+        ):  # a debugger: nothing counts
             return []
         gap_s = min(max(look.at_s - last.at_s, 0.0), MAX_GAP_S)
         unmoved = list(_unmoved(look, last))
@@ -125,7 +147,11 @@ def _unmoved(look: Look, last: Look) -> Iterable[tuple[tuple[Kind, int], str, fl
         if one.doing != IDLE and not one.is_paused and one in still:
             name = names.get(one.pid, f"VLLM::EngineCore (pid {one.pid})")
             doing = f"a step with {one.tokens} token(s)" if one.doing == STEP else "a call"
-            yield ("step", one.pid), f"{name} has not finished {doing}", one.tokens / PREFILL_TOKENS_PER_S
+            yield (
+                ("step", one.pid),
+                f"{name} has not finished {doing}",
+                one.tokens / PREFILL_TOKENS_PER_S,
+            )
     waiting = sum(pulse.requests for pulse in look.pulses if pulse.kind == "api")
     idle = engines and all(one.doing == IDLE and not one.is_paused for one in engines)
     if waiting and idle and len(still) == len(look.pulses):
@@ -139,11 +165,17 @@ def _has_same_turns(pulse: Pulse, before: Pulse | None) -> bool:
 
 
 def excuse(
-    stall: Stall, look: Look, last: Look, on_cpu: bool, stacks: str = "", has_other_machines: bool = False
+    stall: Stall,
+    look: Look,
+    last: Look,
+    on_cpu: bool,
+    stacks: str = "",
+    has_other_machines: bool = False,
 ) -> str:
     """Why a stall is no hang yet, in words; empty where nothing says so.
 
-    `on_cpu`: the model computes on the CPU, so that CPU time is progress. A GPU's host thread spins while it waits.
+    `on_cpu`: the model computes on the CPU, so that CPU time is progress. A GPU's host thread spins
+    while it waits.
     """
     if stall.kind == "stopped" or stall.waited_s >= EXCUSED_FACTOR * stall.limit_s:
         return ""
@@ -163,12 +195,15 @@ def excuse(
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
     if calls:
         return "it is in a call"
-    # What a rank on another machine computes or compiles cannot be seen from here; a lost one is told by its node.
+    # What a rank on another machine computes or compiles cannot be seen from here; a lost one is
+    # told by its node.
     return "other machines take part" if has_other_machines and stall.kind == "step" else ""
 
 
 def _computing(grown: list[tuple[Seen, Seen]], kind: Kind) -> list[tuple[Seen, Seen]]:
-    """The processes whose CPU time counts: the workers, since a core that waits for them spins; without them the cores."""
+    """The processes whose CPU time counts: the workers, since a core that waits for them spins;
+    without them the cores.
+    """
     workers = [pair for pair in grown if "Worker" in pair[0].title]
     cores = [pair for pair in grown if "EngineCore" in pair[0].title]
     if kind == "api":

@@ -1,6 +1,8 @@
-"""The hang watch: looks at vLLM's processes every few seconds, and says so when something does not move any more.
+"""The hang watch: looks at vLLM's processes every few seconds, and says so when something does not
+move any more.
 
-hang_rules.py decides; here is what it needs from /proc, the plugin's pulses, the API server and the processes' stacks.
+hang_rules.py decides; here is what it needs from /proc, the plugin's pulses, the API server and the
+processes' stacks.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ class Hang:
 
 
 class HangWatch:
-    """Made before vLLM starts; `run` is the loop, `ask_api` a second one, each in a thread of its own.
+    """Made before vLLM starts; `run` is the loop, `ask_api` a second one, each in a thread of its
+    own.
 
-    `on_hang` is called once, from the loop, which ends with it. `is_serving` says whether the API server should answer now.
+    `on_hang` is called once, from the loop, which ends with it. `is_serving` says whether the API
+    server should answer now.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class HangWatch:
         return {FOLDER: str(self._folder)}
 
     def hurry(self) -> None:
-        """A drain has begun: who stops the server does not wait long for a process that is stopped itself."""
+        """A drain has begun: who stops the server does not wait long for a process that is
+        stopped itself.
+        """
         self._stalls.stopped_limit_s = min(self.limit_s, DRAIN_STOPPED_S)
         self._interval_s = min(self._interval_s, 1.0)
 
@@ -109,7 +115,8 @@ class HangWatch:
         if excuse(stall, look, last, self._on_cpu):
             return False
         if stall.kind == "untaken":
-            # Some requests wait for their client and not for the engine (sessions of /v1/realtime): a new one tells.
+            # Some requests wait for their client and not for the engine (sessions of /v1/realtime):
+            # a new one tells.
             if self._takes_a_request():
                 self._stalls.forget(stall)
                 return False
@@ -120,7 +127,9 @@ class HangWatch:
         return not excuse(stall, look, last, self._on_cpu, stacks, self._has_other_machines)
 
     def _takes_a_request(self) -> bool:
-        if (name := self.generating_name) is None:  # the model does not generate: there is no cheap question
+        if (
+            name := self.generating_name
+        ) is None:  # the model does not generate: there is no cheap question
             return True
         try:
             self._api.call(
@@ -161,5 +170,7 @@ def _is_traced(pid: int) -> bool:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    tracer = next((line.split()[1] for line in text.splitlines() if line.startswith("TracerPid:")), "0")
+    tracer = next(
+        (line.split()[1] for line in text.splitlines() if line.startswith("TracerPid:")), "0"
+    )
     return tracer not in ("0", str(os.getpid()))

@@ -17,8 +17,9 @@ from nibble.plan.plan import Plan
 def check_fp8_on_cpu(plan: Plan) -> None:
     """Raise CONFIG for a fused FP8 layer whose parts have different scales, on the CPU.
 
-    vLLM requantizes them to the largest with an operator that its CPU libraries declare and do not have (vllm 0.32
-    quantization/utils/w8a8_utils.py:103, torch.ops._C.static_scaled_fp8_quant). With equal scales they load and run.
+    vLLM requantizes them to the largest with an operator that its CPU libraries declare and do not
+    have (vllm 0.32 quantization/utils/w8a8_utils.py:103, torch.ops._C.static_scaled_fp8_quant).
+    With equal scales they load and run.
     """
     checkpoint = plan.checkpoint
     if plan.target.device != "cpu" or checkpoint is None or checkpoint.path is None:
@@ -29,7 +30,10 @@ def check_fp8_on_cpu(plan: Plan) -> None:
         for scales in _fused_scales(checkpoint):
             values = {floats(files.read(scale, 0, 4)) for scale in scales}
             if len(values) > 1:
-                what = f"{scales[0].name} and {scales[1].name} of {checkpoint.id} differ, and vLLM 0.32 fuses their FP8 layers"
+                what = (
+                    f"{scales[0].name} and {scales[1].name} of {checkpoint.id} differ, and vLLM"
+                    " 0.32 fuses their FP8 layers"
+                )
                 expected = "equal scales for an FP8 layer on the CPU"
                 raise NibbleError(
                     ExitCode.CONFIG, what, expected, "serve it on a GPU, or choose another export"

@@ -1,4 +1,5 @@
-"""Everything that would stop a start later, found before vLLM is: hardware, ports, folders, model files.
+"""Everything that would stop a start later, found before vLLM is: hardware, ports, folders, model
+files.
 
 Decisions are functions of facts; `run_checks` collects the facts.
 """
@@ -47,7 +48,8 @@ LITTLE_DISK_BYTES = 2 << 30  # compiled graphs and logs of one model
 
 
 def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
-    """Warnings for a start of `plan`; raises NibbleError for what would make it fail. Starts nothing.
+    """Warnings for a start of `plan`; raises NibbleError for what would make it fail. Starts
+    nothing.
 
     Exit codes: 3 hardware, 4 model files, 5 ports, addresses and folders, 7 memory.
     """
@@ -62,7 +64,9 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
     check_certificate({flag: str(choice.value) for flag, choice in plan.args.items()})
     child = plan.vllm_environ(environ)
     warnings += check_folders(settings.cache_dir or cache_dir(environ), vllm_cache(child))
-    if plan.checkpoint is not None and plan.checkpoint.is_local:  # one from the Hub was verified by the pull
+    if (
+        plan.checkpoint is not None and plan.checkpoint.is_local
+    ):  # one from the Hub was verified by the pull
         check_model_folder(Path(plan.model))
     if has_queues(plan.target, plan.args, plan.topology):
         needed = needed_bytes(plan.topology, child, missing_plugin(child) is None)
@@ -90,7 +94,10 @@ def check_hardware(target: Target, hardware: Hardware) -> None:
         action = "check `nvidia-smi`; a container needs --gpus all"
     elif wrong and not hardware.assumed:
         major, minor = wrong[0].capability
-        what = f"{wrong[0].name} has compute capability {major}.{minor} and the target is {target.name}"
+        what = (
+            f"{wrong[0].name} has compute capability {major}.{minor} and the target is"
+            f" {target.name}"
+        )
         action = "unset NIBBLE_TARGET"
     else:
         what = f"the target is {target.name} and this machine has no such GPU"
@@ -106,7 +113,9 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
             continue
         sentence = f"driver {driver} on {target.name}: {bad.reason} ({bad.evidence})"
         if bad.severity == "error":
-            raise NibbleError(ExitCode.NO_HARDWARE, sentence, "another driver", "install the driver it names")
+            raise NibbleError(
+                ExitCode.NO_HARDWARE, sentence, "another driver", "install the driver it names"
+            )
         warnings.append(sentence)
     return warnings
 
@@ -114,8 +123,9 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
 def check_memory(plan: Plan) -> list[str]:
     """Warnings about memory; raises NO_FIT, with the sum, for a start that cannot fit.
 
-    Where the engine's memory is the host's, the estimate decides: a wedged machine is worse than a refusal. A discrete
-    GPU's driver refuses too much by itself, so only what is certain (weights and one sequence) is refused there.
+    Where the engine's memory is the host's, the estimate decides: a wedged machine is worse than a
+    refusal. A discrete GPU's driver refuses too much by itself, so only what is certain (weights
+    and one sequence) is refused there.
     """
     budget = plan.budget
     if budget.weights_bytes is None or budget.allowed_bytes is None or budget.room_bytes is None:
@@ -131,8 +141,9 @@ def check_memory(plan: Plan) -> list[str]:
     if missing > 0:
         left = show_gib(max(0, budget.room_bytes))
         return [
-            f"one sequence of {budget.sequence_tokens} tokens takes {show_gib(budget.least_kv_bytes)}, about {left} "
-            f"are left; to need less: {steps(plan.ladder)}"
+            f"one sequence of {budget.sequence_tokens} tokens takes"
+            f" {show_gib(budget.least_kv_bytes)}, about {left} are left; to need less:"
+            f" {steps(plan.ladder)}"
         ]
     return []
 
@@ -160,7 +171,9 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
 
 
 def check_certificate(args: Mapping[str, str]) -> None:
-    """Raise CONFIG for a certificate or key that cannot be used: vLLM reads them once the model is loaded."""
+    """Raise CONFIG for a certificate or key that cannot be used: vLLM reads them once the model
+    is loaded.
+    """
     certificate, key, authorities = (
         args.get(f"--ssl-{name}") for name in ("certfile", "keyfile", "ca-certs")
     )
@@ -168,37 +181,53 @@ def check_certificate(args: Mapping[str, str]) -> None:
         return
     if certificate is None:
         raise NibbleError(
-            ExitCode.CONFIG, "--ssl-keyfile is set without --ssl-certfile", "both", "set --ssl-certfile too"
+            ExitCode.CONFIG,
+            "--ssl-keyfile is set without --ssl-certfile",
+            "both",
+            "set --ssl-certfile too",
         )
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, password="")  # else OpenSSL would ask on the terminal
+        # Else OpenSSL would ask on the terminal
+        context.load_cert_chain(certificate, key, password="")
         if authorities:
             context.load_verify_locations(authorities)
     except OSError as error:  # SSLError too
         named = " and ".join(name for name in (certificate, key, authorities) if name)
         why = getattr(error, "reason", None) or error.strerror or error
         what = f"{named} cannot be used for HTTPS ({why})"
-        expected = "a certificate and its key without a passphrase, as PEM files that this user may read"
+        expected = (
+            "a certificate and its key without a passphrase, as PEM files that this user may read"
+        )
         raise NibbleError(
             ExitCode.CONFIG, what, expected, "correct --ssl-certfile and --ssl-keyfile"
         ) from None
 
 
 def check_folders(own: Path, engine: Path) -> list[str]:
-    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM must write and cannot."""
+    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM must write and
+    cannot.
+    """
     # Below our own cache the engine's folder is an entry that only a start makes.
     probed = nearest_existing(engine) if engine.is_relative_to(own) else engine
     for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
         if problem := write_problem(folder):
             raise not_writable(folder, problem, variable)
     if re.search(r"\s", str(engine)):  # torch 2.13 gives g++ its command as one text
-        what = f"the path of the cache, {engine}, has a blank, and what is compiled there would fail"
-        raise NibbleError(ExitCode.CONFIG, what, "", "name a folder without blanks with NIBBLE_CACHE_DIR")
+        what = (
+            f"the path of the cache, {engine}, has a blank, and what is compiled there would fail"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG, what, "", "name a folder without blanks with NIBBLE_CACHE_DIR"
+        )
     if is_noexec(engine):
-        what = f"{nearest_existing(engine)} is mounted noexec: what is compiled for this model could not be loaded from it"
+        what = (
+            f"{nearest_existing(engine)} is mounted noexec: what is compiled for this model could"
+            " not be loaded from it"
+        )
         action = (
-            "mount it with exec (docker run --tmpfs PATH:exec), or name another folder with NIBBLE_CACHE_DIR"
+            "mount it with exec (docker run --tmpfs PATH:exec), or name another folder with"
+            " NIBBLE_CACHE_DIR"
         )
         raise NibbleError(ExitCode.CONFIG, what, "a cache that code can be run from", action)
     try:
@@ -226,7 +255,9 @@ def check_model_folder(folder: Path) -> None:
 
 
 def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:
-    """VLLM_PORT is where vLLM's processes meet, not the API's port; people take one for the other."""
+    """VLLM_PORT is where vLLM's processes meet, not the API's port; people take one for the
+    other.
+    """
     given = child.get("VLLM_PORT", "")
     if not given.isdigit():
         return []

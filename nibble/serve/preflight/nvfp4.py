@@ -1,4 +1,6 @@
-"""What would make an NVFP4 checkpoint compute wrongly, found before it is loaded: damaged scales, a missing plugin."""
+"""What would make an NVFP4 checkpoint compute wrongly, found before it is loaded: damaged
+scales, a missing plugin.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ from nibble.plan.validate import drafts_from_itself
 
 
 def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
-    """Lines to print for a start of `plan` with the environment `child`; reads every scale of the checkpoint.
+    """Lines to print for a start of `plan` with the environment `child`; reads every scale of the
+    checkpoint.
 
-    Raises MODEL for damaged scales and for the vocabulary of another model, CONFIG for scales in another layout than the
-    config says and for a plugin that is not there and cannot be done without.
+    Raises MODEL for damaged scales and for the vocabulary of another model, CONFIG for scales in
+    another layout than the config says and for a plugin that is not there and cannot be done
+    without.
     """
     checkpoint = plan.checkpoint
     values = {name: choice.value for name, choice in plan.args.items()}
-    if checkpoint is None or not (checkpoint.scheme.is_nvfp4 or asked(values) or is_cloverlm(checkpoint)):
+    if checkpoint is None or not (
+        checkpoint.scheme.is_nvfp4 or asked(values) or is_cloverlm(checkpoint)
+    ):
         return []
     check_vocabulary(checkpoint, plan.args)
     lines = check_scales(checkpoint, drafts_from_itself(values.get("--speculative-config")))
@@ -40,4 +46,7 @@ def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
     if reasons or plan.target.device == "cpu":
         needed = f"for {', '.join(reasons)}" if reasons else "for NVFP4 on the CPU"
         raise NibbleError(ExitCode.CONFIG, f"{what}, and it is needed {needed}", "", action)
-    return [f"warning: {what}: fused projections whose parts have different scales compute wrongly; {action}"]
+    return [
+        f"warning: {what}: fused projections whose parts have different scales compute wrongly;"
+        f" {action}"
+    ]

@@ -1,4 +1,6 @@
-"""nibble's own plan for a model and a target, as `nibble plan` makes it: what a remedy outside vLLM's tree amounts to."""
+"""nibble's own plan for a model and a target, as `nibble plan` makes it: what a remedy outside
+vLLM's tree amounts to.
+"""
 
 from __future__ import annotations
 
