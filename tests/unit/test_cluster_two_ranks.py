@@ -59,12 +59,12 @@ time.sleep(2)
 NIBBLE = """
 import sys
 from nibble.engine import process as engine
-from nibble.cluster import agent, session
+from nibble.cluster import agent, coordinator
 from nibble.cluster.preflight import Report
 program, port, agent_port, *words = sys.argv[1:]
 agent.AGENT_PORT = int(agent_port)
 engine.child_command = lambda argv: [sys.executable, "-c", program, port]
-session.Cluster._preflight = lambda self, nodes: Report(nodes, [], None)
+coordinator.Cluster._preflight = lambda self, nodes: Report(nodes, [], None)
 sys.argv[1:] = words
 from nibble.cli.app import main
 main()
