@@ -177,6 +177,7 @@ def offline(model: Path, folder: Path, *words: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow  # as does the next, beside bad prompts
 def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path: Path) -> None:
     done = offline(model, tmp_path, "--max-tokens", "4", "the people", "he said")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -51,6 +51,7 @@ def test_a_model_class_that_passes_no_quant_config_loads_a_quantized_head(
     assert differs(found, "loaded", "nvfp4") < BF16_ROUNDING
 
 
+@pytest.mark.slow
 def test_vllm_alone_does_not_load_it(models: Path) -> None:
     (refused,), done = vllm_logprobs.run(
         [(str(models / "nvfp4"), {}, PROMPT)], models, VLLM_PLUGINS=""

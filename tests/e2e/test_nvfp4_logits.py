@@ -17,8 +17,8 @@ DENSE = "nibble-demo-nvfp4"
     "name",
     [
         "nibble on the CPU, W4A4",
-        "nibble on the CPU, W4A16, two ranks",
         pytest.param("nibble on the CPU, W4A16", marks=pytest.mark.slow),
+        pytest.param("nibble on the CPU, W4A16, two ranks", marks=pytest.mark.slow),
         pytest.param("nibble on the CPU, W4A4, two ranks", marks=pytest.mark.slow),
     ],
 )

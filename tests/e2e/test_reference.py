@@ -72,6 +72,7 @@ def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(
     assert "computing a reference" not in "\n".join(server.said())
 
 
+@pytest.mark.slow
 def test_the_verb_writes_what_it_says(tmp_path: Path) -> None:
     out = tmp_path / "reference.json"
     words = [

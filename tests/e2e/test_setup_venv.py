@@ -195,6 +195,7 @@ def test_a_compiler_installed_later_is_picked_up_and_the_third_run_does_nothing(
     assert set_up(environment, PATH=os.environ["PATH"]) == ""
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_costs_one_line_with_the_log(
     environment: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_compiler_that_fails_costs_one_line_with_the_log(
     assert computes(environment) == "not compiled when it was installed"
 
 
+@pytest.mark.slow
 def test_a_wheel_of_build_sh_is_installed_where_there_is_no_compiler(environment: Path) -> None:
     if not shutil.which("c++"):
         pytest.skip("no C++ compiler here")

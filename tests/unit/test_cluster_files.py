@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster import file_server
@@ -40,9 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(agent_module, "AGENT_PORT", free_port())
 
 
 @pytest.fixture
