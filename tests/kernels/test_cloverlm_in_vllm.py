@@ -13,11 +13,12 @@ from typing import Any
 import cloverlm_models as models
 import pytest
 import torch
+from changes import OPERATORS
 from cloverlm_models import CloverShape
 from serving import clean_environ
 from torch import Tensor
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 PROGRAM = Path(__file__).parents[1] / "fixtures/cloverlm_in_vllm.py"
 SHAPE = CloverShape()
 # CloverLM's heads, which two ranks share unevenly

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from changes import PATCHING
 from separating import halves, subsets
 from trees import copy_of, patched, pristine, source_tree
 
@@ -57,6 +58,7 @@ def found(version: str) -> dict[str, Result]:
     return results
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(("name", "version"), EXPECTED)
 def test_probe_finds_in_the_pristine_release_what_its_row_says(name: str, version: str) -> None:
     result = found(version)[name]
@@ -97,6 +99,7 @@ def test_every_fix_is_in_place_in_the_patched_release(
     assert line.word in allowed, line.detail
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(
     ("left_out", "group"),
     [*LEFT_OUT, *(pytest.param(*one, marks=pytest.mark.slow) for one in SEPARATING)],
@@ -160,6 +163,7 @@ def test_the_series_applies_to_both_layouts_and_reverts_byte_for_byte(
     )
 
 
+@pytest.mark.when_changed(*PATCHING)
 def test_the_series_is_what_git_apply_makes_of_it(tmp_path: Path) -> None:
     """The same bytes as `git apply` of the whole series at once, on a copy of the touched files."""
     series = load_series("vllm")
