@@ -19,9 +19,9 @@ import containers
 import pytest
 import serving
 
-# Cheap first: a mistake shows before anything is built. Then what has few groups, so that no
-# process is left alone with it.
-FOLDERS = ("unit", "patches", "image", "cluster", "kernels", "e2e")
+# Cheap first: a mistake shows before anything is built. Then what has few or long groups, and short
+# ones last, so that both processes end together.
+FOLDERS = ("unit", "patches", "image", "cluster", "e2e", "kernels")
 # These folders and files share something: fixed ports and names of processes ("machine"), or the
 # bytecode of unpacked releases, which one test writes while another copies it. Probes use all cores
 # by themselves. Every other file is a group: its tests take ports of their process alone.
