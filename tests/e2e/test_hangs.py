@@ -155,6 +155,7 @@ def test_a_stopped_api_server_is_found(start: Start) -> None:
     )
 
 
+@pytest.mark.slow  # test_serve.py kills one during load
 def test_a_killed_supervisor_leaves_no_engine_and_no_waiting_client(start: Start) -> None:
     server = start(NIBBLE_DRAIN_SECONDS="60")
     stream = streaming(server)

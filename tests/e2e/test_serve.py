@@ -205,7 +205,6 @@ def test_an_engine_that_cannot_start_exits_10_with_its_reason_in_one_line(
     )
 
 
-@pytest.mark.slow
 def test_vllm_does_not_outlive_a_killed_supervisor(start: Start) -> None:
     server = start()
     server.wait_for_status()

@@ -22,6 +22,9 @@ from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()
+if_an_answer_changed = pytest.mark.when_changed(
+    *PATCHING, "rules", "targets", "kernels", "nibble/plan", "nibble/engine"
+)
 CURRENT = "0.32.0"
 EXPECTED = [(name, version) for name, row in ROWS.items() for version in row.expect]
 PATCHES = [patch.name for patch in load_series("vllm").patches]
@@ -76,6 +79,7 @@ def patched_table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Line]:
     return table_of_the_patched_release(tmp_path_factory.getbasetemp() / "patched")
 
 
+@if_an_answer_changed
 def test_every_row_of_the_patched_release_is_in_order(patched_table: dict[str, Line]) -> None:
     wrong = {
         line.id: (line.word, line.detail) for line in patched_table.values() if not line.in_order
@@ -83,6 +87,7 @@ def test_every_row_of_the_patched_release_is_in_order(patched_table: dict[str, L
     assert not wrong
 
 
+@if_an_answer_changed
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.fix])
 def test_every_fix_is_in_place_in_the_patched_release(
     name: str, patched_table: dict[str, Line]
