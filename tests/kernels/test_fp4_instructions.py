@@ -53,7 +53,8 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
     """PTX and machine code of one source, with the flags that the wheel is built with."""
-    flags = re.search(r"^NVCC_FLAGS = (\[.*\])$", (KERNELS / "setup.py").read_text(), re.MULTILINE)
+    setup = (KERNELS / "setup.py").read_text()
+    flags = re.search(r"^NVCC_FLAGS = (\[.*?\])$", setup, re.MULTILINE | re.DOTALL)
     assert flags
     torch_headers = Path(torch.__file__).parent / "include"
     cubin = folder / "kernel.cubin"
