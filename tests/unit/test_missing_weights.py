@@ -22,8 +22,8 @@ from nibble.cli.app import app
 from nibble.engine.log import ErrorReader
 from nibble.errors import ExitCode
 from nibble.machine.paths import root
+from nibble.plan.choice import Choice
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.layers import Choice
 from nibble.plan.plan import Plan
 from nibble.serve.failures import engine_died
 
