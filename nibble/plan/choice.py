@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nibble.engine.flags import merge
 
 OURS = "nibble's default"
+Outcome = Literal["wins", "merged", "overruled"]
 
 
 class Layer(IntEnum):
@@ -103,6 +104,19 @@ class Flags(Mapping[str, Choice]):
             if value is not None:
                 return choice
         return None
+
+    def history(self, name: str) -> tuple[tuple[Choice, Outcome], ...]:
+        """Every choice for `name`, the winning one first, and what became of it."""
+        found: list[tuple[Choice, Outcome]] = []
+        is_over = False
+        for choice in reversed(self.said.get(name, ())):
+            outcome: Outcome = "wins" if not found else "overruled" if is_over else "merged"
+            is_object = isinstance(choice.value, Mapping)
+            if outcome == "merged" and not is_object:
+                outcome = "overruled"
+            is_over = is_over or not is_object
+            found.append((choice, outcome))
+        return tuple(found)
 
 
 def _joined(choices: tuple[Choice, ...]) -> Choice:

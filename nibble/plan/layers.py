@@ -12,6 +12,7 @@ from nibble.plan.models.gemma4 import REASON as GEMMA4_REASON
 from nibble.plan.nvfp4_options import FLAG as NVFP4_FLAG
 from nibble.plan.nvfp4_options import OPTIONS as NVFP4_OPTIONS
 from nibble.plan.nvfp4_options import REASON as NVFP4_REASON
+from nibble.plan.server import OPTIONS as SERVER_OPTIONS
 from nibble.plan.server import server_flags
 from nibble.plan.validate import TURBOQUANT_COST
 from nibble.settings.options import Settings, default_of, options
@@ -118,7 +119,7 @@ def _options_of(loaded: Loaded, layer: str) -> Choices:
     return {
         flag: Choice(value, source)
         for name, source, value in _of_layer(loaded, layer)
-        if (flag := known[name].vllm) and value is not None
+        if (flag := known[name].vllm or SERVER_OPTIONS.get(name)) and value is not None
     }
 
 

@@ -68,7 +68,6 @@ def resolve(parts: Ingredients) -> Situation:
 def check(situation: Situation) -> None:
     """Refuse what cannot work with the flags as they are now. Raises NibbleError."""
     parts, served, values = situation.parts, situation.served, situation.values
-    check_model(parts.checkpoint, parts.target, values)
     check_nvfp4_options(parts.checkpoint, parts.target, situation.flags)
     check_gemma4(parts.loaded.settings, parts.target, served.checkpoint, values, parts.can_compile)
     check_api(values, parts.environ, situation.topology)
@@ -138,6 +137,8 @@ def _load_check(situation: Situation) -> Decision:
 
 
 def _memory(situation: Situation) -> Decision:
+    # The arithmetic knows no cache that these models cannot have.
+    check_model(situation.parts.checkpoint, situation.parts.target, situation.values)
     memory = plan_memory(situation.served, situation.flags, situation.topology)
     return Decision(memory.flags, memory=memory)
 

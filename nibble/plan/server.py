@@ -8,6 +8,8 @@ from nibble.plan.choice import OURS, Choice, Choices
 from nibble.plan.inputs import Ingredients
 
 GATE = "nibble.engine.gate.asgi.Gate"
+# Options that are these flags; a user sets the option, never the flag (engine/flags.py OWNED).
+OPTIONS = {"host": "--host", "port": "--port", "drain_seconds": "--shutdown-timeout"}
 
 
 def model_argument(parts: Ingredients) -> str:
@@ -29,15 +31,10 @@ def served_names(parts: Ingredients) -> tuple[str, ...]:
 
 
 def server_flags(parts: Ingredients) -> Choices:
-    """First in the command, so that they are easy to find."""
-    settings, origins = parts.loaded.settings, parts.loaded.origins
+    """What no option sets by itself."""
     names = "every model answers to its id and to `default`"
     gate = "refuses requests without the key, before ready and while draining"
-    drain = "running requests finish after SIGTERM"
     return {
         "--served-model-name": Choice(list(served_names(parts)), OURS, names),
-        "--host": Choice(settings.host, str(origins["host"])),
-        "--port": Choice(settings.port, str(origins["port"])),
         "--middleware": Choice(GATE, OURS, gate),
-        "--shutdown-timeout": Choice(settings.drain_seconds, str(origins["drain_seconds"]), drain),
     }
