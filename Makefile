@@ -49,6 +49,7 @@ lint: setup-dev ## ruff, pyright, shellcheck, shfmt, hadolint, generated docs, r
 	@$(MAKE) -k -j2 -Otarget types ruff shell dockerfiles generated
 ruff:
 	ruff check --quiet .
+	lint-imports > /dev/null || lint-imports
 	ruff format --check --quiet .
 types:
 	pyright
@@ -59,12 +60,14 @@ dockerfiles:
 	$(if $(DOCKERFILES),hadolint $(DOCKERFILES))
 generated:
 	nibble docs --check
+	python docs/architecture.py --check
 	nibble recipes lint
 fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff check --fix-only --quiet .
 	ruff format .
 	shfmt -w -i 2 -ci $(SCRIPTS)
 	nibble docs
+	python docs/architecture.py
 
 # Most of a server's start is imports on one core; more than two servers at once disturb one another.
 PROCESSES = --numprocesses 2
