@@ -206,17 +206,9 @@ def _processes() -> Iterator[tuple[int, str, dict[str, str]]]:
     """(pid, command line, environment) of nibble's, vLLM's and Ray's processes, as far as this
     user may look.
     """
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (
-                (folder / "cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
-            )
-        except OSError:
-            continue
-        command = " ".join(words)
-        if not any(name in command.lower() for name in ("nibble", "vllm", "raylet", "gcs_server")):
-            continue
-        pairs: list[str] = []
-        with contextlib.suppress(OSError):
-            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        yield int(folder.name), command, dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    import psutil
+
+    for one in psutil.process_iter(["cmdline", "environ"], ad_value=None):
+        command = " ".join(one.info["cmdline"] or ())
+        if any(name in command.lower() for name in ("nibble", "vllm", "raylet", "gcs_server")):
+            yield one.pid, command, one.info["environ"] or {}
