@@ -30,7 +30,7 @@ from nibble.plan.compile_cache import FOLDER
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.serve.api_key import KEY_FILE
 from nibble.serve.compile_cache import entries
-from nibble.settings.redact import Redactor, known_secrets, secret_values
+from nibble.settings.redact import Redactor, known_secrets, secret_values, shown_variables
 
 LOG_BYTES = 2 << 20  # the end of each log
 COMMANDS = {
@@ -133,7 +133,7 @@ def _files(
 ) -> Iterator[tuple[str, Any]]:
     """(name, text or plain data) of everything; what cannot be had is left out."""
     yield "doctor.json", report.to_json()
-    yield "environment.json", dict(sorted(environ.items()))
+    yield "environment.json", shown_variables(dict(sorted(environ.items())))
     yield "hardware.json", detect(environ).to_json()
     yield (
         "packages.txt",
