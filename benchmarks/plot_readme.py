@@ -75,7 +75,8 @@ def panel(
     for index, (label, *pair) in enumerate(bars):
         middle = left + int((index + 0.5) * width / len(bars))
         lines.append(f'<text class="text middle" x="{middle}" y="{BOTTOM + 20}">{label}</text>')
-        for kind, value, x in zip(("vllm", "nibble"), pair, (middle - BAR - GAP // 2, middle + GAP // 2)):
+        places = (middle - BAR - GAP // 2, middle + GAP // 2)
+        for kind, value, x in zip(("vllm", "nibble"), pair, places, strict=True):
             height = round(value * scale, 1)
             figure = f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
             lines += [
@@ -105,7 +106,12 @@ def picture() -> str:
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
         *panel(40, 300, "Start to first answer", "seconds, lower is better", "", start_bars()),
         *panel(
-            400, 520, "Decode step", "milliseconds, lower is better", "sequences at the same time", step_bars()
+            400,
+            520,
+            "Decode step",
+            "milliseconds, lower is better",
+            "sequences at the same time",
+            step_bars(),
         ),
         *legend(40, HEIGHT - 20),
         "</svg>",

@@ -2,12 +2,12 @@
 """Check the language of documentation, comments and messages; `make style` and `make lint` run it.
 
     scripts/check_style.py               # pages, CHANGELOG, shell, TOML, YAML, Dockerfiles
-    scripts/check_style.py --python      # also docstrings, comments and strings of Python files
+    scripts/check_style.py --python      # also docstrings, comments and sentences in Python files
     scripts/check_style.py FILE ...      # these files alone
 
-Each problem is one line, `FILE:LINE: what is wrong; what to write`, and the exit code is 1. A page's code blocks, inline
-code, links' targets and generated tables are not checked: those come from programs. `# style: ignore` at the end of a
-line exempts that line.
+Each problem is one line, `FILE:LINE: what is wrong; what to write`, and the exit code is 1. The
+check skips a page's code blocks, inline code, addresses and generated tables, which come from
+programs. A line that contains `style: ignore` is exempt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,25 +27,35 @@ ROOT = Path(__file__).resolve().parents[1]
 PROSE_COLUMNS = 100
 CHANGELOG_COLUMNS = 119
 IGNORE = "style: ignore"
+# The patterns below are not prose, and a licence is not ours to change.
 EXEMPT = ("scripts/check_style.py", "tests/unit/test_check_style.py", "LICENSE")
+# Pages that a program writes from strings in Python files.
+FROM_PYTHON = ("docs/bad-input.md",)
 
-# Words of docs that have a plainer form: a pattern and what to write instead.
+# Words that have a plainer form: a pattern, and what to write instead.
+NUMBER = r"\d[\d.,]*"
+UNIT = r"ms|µs|us|s|tokens/s|GB/s|GiB|MiB|GB|MB|%"
+COMPARATIVES = "longer|more|less|larger|smaller|faster|slower|later|earlier"
 WORDS = {
     r"(?:un)?mend(?:s|ed|ing)?": "fix",
     r"nobody(?:'s)?|whoever|somebody(?:'s)?": "name the actor: user, client, process",
-    r"(?:is|are|was|were) no (?!longer\b|more\b|less\b|larger\b|smaller\b|faster\b|slower\b)\w+": "is not",
-    r"of (?:its|their|your|our|his|her|one's) own": "own, separate, or nothing",
+    rf"(?:is|are|was|were) no (?!(?:{COMPARATIVES})\b)\w+": "is not, has no",
+    r"of (?:its|their|your|our|his|her|one's) own": "separate, private, or nothing",
     r"without a word": "without a message",
-    r"books right": "corrects",
+    r"(?:its|their) books": "state, records",
     r"(?:as|where|than) (?:it|that|they|this) (?:errs?|comes?)(?: less)?": "name the case",
     r"excepted": "except",
-    r"(\d[\d.,]*) ?(ms|µs|us|s|tokens/s|GB/s|GB|MB|%)? for \d[\d.,]* ?\2(?=[\s.,;:)]|$)(?! \w+s\b)": "write a ratio as '2.2x faster (104 s vs 234 s)'",
+    rf"{NUMBER} ?({UNIT}) for {NUMBER} ?\1(?!\w)": "write a ratio: 2.2x faster (104 s vs 234 s)",
     r"leases?|leased": "a GPU machine without a network",
     r"the seeds?'?s?|seeds? 0\d\d": "name the project or the report",
 }
-BANNED = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I), advice) for pattern, advice in WORDS.items()]
-CITATION = re.compile(r"(?<![\w*])([\w-]+\.md)\b(?! *=)|(\.\./shared\b)")
-SECTION_OF_A_REFERENCE = re.compile(r"\bpatches\.md \d")
+BANNED = [
+    (re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE), advice)
+    for pattern, advice in WORDS.items()
+]
+CITATION = re.compile(r"\bpatches\.md \d[\d.]*|(?<![\w*{}])[\w-]+\.md\b|\.\./shared\b")
+ADDRESS = re.compile(r"https?://\S+")
+NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)")
 
 
 class Problem(NamedTuple):
@@ -57,25 +67,16 @@ class Problem(NamedTuple):
         return f"{self.path}:{self.line}: {self.what}"
 
 
-def words(text: str) -> Iterator[str]:
-    """What is wrong with the words of one piece of prose."""
+def problems_of(line: str, shipped: frozenset[str]) -> Iterator[str]:
+    """Banned words of one line of prose, and files that it names and that do not ship."""
+    text = ADDRESS.sub(" ", line)
+    prose = NOT_PROSE.sub(" ", text)
     for pattern, advice in BANNED:
-        for match in pattern.finditer(text):
-            yield f"'{match[0]}'; {advice}"
-
-
-def citations(text: str, shipped: frozenset[str]) -> Iterator[str]:
-    """Files that a text names and that are not in the repository."""
+        for match in pattern.finditer(prose):
+            yield f"'{match[0]}'; write: {advice}"
     for match in CITATION.finditer(text):
         if match[0] not in shipped:
-            yield f"'{match[0]}' is not in the repository; cite a file that ships, or the source itself"
-    if match := SECTION_OF_A_REFERENCE.search(text):
-        yield f"'{match[0]}' is not in the repository; docs/patches.md has rows, not sections"
-
-
-def prose_of(line: str) -> str:
-    """A line of Markdown without inline code and addresses, which are not prose."""
-    return re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", " ", line)
+            yield f"'{match[0]}' is not in the repository; cite a file that ships, or the source"
 
 
 def page(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
@@ -84,97 +85,94 @@ def page(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             fenced = not fenced
-        generated = line.startswith("<!-- generated:") or (generated and not line.startswith("<!-- end"))
-        if fenced or generated or line.startswith(("```", "    ", "<!--")) or IGNORE in line:
+        generated = line.startswith("<!-- generated:") or (generated and line != "<!-- end -->")
+        if fenced or generated or IGNORE in line or line.startswith(("```", "    ", "<!--")):
             continue
-        if len(line) > PROSE_COLUMNS and not line.lstrip().startswith(("|", "![", "[")):
-            if not path.endswith("CHANGELOG.md"):
-                yield Problem(path, number, f"{len(line)} columns; break prose at {PROSE_COLUMNS}")
-        for what in (*words(prose_of(line)), *citations(re.sub(r"https?://\S+", " ", line), shipped)):
-            yield Problem(path, number, what)
+        # A row of a table, a picture and a link cannot be broken.
+        unbreakable = line.lstrip().startswith(("|", "![", "["))
+        if len(line) > PROSE_COLUMNS and not unbreakable and not path.endswith("CHANGELOG.md"):
+            yield Problem(path, number, f"{len(line)} columns; break prose at {PROSE_COLUMNS}")
+        yield from (Problem(path, number, what) for what in problems_of(line, shipped))
 
 
 def changelog(path: str, text: str) -> Iterator[Problem]:
     """Entries of the changelog: one line each, short enough to read at a glance."""
     entry = False
     for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith("- "):
-            entry = True
-            if len(line) > CHANGELOG_COLUMNS:
-                yield Problem(path, number, f"{len(line)} columns; an entry has under {CHANGELOG_COLUMNS + 1}")
-        elif entry and line.startswith("  "):
+        if entry and line.startswith("  "):
             yield Problem(path, number, "a second line of an entry; write one line for one change")
-        else:
-            entry = False
-
-
-def comments(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
-    """Problems of comments and strings in shell, TOML, YAML, Dockerfiles and Makefiles: every line is read."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if IGNORE in line:
             continue
-        for what in (*words(prose_of(line)), *citations(re.sub(r"https?://\S+", " ", line), shipped)):
+        entry = line.startswith("- ")
+        if entry and len(line) > CHANGELOG_COLUMNS:
+            what = f"{len(line)} columns; an entry has at most {CHANGELOG_COLUMNS}"
             yield Problem(path, number, what)
+
+
+def plain(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
+    """Problems of shell, TOML, YAML, Dockerfiles and Makefiles: comments and strings alike."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if IGNORE not in line:
+            yield from (Problem(path, number, what) for what in problems_of(line, shipped))
+
+
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of docstrings and other strings with a blank, and comments, each with its number."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield from enumerate(node.value.splitlines(), node.lineno)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
 
 
 def python(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
-    """Problems of a Python file: docstrings and sentences in strings by ast, comments by tokenize."""
-    lines = text.splitlines()
-    pieces: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            pieces += [(node.lineno + index, part) for index, part in enumerate(node.value.splitlines())]
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            pieces.append((token.start[0], token.string))
-    for number, piece in pieces:
-        if number <= len(lines) and IGNORE in lines[number - 1]:
-            continue
-        for what in (*words(prose_of(piece)), *citations(re.sub(r"https?://\S+", " ", piece), shipped)):
-            yield Problem(path, number, what)
+    """Problems of a Python file."""
+    lines = ["", *text.splitlines()]
+    for number, sentence in sorted(sentences(text)):
+        if number >= len(lines) or IGNORE not in lines[number]:
+            yield from (Problem(path, number, what) for what in problems_of(sentence, shipped))
 
 
 def check(path: str, text: str, shipped: frozenset[str]) -> list[Problem]:
     """All problems of one file, by its kind."""
     if path.endswith(".py"):
         return list(python(path, text, shipped))
-    if path.endswith(".md"):
-        found = list(page(path, text, shipped))
-        return found + list(changelog(path, text)) if path.endswith("CHANGELOG.md") else found
-    return list(comments(path, text, shipped))
+    if not path.endswith(".md"):
+        return list(plain(path, text, shipped))
+    entries = changelog(path, text) if path.endswith("CHANGELOG.md") else ()
+    return [*page(path, text, shipped), *entries]
 
 
-def is_text(path: str) -> bool:
-    """Files other than Python whose language is checked."""
+def is_checked(path: str, with_python: bool) -> bool:
+    """Whether a file of the repository has text for people."""
     name = Path(path).name
-    endings = (".md", ".sh", ".toml", ".yaml", ".hcl", ".container", ".service", ".patch", ".ini")
+    if path in EXEMPT:
+        return False
+    if path.endswith(".py") or path in FROM_PYTHON:
+        return with_python
+    endings = (".md", ".sh", ".toml", ".yaml", ".hcl", ".container", ".service", ".patch")
     return name.endswith(endings) or name.startswith("Dockerfile") or name in ("Makefile", "run")
 
 
 def tracked() -> list[str]:
-    listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
-    output = subprocess.run(listed, check=True, capture_output=True, text=True)
-    return [path for path in output.stdout.splitlines() if (ROOT / path).is_file()]
+    """Files of the repository, also those that git does not track yet."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [path for path in output.splitlines() if (ROOT / path).is_file()]
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("files", nargs="*", help="files to check; default: all in the repository")
-    parser.add_argument("--python", action="store_true", help="also Python files")
-    options = parser.parse_args(None if arguments is None else list(arguments))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", help="files to check; default: all of the repository")
+    parser.add_argument("--python", action="store_true", help="check Python files too")
+    options = parser.parse_args()
     paths = tracked()
     shipped = frozenset(Path(path).name for path in paths if path.endswith(".md"))
-    chosen = options.files or [path for path in paths if is_text(path) or (options.python and path.endswith(".py"))]
-    problems = [
-        problem
-        for path in chosen
-        if path not in EXEMPT
-        for problem in check(path, (ROOT / path).read_text(), shipped)
-    ]
-    for problem in problems:
-        print(problem)
+    chosen = options.files or [path for path in paths if is_checked(path, options.python)]
+    problems = [problem for path in chosen for problem in check(path, (ROOT / path).read_text(), shipped)]
+    print(*problems, sep="\n", end="\n" if problems else "")
     if problems:
-        print(f"{len(problems)} problem(s) of style in {len({one.path for one in problems})} file(s)", file=sys.stderr)
+        print(f"{len(problems)} problems of style; see the top of {__file__}", file=sys.stderr)
     return 1 if problems else 0
 
 

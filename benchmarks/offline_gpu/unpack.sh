@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# setup.sh PARTS_DIR SOURCES [LANE…]: unpack, see that everything loads, start the lanes (default: timing tests two_gpus) in the
-# background. Takes 20 s.
+# unpack.sh PARTS_DIR SOURCES [LANE…]: unpack, check that everything loads, start the lanes in the background
+# (default: timing tests two_gpus). Takes 20 s.
 set -euo pipefail
 parts=$1 sources=$2
 shift 2
