@@ -2,7 +2,8 @@
 
     python benchmarks/canary_faults.py [--case NAME …] [--out FILE]
 
-Cases, one start each, most in eager mode because faults are put into Python objects as well as into tensors:
+Cases, one start each, most in eager mode because faults are put into Python objects as well as into
+tensors:
 
     dense      nibble-demo-nvfp4, W4A4
     experts    nibble-demo-moe-nvfp4, W4A4, with an FP8 KV cache (BF16 on a CPU)
@@ -10,9 +11,10 @@ Cases, one start each, most in eager mode because faults are put into Python obj
     graphs     nibble-demo-nvfp4 as it is served: compiled, with CUDA graphs; no faults
     fallback   nibble-demo-nvfp4 with every kernel but vLLM's emulation switched off: has to end with exit 8
 
-Writes what ran, each mechanism's finding on the healthy server, and which mechanism finds which fault. Exit code 1 where a
-healthy server does not pass or the fallback does. The plugin that injects is tests/fixtures/vllm_faults.py.
-"""
+Writes what ran, each mechanism's finding on the healthy server, and which mechanism finds which
+fault. Exit code 1 where a healthy server does not pass or the fallback does. The plugin that
+injects is tests/fixtures/vllm_faults.py.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,13 +37,16 @@ from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
 from serving import Server  # noqa: E402
 
-from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, References, references_like  # noqa: E402
-from nibble.hardware import detect  # noqa: E402
-from nibble.targets import load_target  # noqa: E402
-from nibble.vllm_schema import load_schema  # noqa: E402
+from nibble.canary.references import References, references_like  # noqa: E402
+from nibble.engine.schema import load_schema  # noqa: E402
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE  # noqa: E402
+from nibble.machine.hardware import detect  # noqa: E402
+from nibble.machine.targets import load_target  # noqa: E402
 
 CASES = ("dense", "experts", "larger", "graphs", "fallback")
-LARGER = Shape(hidden=2048, intermediate=6144, layers=8, heads=16, kv_heads=8, head_dim=128, vocabulary=1024)
+LARGER = Shape(
+    hidden=2048, intermediate=6144, layers=8, heads=16, kv_heads=8, head_dim=128, vocabulary=1024
+)
 PROMPTS = [
     "The quick brown fox",
     *([{"role": "user", "content": text}] for text in ("What is NVFP4?", "Name two animals.")),
@@ -118,7 +123,9 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
             references: References | None = faulty.record(PROMPTS)
         else:
             ran = status["assertion"]["ran"][0]
-            files = [ROOT / "models" / model / name for name in (FILE, WEIGHT_ONLY_FILE)]
+            files = [
+                ROOT / "models" / model / name for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)
+            ]
             differs = "fp8" in ran["kv_cache_dtype"]
             here = status["canary"]["hardware"]
             references = references_like(files, tuple(ran["activations"]), differs, here)
@@ -146,7 +153,10 @@ def one_fault(faulty: Faulty, fault: str, references: References | None) -> dict
     problem = faulty.inject(fault)[0]["not_injected"]
     if problem:
         return {"not_injected": problem}
-    return {name: f"{one.verdict}: {one.detail}" for name, one in faulty.canary(fault, references).items()}
+    return {
+        name: f"{one.verdict}: {one.detail}"
+        for name, one in faulty.canary(fault, references).items()
+    }
 
 
 def fallback(folder: Path) -> dict[str, Any]:
@@ -176,8 +186,14 @@ def write_larger(folder: Path) -> Path:
 
 
 def own_environ() -> dict[str, str]:
-    """A failing canary is a warning here: what it found is what is measured. Caches may be given."""
-    kept = {name: os.environ[name] for name in ("NIBBLE_CACHE_DIR", "VLLM_CACHE_ROOT") if name in os.environ}
+    """A failing canary is a warning here: what it found is what is measured. Caches may be
+    given.
+    """
+    kept = {
+        name: os.environ[name]
+        for name in ("NIBBLE_CACHE_DIR", "VLLM_CACHE_ROOT")
+        if name in os.environ
+    }
     return {"NIBBLE_CANARY": "warn", **kept}
 
 

@@ -1,9 +1,11 @@
-"""What looking for damage costs: the checks of a checkpoint's tensors before a load, and following what the load writes.
+"""What looking for damage costs: the checks of a checkpoint's tensors before a load, and following
+what the load writes.
 
     python benchmarks/checkpoint_checks.py [--out benchmarks/results/checkpoint_checks.json]
 
-CPU seconds on generated NVFP4 checkpoints with many small tensors, so that the time is per tensor and not per byte. The load is
-vLLM's own, in this process, in turns with and without nibble's tracking; the first of each pair also pays for imports.
+CPU seconds on generated NVFP4 checkpoints with many small tensors, so that the time is per tensor
+and not per byte. The load is vLLM's own, in this process, in turns with and without nibble's
+tracking; the first of each pair also pays for imports.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def before_a_load(folder: Path) -> dict[str, Any]:
     """Each check alone, on a checkpoint that was read."""
     from nibble.checkpoint import read_checkpoint
     from nibble.checkpoint.layer_tensors import layer_problems
-    from nibble.model_checks import check_values
-    from nibble.nvfp4_checks import check_scales
+    from nibble.checkpoint.verify import check_scales
+    from nibble.serve.preflight.model import check_values
 
     found = read_checkpoint(str(folder))
     shapes = (
@@ -104,8 +106,12 @@ def main() -> int:
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as scratch:
         many, fewer = Path(scratch) / "many", Path(scratch) / "fewer"
-        write_checkpoint(many, Shape(layers=24, experts=464, hidden=64, intermediate=64), "modelopt")
-        write_checkpoint(fewer, Shape(layers=8, experts=256, hidden=64, intermediate=64), "modelopt")
+        write_checkpoint(
+            many, Shape(layers=24, experts=464, hidden=64, intermediate=64), "modelopt"
+        )
+        write_checkpoint(
+            fewer, Shape(layers=8, experts=256, hidden=64, intermediate=64), "modelopt"
+        )
         result = {
             "command": "python benchmarks/checkpoint_checks.py", "machine": machine(),
             "before_a_load": before_a_load(many), "during_a_load": during_a_load(fewer),

@@ -1,10 +1,13 @@
-"""CloverLM's real shape (29 blocks, 4.03 B parameters) with generated weights: bytes and tokens/s of BF16 and NVFP4.
+"""CloverLM's real shape (29 blocks, 4.03 B parameters) with generated weights: bytes and tokens/s
+of BF16 and NVFP4.
 
-    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256] [--sequences 32] [--device cpu]
+    python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256]
+    [--sequences 32] [--device cpu]
 
-For each way a vLLM of its own with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of one sequence and of 32,
-prompt tokens/s of half as many prompts of 512 tokens. Weights are random and of the published sizes, so texts mean nothing and
-times do. The checkpoint is packed (2.7 GB in /tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
+For each way a vLLM of its own with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of
+one sequence and of 32, prompt tokens/s of half as many prompts of 512 tokens. Weights are random
+and of the published sizes, so texts mean nothing and times do. The checkpoint is packed (2.7 GB in
+/tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         folder, more = options.measure
-        print("RESULT " + json.dumps(measure(folder, json.loads(more), options.tokens, options.sequences)))
+        print(
+            "RESULT "
+            + json.dumps(measure(folder, json.loads(more), options.tokens, options.sequences))
+        )
         return
     found = {
         "machine": machine(),
@@ -88,9 +94,14 @@ def write(folder: Path, form: str, blocks: int, device: str) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for name, size in shape.sizes().items():
         if len(size) != 2:
-            tensors[name] = torch.full(size, 11.3137 if name.endswith("scale") else 1.0, dtype=torch.bfloat16)
+            tensors[name] = torch.full(
+                size, 11.3137 if name.endswith("scale") else 1.0, dtype=torch.bfloat16
+            )
             continue
-        weight = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * size[1] ** -0.5
+        weight = (
+            torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+            * size[1] ** -0.5
+        )
         if form == "packed" and is_product(name):
             codes, scales, g = (y.cpu() for y in quant_fp4(weight, four_over_six=True))
             tensors |= {
@@ -108,16 +119,24 @@ def write(folder: Path, form: str, blocks: int, device: str) -> Path:
     return folder
 
 
-def in_a_process(model: Path, options: dict[str, Any], tokens: int, sequences: int) -> dict[str, float]:
+def in_a_process(
+    model: Path, options: dict[str, Any], tokens: int, sequences: int
+) -> dict[str, float]:
     words = [sys.executable, __file__, "--tokens", str(tokens), "--sequences", str(sequences)]
     words += ["--measure", str(model), json.dumps(options)]
-    environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # so that the parameters can be counted
+    environ = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
+    }  # so that the parameters can be counted
     done = subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.rpartition("RESULT ")[2])
 
 
-def measure(model: str, options: dict[str, Any], new_tokens: int, sequences: int) -> dict[str, float]:
-    """Seconds from vLLM's Python interface, the best of three; the first answer of each kind is not counted."""
+def measure(
+    model: str, options: dict[str, Any], new_tokens: int, sequences: int
+) -> dict[str, float]:
+    """Seconds from vLLM's Python interface, the best of three; the first answer of each kind is
+    not counted.
+    """
     from vllm import LLM, SamplingParams
 
     prefills = max(1, sequences // 2)
@@ -138,7 +157,9 @@ def measure(model: str, options: dict[str, Any], new_tokens: int, sequences: int
         return [{"prompt_token_ids": row} for row in ids]
 
     def best_s(count: int, length: int, tokens: int) -> float:
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
         times = []
         for _ in range(4):
             given = prompts(count, length)
@@ -148,9 +169,12 @@ def measure(model: str, options: dict[str, Any], new_tokens: int, sequences: int
         return min(times[1:])
 
     one, many = (
-        best_s(count, PROMPT_TOKENS, new_tokens) - best_s(count, PROMPT_TOKENS, 1) for count in (1, sequences)
+        best_s(count, PROMPT_TOKENS, new_tokens) - best_s(count, PROMPT_TOKENS, 1)
+        for count in (1, sequences)
     )
-    weights = llm.apply_model(lambda m: sum(p.nbytes for p in {id(p): p for p in m.parameters()}.values()))
+    weights = llm.apply_model(
+        lambda m: sum(p.nbytes for p in {id(p): p for p in m.parameters()}.values())
+    )
     return {
         "start_s": round(start_s, 1),
         "weights_bytes": weights[0],

@@ -1,15 +1,18 @@
-"""Two GPUs of one host as one machine and as two: tokens/s of one GPU, TP 2 in the machine, and two "nodes" of one GPU each
-in network namespaces of their own, without Ray and with it.
+"""Two GPUs of one host as one machine and as two: tokens/s of one GPU, TP 2 in the machine, and two
+"nodes" of one GPU each in network namespaces of their own, without Ray and with it.
 
-    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2 --out benchmarks/results/cluster_two_gpus.json
-    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only mp ray --out benchmarks/results/cluster_two_gpus.json
+    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2 --out
+    benchmarks/results/cluster_two_gpus.json
+    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only mp ray --out
+    benchmarks/results/cluster_two_gpus.json
 
-Takes the first two GPUs of CUDA_VISIBLE_DEVICES and leaves the rest of the machine alone: a server outside of the namespaces
-listens on PORT and PORT + 1 below. Needs root and `ip` (iproute2); what cannot run is named in the results with the reason.
-Each arrangement takes two to three minutes; --out keeps what it has and is written after each. Nodes have their own host names,
-so that NCCL takes them for two machines and their traffic goes through the virtual network between them: the figures show what
-works and what a slow network costs, not what RoCE gives. NVLink multicast is off everywhere. `--cpu` runs the same with two
-processes on a CPU, for whoever changes this file.
+Takes the first two GPUs of CUDA_VISIBLE_DEVICES and leaves the rest of the machine alone: a server
+outside of the namespaces listens on PORT and PORT + 1 below. Needs root and `ip` (iproute2); what
+cannot run is named in the results with the reason. Each arrangement takes two to three minutes;
+--out keeps what it has and is written after each. Nodes have their own host names, so that NCCL
+takes them for two machines and their traffic goes through the virtual network between them: the
+figures show what works and what a slow network costs, not what RoCE gives. NVLink multicast is off
+everywhere. `--cpu` runs the same with two processes on a CPU, for whoever changes this file.
 """
 
 from __future__ import annotations
@@ -32,16 +35,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBNET = "10.91.3"
-PORT = 18710  # and the next for /ready: below the range the kernel chooses from, away from vLLM's 8000
+PORT = (
+    18710  # and the next for /ready: below the range the kernel chooses from, away from vLLM's 8000
+)
 START_S = 300.0
-# A bridge's traffic goes through iptables where Docker has loaded br_netfilter; a plain pair of interfaces does not.
+# A bridge's traffic goes through iptables where Docker has loaded br_netfilter; a plain pair of
+# interfaces does not.
 PAIR = f"""
 set -e
 mkdir -p /tmp/ray
 ip netns add nib1; ip netns add nib2
 ip link add eth0 netns nib1 type veth peer name eth0 netns nib2
 for n in 1 2; do ip -n nib$n addr add {SUBNET}.$n/24 dev eth0; ip -n nib$n link set eth0 up; ip -n nib$n link set lo up; done
-"""
+"""  # noqa: E501
 # Two machines share neither /dev/shm nor Ray's folder.
 ENTER = """
 echo nib$0 > /proc/sys/kernel/hostname
@@ -49,8 +55,8 @@ mount -t tmpfs tmpfs /tmp/ray
 mount -t tmpfs -o size=8g tmpfs /dev/shm
 exec "$@"
 """
-# Multicast in NCCL, PyTorch and NVSHMEM, and those all-reduces of vLLM and FlashInfer that would use it (vllm 0.32 envs.py:1966,
-# flashinfer_all_reduce.py:211; the fused one is FUSED below).
+# Multicast in NCCL, PyTorch and NVSHMEM, and those all-reduces of vLLM and FlashInfer that would
+# use it (vllm 0.32 envs.py:1966, flashinfer_all_reduce.py:211; the fused one is FUSED below).
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -58,14 +64,16 @@ NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-# A virtual machine's memory may grow as it is used, which watchdogs (nibble's, Ray's) take for a shortage.
+# A virtual machine's memory may grow as it is used, which watchdogs (nibble's, Ray's) take for a
+# shortage.
 ON_GPUS = {"NIBBLE_KV_CACHE_BYTES": str(4 << 30), "NIBBLE_MEMORY_RESERVE_GIB": "0"}
 FOR_RAY = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',  # Ray starts as many idle workers
 }
 FUSED = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
-# What vLLM's CPU platform lacks for this, as in tests/cluster; a "GPU" is then a name for Ray to count.
+# What vLLM's CPU platform lacks for this, as in tests/cluster; a "GPU" is then a name for Ray to
+# count.
 ON_CPU = {
     "PYTHONPATH": str(ROOT / "tests" / "fixtures" / "cluster_platform"),
     "NIBBLE_KV_CACHE_BYTES": str(64 << 20),
@@ -90,7 +98,7 @@ for streams in (1, 8):
         done = list(pool.map(ask, range(3 * streams)))
     found[streams] = round(sum(tokens for tokens, _ in done) / (time.perf_counter() - began), 1)
 print(json.dumps({"tokens_per_s": found, "text": ask(0)[1][:80]}))
-"""
+"""  # noqa: E501
 IS_READY = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT + 1}/ready', timeout=3)"
 
 
@@ -99,22 +107,46 @@ class Host:
 
     def __init__(self, number: int, folder: Path, environ: dict[str, str]) -> None:
         self.number, self.folder = number, folder
-        own = {"NIBBLE_CACHE_DIR": f"{folder}/cache{number}", "VLLM_CONFIG_ROOT": f"{folder}/config{number}"}
+        own = {
+            "NIBBLE_CACHE_DIR": f"{folder}/cache{number}",
+            "VLLM_CONFIG_ROOT": f"{folder}/config{number}",
+        }
         places = (os.path.dirname(sys.executable), os.environ["PATH"], str(_command(folder)))
-        own |= {"PATH": ":".join(places), "NIBBLE_ALLOW_ANONYMOUS": "1", "HOST": "127.0.0.1", **NO_MULTICAST}
+        own |= {
+            "PATH": ":".join(places),
+            "NIBBLE_ALLOW_ANONYMOUS": "1",
+            "HOST": "127.0.0.1",
+            **NO_MULTICAST,
+        }
         own |= {"PORT": str(PORT), "NIBBLE_CONTROL_PORT": str(PORT + 1)}
-        own |= {"NIBBLE_CANARY": "warn"}  # its references are of one GPU; what it found is in the result
+        own |= {
+            "NIBBLE_CANARY": "warn"
+        }  # its references are of one GPU; what it found is in the result
         self.environ = {**os.environ, **own, **environ}
         importable = [self.environ.get("PYTHONPATH", ""), str(ROOT)]
         self.environ["PYTHONPATH"] = ":".join(filter(None, importable))
 
     def command(self, words: Sequence[str], inside: int | None = None) -> list[str]:
-        """`words` in the namespace, beside process `inside` where it is given, else in mounts of its own."""
+        """`words` in the namespace, beside process `inside` where it is given, else in mounts of
+        its own.
+        """
         if not self.number:
             return list(words)
         if inside is not None:
             return ["nsenter", "-t", str(inside), "-m", "-n", "-u", *words]
-        enter = ["ip", "netns", "exec", f"nib{self.number}", "unshare", "-m", "-u", "bash", "-e", "-c", ENTER]
+        enter = [
+            "ip",
+            "netns",
+            "exec",
+            f"nib{self.number}",
+            "unshare",
+            "-m",
+            "-u",
+            "bash",
+            "-e",
+            "-c",
+            ENTER,
+        ]
         return [*enter, str(self.number), *words]
 
     def start(
@@ -130,12 +162,16 @@ class Host:
                 stderr=out,
             )
 
-    def python(self, inside: int | None, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def python(
+        self, inside: int | None, code: str, *words: str
+    ) -> subprocess.CompletedProcess[str]:
         command = self.command([sys.executable, "-c", code, *words], inside)
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
     def wait_said(self, log: str, words: str, process: subprocess.Popen[bytes]) -> None:
-        """Until `log` has `words`. Raises RuntimeError with its end where the process ended first or START_S is over."""
+        """Until `log` has `words`. Raises RuntimeError with its end where the process ended
+        first or START_S is over.
+        """
         began = time.monotonic()
         while words not in (said := (self.folder / log).read_text(errors="replace")):
             if process.poll() is not None or time.monotonic() - began > START_S:
@@ -174,14 +210,19 @@ def measure(host: Host, server: subprocess.Popen[bytes], log: str, tokens: int) 
     while host.python(inside, IS_READY).returncode:
         if server.poll() is not None or time.monotonic() - began > START_S:
             said = (host.folder / log).read_text(errors="replace").splitlines()
-            return {"error": [line for line in said if "nibble" in line][-3:], "exit_code": server.poll()}
+            return {
+                "error": [line for line in said if "nibble" in line][-3:],
+                "exit_code": server.poll(),
+            }
         time.sleep(1)
     seconds = round(time.monotonic() - began, 1)
     done = host.python(inside, ASK, str(tokens), str(PORT))
     if done.returncode:
         return {"error": done.stderr[-500:]}
     said = (host.folder / log).read_text(errors="replace").splitlines()
-    checks = {name: [line for line in said if f"{name}:" in line] for name in ("preflight", "canary")}
+    checks = {
+        name: [line for line in said if f"{name}:" in line] for name in ("preflight", "canary")
+    }
     last = {name: lines[-2:] for name, lines in checks.items() if lines}
     return {"ready_s": seconds, **json.loads(done.stdout), **last}
 
@@ -223,7 +264,9 @@ class Bench:
                     return measure(first, server, "ray.log", self.tokens)
 
     def _machine(self, name: str, size: int) -> dict[str, Any]:
-        here = Host(0, self.folder, {**self.common, "CUDA_VISIBLE_DEVICES": ",".join(self.devices[:size])})
+        here = Host(
+            0, self.folder, {**self.common, "CUDA_VISIBLE_DEVICES": ",".join(self.devices[:size])}
+        )
         server = here.start(f"{name}.log", *self.words, TENSOR_PARALLEL_SIZE=str(size))
         with ended(server):
             return measure(here, server, f"{name}.log", self.tokens)
@@ -271,7 +314,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="nibble-demo-nvfp4")
     parser.add_argument("--only", nargs="+", choices=("one", "tp2", "mp", "ray"))
-    parser.add_argument("--folder", type=Path, help="keeps caches and logs; default: removed at the end")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps caches and logs; default: removed at the end"
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -306,7 +351,10 @@ def main() -> None:
                 options.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
         for log in sorted(folder.glob("*.log")):
             print(
-                f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", flush=True
+                f"--- {log.name}",
+                *log.read_text(errors="replace").splitlines()[-15:],
+                sep="\n",
+                flush=True,
             )
 
 

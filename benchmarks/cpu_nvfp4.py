@@ -2,12 +2,14 @@
 
     python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 7] [--skip-model]
 
-Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its metadata). Layers: each round times every
-variant once, and the ratio is that of the fastest rounds, to the faster of torch's BF16 and vLLM's own, since other programs on
-the machine only add time. Model: hidden 4096, intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4
-(tests/fixtures/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a process of its own, in turn, MODEL_RUNS times;
-the faster run counts, and the larger memory. Peak memory is VmHWM when the model is loaded, which counts pages of the mapped file
-too; the largest anonymous part is sampled every 5 ms.
+Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its metadata). Layers:
+each round times every variant once, and the ratio is that of the fastest rounds, to the faster of
+torch's BF16 and vLLM's own, since other programs on the machine only add time. Model: hidden 4096,
+intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4
+(tests/fixtures/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a process of its
+own, in turn, MODEL_RUNS times; the faster run counts, and the larger memory. Peak memory is VmHWM
+when the model is loaded, which counts pages of the mapped file too; the largest anonymous part is
+sampled every 5 ms.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ sys.path.insert(0, str(REPO / "tests/fixtures"))
 from generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
 from machine import machine  # noqa: E402
 
-SHAPE = Shape(hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048)
+SHAPE = Shape(
+    hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048
+)
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 ROWS = (1, 4, 16, 256)
 FORMS: dict[str, tuple[Form, bool]] = {
@@ -91,7 +95,11 @@ def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
             call()
             best[variant] = min(best[variant], (time.perf_counter() - start) * 1e3)
     fastest_bf16 = min(best["bf16"], best["bf16_vllm"])
-    speedup = {variant: round(fastest_bf16 / best[variant], 2) for variant in variants if "nvfp4" in variant}
+    speedup = {
+        variant: round(fastest_bf16 / best[variant], 2)
+        for variant in variants
+        if "nvfp4" in variant
+    }
     milliseconds = {variant: round(value, 3) for variant, value in best.items()}
     return {
         "layer": name,
@@ -151,20 +159,36 @@ def serve(folder: Path) -> dict[str, Any]:
 
     imported, imported_anonymous = memory_bytes("VmHWM"), memory_bytes("RssAnon")
     anonymous = LargestAnonymous()
-    llm = LLM(str(folder), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4,
-              max_num_batched_tokens=512, kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False)  # fmt: skip
+    llm = LLM(
+        str(folder),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+    )
     peak, peak_anonymous = memory_bytes("VmHWM"), anonymous.stop()
     file_bytes = (folder / "model.safetensors").stat().st_size
 
     def seconds(prompts: int, length: int, tokens: int) -> float:
-        options = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
-        requests = [{"prompt_token_ids": list(range(3 + n, 3 + n + length))} for n in range(prompts)]
+        options = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
+        )
+        requests = [
+            {"prompt_token_ids": list(range(3 + n, 3 + n + length))} for n in range(prompts)
+        ]
         start = time.perf_counter()
         llm.generate(requests, options, use_tqdm=False)  # pyright: ignore
         return time.perf_counter() - start
 
     def decode_rate(prompts: int) -> float:
-        many, one = seconds(prompts, PROMPT_TOKENS, DECODE_TOKENS + 1), seconds(prompts, PROMPT_TOKENS, 1)
+        many, one = (
+            seconds(prompts, PROMPT_TOKENS, DECODE_TOKENS + 1),
+            seconds(prompts, PROMPT_TOKENS, 1),
+        )
         return prompts * DECODE_TOKENS / (many - one)
 
     seconds(1, PROMPT_TOKENS, 2)

@@ -1,14 +1,17 @@
-"""Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of kernels and nibble's, in turns.
+"""Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of
+kernels and nibble's, in turns.
 
-    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock "nibble + NVFP4 head"] [--batches 1 4]
+    python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock "nibble + NVFP4 head"]
+    [--batches 1 4]
         [--prompts 128 2048] [--profile]
 
-The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of 151936) and of Qwen3-30B-A3B (48
-layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a token), weights alone in NVFP4. Every way is a vLLM in a process
-of its own on the same GPU; once all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy,
-the best of four; then prompts of so many tokens, one at a time, until their first token (`--prompts` alone: none). --profile
-counts the time of each kernel over the steps of one more run, for the first three batches. A way whose vLLM does not start is
-named in the results and left out.
+The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of
+151936) and of Qwen3-30B-A3B (48 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a
+token), weights alone in NVFP4. Every way is a vLLM in a process of its own on the same GPU; once
+all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy, the
+best of four; then prompts of so many tokens, one at a time, until their first token (`--prompts`
+alone: none). --profile counts the time of each kernel over the steps of one more run, for the first
+three batches. A way whose vLLM does not start is named in the results and left out.
 """
 
 from __future__ import annotations
@@ -27,26 +30,52 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
     "30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-}  # fmt: skip
+}
 COMMON: dict[str, Any] = {
-    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
-    "eos_token_id": 2, "attention_bias": False,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_bias": False,
     "quantization_config": {
-        "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": {"name": "modelopt", "version": "0.45"},
-        "config_groups": {}, "ignore": ["lm_head", "*.mlp.gate"],
-        "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"],
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "producer": {"name": "modelopt", "version": "0.45"},
+        "config_groups": {},
+        "ignore": ["lm_head", "*.mlp.gate"],
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "*.mlp.gate"],
     },
-}  # fmt: skip
+}
 # What a way is put together from: options of vLLM, and of nibble's plugin.
 PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stock": ({}, {}),
@@ -81,9 +110,17 @@ def main() -> None:
     for way in options.ways:
         options_of(way)
     words = [sys.executable, __file__, "--shape", options.shape]
-    words += ["--batches", *map(str, options.batches), "--prompts", *map(str, options.prompts), "--serve"]
+    words += [
+        "--batches",
+        *map(str, options.batches),
+        "--prompts",
+        *map(str, options.prompts),
+        "--serve",
+    ]
     workers = {
-        way: subprocess.Popen([*words, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        way: subprocess.Popen(
+            [*words, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for way in options.ways
     }
     results: dict[str, Any] = {}
@@ -106,7 +143,8 @@ def main() -> None:
     for way, worker in workers.items():
         if options.profile:
             results[way]["profile"] = {
-                str(batch): ask(worker, {"batch": batch, "profile": True}) for batch in options.batches[:3]
+                str(batch): ask(worker, {"batch": batch, "profile": True})
+                for batch in options.batches[:3]
             }
         end(worker)
     summary({way: results[way] for way in workers}, options.batches)
@@ -115,7 +153,12 @@ def main() -> None:
 
         options.out.write_text(
             json.dumps(
-                {"machine": machine(), "command": sys.argv, "shape": options.shape, "results": results},
+                {
+                    "machine": machine(),
+                    "command": sys.argv,
+                    "shape": options.shape,
+                    "results": results,
+                },
                 indent=1,
             )
             + "\n"
@@ -126,7 +169,9 @@ def options_of(way: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of vLLM and of nibble's plugin, those of all the way's parts."""
     unknown = set(way.split(" + ")) - set(PARTS)
     if unknown:
-        raise SystemExit(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}, joined by ' + '")
+        raise SystemExit(
+            f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}, joined by ' + '"
+        )
     arguments: dict[str, Any] = {}
     plugin: dict[str, Any] = {}
     for part in way.split(" + "):
@@ -222,9 +267,12 @@ def say(found: Any) -> None:
 def generate(llm: Any, batch: int) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=TOKENS_OUT, ignore_eos=True, temperature=0.0, detokenize=False)
+    params = SamplingParams(
+        max_tokens=TOKENS_OUT, ignore_eos=True, temperature=0.0, detokenize=False
+    )
     prompts = [
-        {"prompt_token_ids": [(i * 7 + j) % 1000 + 10 for j in range(TOKENS_IN)]} for i in range(batch)
+        {"prompt_token_ids": [(i * 7 + j) % 1000 + 10 for j in range(TOKENS_IN)]}
+        for i in range(batch)
     ]
     llm.generate(prompts, params, use_tqdm=False)
 
@@ -245,13 +293,20 @@ def measured(llm: Any, batch: int) -> dict[str, float]:
 
 
 def prompted(llm: Any, tokens: int) -> float:
-    """Milliseconds until the first token of a prompt that nobody has asked before, the best of RUNS after one to warm up."""
+    """Milliseconds until the first token of a prompt that nobody has asked before, the best of
+    RUNS after one to warm up.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     times = []
     for run in range(RUNS + 1):
-        prompt = {"prompt_token_ids": [tokens + run, *((run * 31 + i) % 1000 + 10 for i in range(1, tokens))]}
+        prompt = {
+            "prompt_token_ids": [
+                tokens + run,
+                *((run * 31 + i) % 1000 + 10 for i in range(1, tokens)),
+            ]
+        }
         begin = time.perf_counter()
         llm.generate([prompt], params, use_tqdm=False)
         times.append(time.perf_counter() - begin)
@@ -259,7 +314,9 @@ def prompted(llm: Any, tokens: int) -> float:
 
 
 def profiled(llm: Any, batch: int) -> dict[str, float]:
-    """Microseconds a step of each kernel, the twelve longest, and their sum. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0."""
+    """Microseconds a step of each kernel, the twelve longest, and their sum. Needs
+    VLLM_ENABLE_V1_MULTIPROCESSING=0.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:

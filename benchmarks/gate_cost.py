@@ -1,15 +1,18 @@
-"""What gate and request guard add to a request: vLLM's app with and without them, interleaved, over uvicorn on loopback.
+"""What gate and request guard add to a request: vLLM's app with and without them, interleaved, over
+uvicorn on loopback.
 
-    python benchmarks/gate_cost.py [--pairs 2000] [--repeats 5] [--out benchmarks/results/gate_cost.json]
+    python benchmarks/gate_cost.py [--pairs 2000] [--repeats 5] [--out
+    benchmarks/results/gate_cost.json]
     python benchmarks/gate_cost.py --rate URL [--key KEY]     answers/s of a running server, for "share of throughput"
 
-One server process runs four uvicorn servers on one event loop, as vLLM configures them (httptools and uvloop
-where installed): "plain", "gate" (without the request guard), "guard" (both, as served) and a second "plain" as the control that
-shows the noise. `guard_cost_ms` is what the request guard adds to the gate, `gate_cost_ms` what both add. The client sends
-the same request on one keep-alive connection to each, in an order that turns with every round, and compares
-within the round, so that whatever else the machine does hits all three alike. Requests: `GET /version` and chats
-of 1 KB and 60 KB, which vLLM parses and validates; an answer of one word stands in for the engine's.
-"""
+One server process runs four uvicorn servers on one event loop, as vLLM configures them (httptools
+and uvloop where installed): "plain", "gate" (without the request guard), "guard" (both, as served)
+and a second "plain" as the control that shows the noise. `guard_cost_ms` is what the request guard
+adds to the gate, `gate_cost_ms` what both add. The client sends the same request on one keep-alive
+connection to each, in an order that turns with every round, and compares within the round, so that
+whatever else the machine does hits all three alike. Requests: `GET /version` and chats of 1 KB and
+60 KB, which vLLM parses and validates; an answer of one word stands in for the engine's.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from machine import machine  # noqa: E402
 
-from nibble.gate import Gate  # noqa: E402
+from nibble.engine.gate.asgi import Gate  # noqa: E402
 
 KEY = "nbl-benchmark-0123456789-0123456789-0123456789"
 INTERNAL = "benchmark-internal-0123456789"
 SERVERS = ("plain", "gate", "guard", "plain_again")
-MIDDLEWARE = {"gate": "gate_cost.GateAlone", "guard": "nibble.gate.Gate"}
+MIDDLEWARE = {"gate": "gate_cost.GateAlone", "guard": "nibble.engine.gate.asgi.Gate"}
 # Of each round; the first deciles of all times beside it, which a busy machine disturbs less.
 DIFFERENCES = {
     "guard_cost": ("guard", "gate"),
@@ -76,7 +79,9 @@ def request_bytes(method: str, path: str, body: bytes = b"") -> bytes:
 def chat(messages: int, characters: int) -> bytes:
     text = ('An answer\'s cost hangs on "quotes" too.\n' * (characters // 40 + 1))[:characters]
     turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n in range(messages)]
-    return json.dumps({"model": "default", "messages": turns, "max_tokens": 64, "temperature": 0.7}).encode()
+    return json.dumps(
+        {"model": "default", "messages": turns, "max_tokens": 64, "temperature": 0.7}
+    ).encode()
 
 
 REQUESTS = {
@@ -118,13 +123,17 @@ def build_app(server: str) -> Any:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     assert args
     app = build_vllm_app(args, ("generate",))
-    app.state.log_stats = False  # what init_app_state sets where there is an engine; the lifespan asks for it
+    app.state.log_stats = (
+        False  # what init_app_state sets where there is an engine; the lifespan asks for it
+    )
     app.state.openai_serving_chat = OneWord()
     return app
 
 
 def run_servers(sockets: list[socket.socket], ready: Any) -> None:
-    """The server process: one uvicorn server per socket, in the order of SERVERS, on one event loop."""
+    """The server process: one uvicorn server per socket, in the order of SERVERS, on one event
+    loop.
+    """
     import uvicorn
 
     configs, servers = [], []
@@ -153,7 +162,9 @@ def run_servers(sockets: list[socket.socket], ready: Any) -> None:
 
 
 def ask_ms(connection: socket.socket, request: bytes) -> float:
-    """Send the request, read the whole answer; milliseconds. RuntimeError for any answer but 200."""
+    """Send the request, read the whole answer; milliseconds. RuntimeError for any answer but
+    200.
+    """
     begin = time.perf_counter_ns()
     connection.sendall(request)
     answer = connection.recv(65536)
@@ -200,7 +211,10 @@ def report(runs: dict[str, list[dict[str, float]]], pairs: int, server: str) -> 
     fields = [f"{name}{kind}_ms" for name in DIFFERENCES for kind in ("", "_of_fastest_tenth")]
     costs = {field: {name: median(name, field) for name in runs} for field in fields}
     return {
-        "what": "milliseconds that nibble's request guard and gate add to one keep-alive request of vLLM's app (no engine)",
+        "what": (
+            "milliseconds that nibble's request guard and gate add to one keep-alive request of"
+            " vLLM's app (no engine)"
+        ),
         "limit_ms": LIMIT_MS,
         **costs,
         "plain_ms": {name: median(name, "plain_median_ms") for name in runs},
@@ -214,7 +228,9 @@ def report(runs: dict[str, list[dict[str, float]]], pairs: int, server: str) -> 
 
 
 def answers_per_second(url: str, key: str) -> float:
-    """What RATE_CLIENTS clients get together, RATE_TOKENS tokens an answer, each asking again at once."""
+    """What RATE_CLIENTS clients get together, RATE_TOKENS tokens an answer, each asking again at
+    once.
+    """
     body = {"model": "default", "prompt": "word1", "max_tokens": RATE_TOKENS, "ignore_eos": True}
     deadline = time.monotonic() + RATE_S
 
@@ -222,7 +238,9 @@ def answers_per_second(url: str, key: str) -> float:
         count = 0
         while time.monotonic() < deadline:
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-            asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+            asked = urllib.request.Request(
+                f"{url}/v1/completions", json.dumps(body).encode(), headers
+            )
             with urllib.request.urlopen(asked, timeout=120) as answer:
                 answer.read()
             count += 1
@@ -235,7 +253,9 @@ def answers_per_second(url: str, key: str) -> float:
 
 
 def add_rate(path: Path, url: str, key: str) -> float:
-    """Into the result at `path`: the time the guard takes of each second at the rate of the server at `url`."""
+    """Into the result at `path`: the time the guard takes of each second at the rate of the
+    server at `url`.
+    """
     result = json.loads(path.read_text())
     rate = answers_per_second(url, key)
     share = result["guard_cost_ms"]["chat of 1 KB"] / 1000 * rate
@@ -255,8 +275,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=2000, help="rounds per repeat")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gate_cost.json")
-    parser.add_argument("--rate", metavar="URL", help="measure the answers/s of this server instead")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "gate_cost.json"
+    )
+    parser.add_argument(
+        "--rate", metavar="URL", help="measure the answers/s of this server instead"
+    )
     parser.add_argument("--key", default="", help="the key of that server")
     options = parser.parse_args()
     if options.rate:
@@ -277,12 +301,14 @@ def main() -> int:
 
 
 def run(pairs: int, repeats: int) -> dict[str, Any]:
-    from nibble.gate_state import GateState
+    from nibble.engine.gate.state import GateState
 
     with tempfile.TemporaryDirectory() as folder:
         GateState.create(Path(folder) / "gate").set("ready", "ready")
         os.environ.update(
-            NIBBLE_API_KEY=KEY, NIBBLE_GATE_INTERNAL=INTERNAL, NIBBLE_GATE_STATE=str(Path(folder) / "gate")
+            NIBBLE_API_KEY=KEY,
+            NIBBLE_GATE_INTERNAL=INTERNAL,
+            NIBBLE_GATE_STATE=str(Path(folder) / "gate"),
         )
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in SERVERS]
         context = multiprocessing.get_context("fork")

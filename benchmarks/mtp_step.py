@@ -1,12 +1,15 @@
-"""What drafting costs: a step of a model of Qwen3-8B's sizes with an MTP head that drafts 0 to 3 tokens, dummy NVFP4 weights.
+"""What drafting costs: a step of a model of Qwen3-8B's sizes with an MTP head that drafts 0 to 3
+tokens, dummy NVFP4 weights.
 
     python benchmarks/mtp_step.py [--out FILE] [--drafts 0 1 2 3] [--batches 1 8]
 
-The model is MiMo's, the dense one that has such a head, in the sizes of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a
-vocabulary of 151936), weights alone in NVFP4; its output head and its draft layer are BF16, as published checkpoints have them.
-A step is the time of a run over its steps, so that it holds whatever is accepted; `break_even` is the share of drafts that has
-to be accepted before drafting saves time. vLLM 0.32 does not compile MiMo's draft layer (mimo_mtp.py:153), as it does Qwen3.5's.
-Each number of drafts is a vLLM in a process of its own, one after the other.
+The model is MiMo's, the dense one that has such a head, in the sizes of kernels.md 10 (36 layers,
+4096/12288, 32 and 8 heads, a vocabulary of 151936), weights alone in NVFP4; its output head and its
+draft layer are BF16, as published checkpoints have them. A step is the time of a run over its
+steps, so that it holds whatever is accepted; `break_even` is the share of drafts that has to be
+accepted before drafting saves time. vLLM 0.32 does not compile MiMo's draft layer
+(mimo_mtp.py:153), as it does Qwen3.5's. Each number of drafts is a vLLM in a process of its own,
+one after the other.
 """
 
 from __future__ import annotations
@@ -23,13 +26,27 @@ from typing import Any
 
 # Qwen2's configuration with MiMo's architecture: transformers has no configuration of MiMo's own.
 CONFIG: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16", "hidden_size": 4096,
-    "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "eos_token_id": 2, "num_nextn_predict_layers": 1,
-}  # fmt: skip
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "eos_token_id": 2,
+    "num_nextn_predict_layers": 1,
+}
 TOKENS_IN, TOKENS_OUT, RUNS = 64, 128, 4
-COUNTERS = {"steps": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+COUNTERS = {
+    "steps": "vllm:spec_decode_num_drafts",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
 
 
 def main() -> None:
@@ -47,7 +64,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         folder, drafts = options.one
-        print("RESULT", json.dumps(measure(folder, int(drafts), options.batches, options.tokens)), flush=True)
+        print(
+            "RESULT",
+            json.dumps(measure(folder, int(drafts), options.batches, options.tokens)),
+            flush=True,
+        )
         return
     from machine import machine
 
@@ -64,7 +85,9 @@ def main() -> None:
 
 
 def write(folder: Path, layers: int, other: dict[str, Any]) -> None:
-    """A checkpoint without weights. The draft layer's number is the one after the model's (vllm 0.32 mimo_mtp.py:96)."""
+    """A checkpoint without weights. The draft layer's number is the one after the model's (vllm
+    0.32 mimo_mtp.py:96).
+    """
     ignored = ["lm_head", f"model.layers.{layers}.*"]
     quantization = {
         "quant_method": "modelopt",
@@ -88,18 +111,32 @@ def in_a_process(folder: str, drafts: int, options: argparse.Namespace) -> dict[
 
 
 def measure(folder: str, drafts: int, batches: list[int], tokens: int) -> dict[str, Any]:
-    """Seconds to a ready engine, and for each batch milliseconds a step: the best of RUNS, the first not counted."""
+    """Seconds to a ready engine, and for each batch milliseconds a step: the best of RUNS, the
+    first not counted.
+    """
     from vllm import LLM, SamplingParams
 
     began = time.perf_counter()
     llm = LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=max(batches),
-        gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=False,
-        enable_flashinfer_autotune=False, disable_log_stats=False,
-        # The model's steps have a token and its drafts for each sequence, the draft layer's one token.
-        compilation_config={"cudagraph_capture_sizes": sorted({*batches, *(batch * (drafts + 1) for batch in batches)})},
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=max(batches),
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=4 << 30,
+        enable_prefix_caching=False,
+        enable_flashinfer_autotune=False,
+        disable_log_stats=False,
+        # The model's steps have a token and its drafts for each sequence, the draft layer's one
+        # token.
+        compilation_config={
+            "cudagraph_capture_sizes": sorted(
+                {*batches, *(batch * (drafts + 1) for batch in batches)}
+            )
+        },
         speculative_config={"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
-    )  # fmt: skip
+    )
     found: dict[str, Any] = {"ready_s": round(time.perf_counter() - began, 1)}
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for batch in batches:
@@ -121,13 +158,17 @@ def measure(folder: str, drafts: int, batches: list[int], tokens: int) -> dict[s
 
 
 def counted(llm: Any) -> dict[str, int]:
-    """vLLM's counters: steps that verified drafts, and drafted tokens that were accepted, of all sequences."""
+    """vLLM's counters: steps that verified drafts, and drafted tokens that were accepted, of all
+    sequences.
+    """
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {name: int(values.get(metric, 0)) for name, metric in COUNTERS.items()}
 
 
 def add_break_even(ways: dict[str, dict[str, Any]]) -> None:
-    """Give each batch of each way with drafts the share of them that has to be accepted before they save time."""
+    """Give each batch of each way with drafts the share of them that has to be accepted before
+    they save time.
+    """
     plain = ways.get("0")
     for drafts in map(int, ways):
         for batch, row in ways[str(drafts)].items():

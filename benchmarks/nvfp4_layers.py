@@ -1,11 +1,13 @@
-"""One fused q/k/v layer with unequal global scales through vLLM's own layer classes and every kernel there is: errors.
+"""One fused q/k/v layer with unequal global scales through vLLM's own layer classes and every
+kernel there is: errors.
 
     python benchmarks/nvfp4_layers.py [--device cuda] [--out results.json]
 
-The weights are those of formats.md 5.2 (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64 rows t5 * .008, numpy seed 7),
-each quantized by itself, loaded by vLLM's weight loaders as ModelOpt and as compressed-tensors checkpoints, W4A4 and W4A16.
-`own` is vLLM alone, `merged` the same with nibble's plugin. Each error is the relative Frobenius norm of one part's outputs
-against float64: `original` against the unquantized weights and activations, `stored` against what the tensors mean.
+The weights are those of formats.md 5.2 (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64
+rows t5 * .008, numpy seed 7), each quantized by itself, loaded by vLLM's weight loaders as ModelOpt
+and as compressed-tensors checkpoints, W4A4 and W4A16. `own` is vLLM alone, `merged` the same with
+nibble's plugin. Each error is the relative Frobenius norm of one part's outputs against float64:
+`original` against the unquantized weights and activations, `stored` against what the tensors mean.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 COLUMNS, ROWS, TOKENS = 1024, {"q": 256, "k": 64, "v": 64}, 64
 TIME_LIMIT_S = 120
 ROUTED = "fp4-as-bf16"  # a W4A4 checkpoint with NIBBLE_NVFP4_ACTIVATIONS=bf16
-LINEAR_KERNELS = {"cpu": ("auto", "emulation"), "cuda": ("marlin", "humming", "emulation", "nibble")}
+LINEAR_KERNELS = {
+    "cpu": ("auto", "emulation"),
+    "cuda": ("marlin", "humming", "emulation", "nibble"),
+}
 
 
 def main() -> None:
@@ -49,7 +54,10 @@ def main() -> None:
         with distributed_environment(options.device):
             for case in options.cases:
                 form, activations, kernel, plugin = case.split(",")
-                print(json.dumps(run_case(form, activations, kernel, plugin, options.device)), flush=True)
+                print(
+                    json.dumps(run_case(form, activations, kernel, plugin, options.device)),
+                    flush=True,
+                )
         return
     cases = [
         (form, activations, kernel, plugin)
@@ -65,18 +73,24 @@ def main() -> None:
             results.append(result)
             print(show(result), flush=True)
     if options.out:
-        options.out.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n"
+        )
 
 
 def in_a_process(case: tuple[str, ...], device: str) -> dict[str, Any]:
     """The case with its errors, or with the line that refused it."""
     words = [sys.executable, __file__, "--device", device, "--cases", ",".join(case)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return case_names(case) | {"refused": f"no answer within {TIME_LIMIT_S} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = json.loads(lines[-1]) if lines else {"refused": done.stderr.strip().splitlines()[-1][-200:]}
+    found = (
+        json.loads(lines[-1]) if lines else {"refused": done.stderr.strip().splitlines()[-1][-200:]}
+    )
     return case_names(case) | found
 
 
@@ -87,7 +101,9 @@ def case_names(case: tuple[str, ...]) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """One line of the table."""
-    words = f"{result['form']:19}{result['activations']:12}{result['kernel']:10}{result['scales']:8}"
+    words = (
+        f"{result['form']:19}{result['activations']:12}{result['kernel']:10}{result['scales']:8}"
+    )
     if "refused" in result:
         return words + result["refused"]
     parts = "  ".join(
@@ -98,7 +114,9 @@ def show(result: dict[str, Any]) -> str:
 
 
 def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:
-    """Errors of q, k and v, and the kernel's class. A process that has run a merged case can run no other kind."""
+    """Errors of q, k and v, and the kernel's class. A process that has run a merged case can run
+    no other kind.
+    """
     options = {"nvfp4_activations": "bf16"} if activations == ROUTED else {}
     with vllm_config(kernel, options):
         if scales == "merged":
@@ -118,7 +136,9 @@ def run_case(form: str, activations: str, kernel: str, scales: str, device: str)
             and not ("Humming" in chosen and device == "cuda")
         )
         errors = {}
-        for (name, weight), columns in zip(weights.items(), out.split(list(ROWS.values()), 1), strict=True):
+        for (name, weight), columns in zip(
+            weights.items(), out.split(list(ROWS.values()), 1), strict=True
+        ):
             stored = x_as_computed(x, loaded["input_scale"], is_quantized) @ loaded[name].T
             errors[name] = {
                 "original": relative(columns, x.double() @ weight.double().T),
@@ -135,7 +155,9 @@ def parts() -> dict[str, Tensor]:
         "k": rng.standard_normal((ROWS["k"], COLUMNS)) * 0.05,
         "v": rng.standard_t(5, (ROWS["v"], COLUMNS)) * 0.008,
     }
-    return {name: torch.tensor(values, dtype=torch.float32).bfloat16() for name, values in drawn.items()}
+    return {
+        name: torch.tensor(values, dtype=torch.float32).bfloat16() for name, values in drawn.items()
+    }
 
 
 @contextmanager
@@ -156,7 +178,8 @@ def distributed_environment(device: str) -> Iterator[None]:
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
             initialize_model_parallel(1)
         yield
-        cleanup_dist_env_and_memory()  # with 4 GPUs in the machine a process that did not do so hung at its end
+        # with 4 GPUs in the machine a process that did not do so hung at its end
+        cleanup_dist_env_and_memory()
 
 
 @contextmanager
@@ -167,7 +190,9 @@ def vllm_config(kernel: str, options: dict[str, str]) -> Iterator[None]:
     backend = KernelConfig(linear_backend="auto" if kernel == "nibble" else kernel)
     if kernel == "nibble":
         options = options | {"linear_kernel": "nibble"}
-    with set_current_vllm_config(VllmConfig(kernel_config=backend, additional_config={"nibble": options})):
+    with set_current_vllm_config(
+        VllmConfig(kernel_config=backend, additional_config={"nibble": options})
+    ):
         yield
 
 
@@ -189,7 +214,9 @@ def make_layer(
     heads = {"head_size": 64, "total_num_heads": ROWS["q"] // 64, "total_num_kv_heads": 1}
     config = CONFIGS[form](activations)
     with torch.device(device):
-        layer = QKVParallelLinear(COLUMNS, **heads, bias=False, quant_config=config, prefix="qkv_proj")
+        layer = QKVParallelLinear(
+            COLUMNS, **heads, bias=False, quant_config=config, prefix="qkv_proj"
+        )
     amax_x, divisor = 4.5, form == "compressed-tensors"  # of 65536 normal numbers
     input_scale = torch.tensor(amax_x / 2688, dtype=torch.float32)
     loaded: dict[str, Tensor] = {"input_scale": input_scale}
@@ -219,7 +246,9 @@ def make_layer(
 def _modelopt(activations: str) -> Any:
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
-    return ModelOptNvFp4Config("W4A16_NVFP4" if activations == "bf16" else "NVFP4", True, None, [], 16)
+    return ModelOptNvFp4Config(
+        "W4A16_NVFP4" if activations == "bf16" else "NVFP4", True, None, [], 16
+    )
 
 
 def _compressed_tensors(activations: str) -> Any:
@@ -227,14 +256,17 @@ def _compressed_tensors(activations: str) -> Any:
         CompressedTensorsConfig,
     )
 
-    from nibble.convert.config import compressed_tensors
+    from nibble.checkpoint.convert.config import compressed_tensors
 
     return CompressedTensorsConfig.from_config(
         compressed_tensors("bf16" if activations == "bf16" else "fp4", ignore=[], kv_cache=None)
     )
 
 
-CONFIGS: dict[str, Callable[[str], Any]] = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors}
+CONFIGS: dict[str, Callable[[str], Any]] = {
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+}
 
 
 def x_as_computed(x: Tensor, input_scale: Tensor, is_quantized: bool) -> Tensor:
@@ -245,9 +277,9 @@ def x_as_computed(x: Tensor, input_scale: Tensor, is_quantized: bool) -> Tensor:
     from nibble_kernels.nvfp4_quant import nvfp4_quant
 
     codes, scales = nvfp4_quant(x, (1 / input_scale).reshape(1), tiled=False)
-    return (e2m1_decode(codes).double().unflatten(-1, (-1, 16)) * scales.double()[..., None]).flatten(
-        -2
-    ) * input_scale.double()
+    return (
+        e2m1_decode(codes).double().unflatten(-1, (-1, 16)) * scales.double()[..., None]
+    ).flatten(-2) * input_scale.double()
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -1,11 +1,14 @@
-"""How fast the decode kernel multiplies, side by side with cuBLAS in BF16 and vLLM's Marlin and Humming.
+"""How fast the decode kernel multiplies, side by side with cuBLAS in BF16 and vLLM's Marlin and
+Humming.
 
-    python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...] [--without-vllm] [--divisions]
+    python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...]
+    [--without-vllm] [--divisions]
 
-Every implementation has its own copies of a shape's weights, as many as fill four second caches, and one CUDA graph that
-multiplies by each of them once. The graphs take turns, and the median of their replays counts. Bytes are those of codes and
-scales (BF16: of the weight); the read bandwidth is torch.sum's over 2 GiB in the same run. --divisions measures every way to
-divide the work of the decode kernel in place of the other implementations.
+Every implementation has its own copies of a shape's weights, as many as fill four second caches,
+and one CUDA graph that multiplies by each of them once. The graphs take turns, and the median of
+their replays counts. Bytes are those of codes and scales (BF16: of the weight); the read bandwidth
+is torch.sum's over 2 GiB in the same run. --divisions measures every way to divide the work of the
+decode kernel in place of the other implementations.
 """
 
 from __future__ import annotations
@@ -92,15 +95,21 @@ def measure(options: argparse.Namespace) -> None:
 def side_by_side(
     shape: tuple[int, int], batches: list[int], read: float, with_vllm: bool
 ) -> Iterator[dict[str, Any]]:
-    """A row of the table for each batch: µs, GB/s, share of the read bandwidth, ratio to each of the others."""
+    """A row of the table for each batch: µs, GB/s, share of the read bandwidth, ratio to each of
+    the others.
+    """
     products = implementations(shape, with_vllm)
     for batch in batches:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
-        times = interleaved({name: [partial(call, x) for call in calls] for name, calls in products.items()})
+        times = interleaved(
+            {name: [partial(call, x) for call in calls] for name, calls in products.items()}
+        )
         yield row_of(shape, batch, times, read)
 
 
-def every_division(shape: tuple[int, int], batches: list[int], read: float) -> Iterator[dict[str, Any]]:
+def every_division(
+    shape: tuple[int, int], batches: list[int], read: float
+) -> Iterator[dict[str, Any]]:
     """The time with clusters of one, two and four thread blocks, and of what the kernel chooses."""
     weights = copies(shape)
     divisions = [(), (1, 1), (2, 1), (4, 1)]
@@ -108,14 +117,17 @@ def every_division(shape: tuple[int, int], batches: list[int], read: float) -> I
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
         products = {
             str(division) if division else "nibble": [
-                partial(nvfp4_decode_linear, x, weight, GLOBAL_SCALE, division=division) for weight in weights
+                partial(nvfp4_decode_linear, x, weight, GLOBAL_SCALE, division=division)
+                for weight in weights
             ]
             for division in divisions
         }
         yield row_of(shape, batch, interleaved(products), read)
 
 
-def row_of(shape: tuple[int, int], batch: int, times: dict[str, float], read: float) -> dict[str, Any]:
+def row_of(
+    shape: tuple[int, int], batch: int, times: dict[str, float], read: float
+) -> dict[str, Any]:
     size = packed_bytes(shape)
     own = times["nibble"]
     return {
@@ -151,12 +163,14 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
     weights = copies(shape)
     found: dict[str, list[Product]] = {
         "nibble": [
-            lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE) for weight in weights
+            lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE)
+            for weight in weights
         ]
     }
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
     dense = [
-        nvfp4_dequantize_weight(weight, shape[1], like) for weight in weights[: max(2, len(weights) // 3)]
+        nvfp4_dequantize_weight(weight, shape[1], like)
+        for weight in weights[: max(2, len(weights) // 3)]
     ]
     found["cublas bf16"] = [
         lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in dense
@@ -176,7 +190,9 @@ def vllm_kernels(
     for name in names:
         with vllm_config(name, {}):
             layers = [vllm_layer(shape) for _ in range(count)]
-        found[name] = [lambda x, layer=layer: layer.quant_method.apply(layer, x) for layer in layers]
+        found[name] = [
+            lambda x, layer=layer: layer.quant_method.apply(layer, x) for layer in layers
+        ]
     return found
 
 
@@ -188,7 +204,11 @@ def vllm_layer(shape: tuple[int, int]) -> Any:
     codes, scales = random_weight(shape)
     with torch.device(codes.device):
         layer = ReplicatedLinear(
-            shape[1], shape[0], bias=False, quant_config=CONFIGS["modelopt"]("bf16"), prefix="linear"
+            shape[1],
+            shape[0],
+            bias=False,
+            quant_config=CONFIGS["modelopt"]("bf16"),
+            prefix="linear",
         )
     parameters = dict(layer.named_parameters())
     parameters["weight"].data.copy_(codes)

@@ -1,12 +1,15 @@
-"""The demo models' log-probabilities through every NVFP4 path of a machine, against float32 arithmetic on the same weights.
+"""The demo models' log-probabilities through every NVFP4 path of a machine, against float32
+arithmetic on the same weights.
 
-    python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …] [--models NAME …]
+    python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …]
+    [--models NAME …]
 
-The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in transformers. Every path
-is a vLLM of its own that scores the same tokens; the same emulation in BF16 arithmetic is there as a yardstick. For each
-position the whole distribution is compared: the largest difference of a log-probability among tokens above 0.1 %, the mean
-Kullback-Leibler divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with an output head of
-its own: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
+The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in
+transformers. Every path is a vLLM of its own that scores the same tokens; the same emulation in
+BF16 arithmetic is there as a yardstick. For each position the whole distribution is compared: the
+largest difference of a log-probability among tokens above 0.1 %, the mean Kullback-Leibler
+divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with an output
+head of its own: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4")
 QUESTIONS = 24
 TIME_LIMIT_S = 300
-# What docs/nvfp4.md states: the mean divergence in nats of every path from float32 arithmetic on the same weights, by model and
-# NIBBLE_NVFP4_ACTIVATIONS.
+# What docs/nvfp4.md states: the mean divergence in nats of every path from float32 arithmetic on
+# the same weights, by model and NIBBLE_NVFP4_ACTIVATIONS.
 BOUNDS_NATS = {
     ("nibble-demo-nvfp4", "bf16"): 2e-4,
     ("nibble-demo-nvfp4", "checkpoint"): 0.02,
@@ -41,8 +44,8 @@ BOUNDS_NATS = {
 
 
 class Way(NamedTuple):
-    """A way to multiply. activations: NIBBLE_NVFP4_ACTIVATIONS; backend: of linear layers and experts, "nibble" of ours, with
-    Marlin's experts."""
+    """A way to multiply. activations: NIBBLE_NVFP4_ACTIVATIONS; backend: of linear layers and
+    experts, "nibble" of ours, with Marlin's experts."""
 
     device: str
     activations: str
@@ -86,20 +89,30 @@ def main() -> None:
     ]
     results = []
     for model in options.models:
-        references = {activations: reference(model, activations) for activations in ("checkpoint", "bf16")}
+        references = {
+            activations: reference(model, activations) for activations in ("checkpoint", "bf16")
+        }
         with ThreadPoolExecutor(options.jobs) as pool:
             found = dict(
-                zip(names, pool.map(lambda name, model=model: run_path(model, name), names), strict=True)
+                zip(
+                    names,
+                    pool.map(lambda name, model=model: run_path(model, name), names),
+                    strict=True,
+                )
             )
         for activations, name in (("checkpoint", "W4A4"), ("bf16", "W4A16")):
-            found[f"BF16 arithmetic in torch, {name}"] = reference(model, activations, torch.bfloat16)
+            found[f"BF16 arithmetic in torch, {name}"] = reference(
+                model, activations, torch.bfloat16
+            )
         for name, logprobs in found.items():
             result: dict[str, Any] = {"model": model, "path": name}
             if isinstance(logprobs, str):
                 result["failed"] = logprobs
             else:
-                result |= {f"to {'W4A4' if kind == 'checkpoint' else 'W4A16'}": compare(logprobs, wanted)
-                           for kind, wanted in references.items()}  # fmt: skip
+                result |= {
+                    f"to {'W4A4' if kind == 'checkpoint' else 'W4A16'}": compare(logprobs, wanted)
+                    for kind, wanted in references.items()
+                }
             results.append(result)
             print(json.dumps(result), flush=True)
         write(options.out, results)
@@ -117,7 +130,9 @@ def write(out: Path | None, results: list[dict[str, Any]]) -> None:
 
 
 def head_effect(device: str) -> dict[str, Any]:
-    """The BF16 demo with its embedding copied to an output head of its own, quantized at load or not."""
+    """The BF16 demo with its embedding copied to an output head of its own, quantized at load or
+    not.
+    """
     from safetensors.torch import load_file, save_file
 
     folder, source = Path(tempfile.mkdtemp()), ROOT / "models/nibble-demo"
@@ -145,7 +160,10 @@ def prompts(model: str) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / model)
     found = []
     for row in read_questions()[:QUESTIONS]:
-        messages = [{"role": "user", "content": row.question}, {"role": "assistant", "content": row.answer}]
+        messages = [
+            {"role": "user", "content": row.question},
+            {"role": "assistant", "content": row.answer},
+        ]
         found.append(tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False)))
     return found
 
@@ -164,14 +182,21 @@ def reference(model: str, activations: str, dtype: torch.dtype = torch.float32) 
     change = without_input_scales if activations == "bf16" else (lambda tensors: None)
     with nvfp4_model(ROOT / "models" / model, change) as network:
         network = network.to(dtype)
-        rows = [network(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in prompts(model)]
+        rows = [
+            network(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+            for ids in prompts(model)
+        ]
     return torch.cat(rows)
 
 
 def run_path(model: str, name: str) -> Tensor | str:
-    """Log-probabilities [positions, vocabulary] of one path, or the last line of what went wrong."""
+    """Log-probabilities [positions, vocabulary] of one path, or the last line of what went
+    wrong.
+    """
     way = PATHS[name]
-    return in_vllm(model, way.device, {"nvfp4_activations": way.activations}, way.backend, way.ranks)
+    return in_vllm(
+        model, way.device, {"nvfp4_activations": way.activations}, way.backend, way.ranks
+    )
 
 
 def in_vllm(
@@ -207,13 +232,20 @@ def in_vllm(
 
 
 def score(model: str, arguments: str, out: str) -> None:
-    """Write the log-probabilities of every token at every position, in a vLLM with these arguments (JSON)."""
+    """Write the log-probabilities of every token at every position, in a vLLM with these
+    arguments (JSON).
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        str(ROOT / "models" / model), max_model_len=256, max_num_seqs=4, max_logprobs=-1, enforce_eager=True,
-        enable_prefix_caching=False, **json.loads(arguments),
-    )  # fmt: skip
+        str(ROOT / "models" / model),
+        max_model_len=256,
+        max_num_seqs=4,
+        max_logprobs=-1,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        **json.loads(arguments),
+    )
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
     batch = [{"prompt_token_ids": ids} for ids in prompts(model)]
     rows = []

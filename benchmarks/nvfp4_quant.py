@@ -1,14 +1,16 @@
-"""How fast nibble-kernels quantizes activations to NVFP4, against a device-to-device memcpy of the same run.
+"""How fast nibble-kernels quantizes activations to NVFP4, against a device-to-device memcpy of the
+same run.
 
     TORCH_CUDA_ARCH_LIST=9.0a pip install --no-deps --no-build-isolation ./kernels
     python benchmarks/nvfp4_quant.py --out FILE [--ncu] [--vllm-emulation nvfp4_emulation_utils.py]
 
-Bytes are those that must move: every input read and every output written once; a maximum that is found first reads its input
-once more ("two-pass"). Time is the median of graph replays of 20 calls on rotating inputs of more than four times the second
-cache. --ncu reads each kernel's issue slots in use from hardware counters: at 100 % no arrangement of the same instructions
-would be faster. vLLM's own kernel needs the FP4 conversion instruction and FlashInfer's is empty below compute capability 10
-(csrc/nv_internal/tensorrt_llm/kernels/quantization.cuh), so on Hopper vLLM's emulation in Triton is what there is to compare
-with; it writes bfloat16.
+Bytes are those that must move: every input read and every output written once; a maximum that is
+found first reads its input once more ("two-pass"). Time is the median of graph replays of 20 calls
+on rotating inputs of more than four times the second cache. --ncu reads each kernel's issue slots
+in use from hardware counters: at 100 % no arrangement of the same instructions would be faster.
+vLLM's own kernel needs the FP4 conversion instruction and FlashInfer's is empty below compute
+capability 10 (csrc/nv_internal/tensorrt_llm/kernels/quantization.cuh), so on Hopper vLLM's
+emulation in Triton is what there is to compare with; it writes bfloat16.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ Call = Callable[[torch.Tensor], Any]
 
 
 def operations(emulation: Path | None) -> dict[str, tuple[Call, float, int]]:
-    """Name: call on an input, bytes read and written an output element, input columns an output column."""
+    """Name: call on an input, bytes read and written an output element, input columns an output
+    column.
+    """
     scale, amax, weight = torch.tensor([300.0]), torch.tensor(4.0), {}
     scale, amax = scale.cuda(), amax.cuda()
 
     def norm(x: torch.Tensor, exact: bool) -> Any:
-        ones = weight.setdefault(x.shape[-1], torch.ones(x.shape[-1] // 2, dtype=x.dtype, device="cuda"))
+        ones = weight.setdefault(
+            x.shape[-1], torch.ones(x.shape[-1] // 2, dtype=x.dtype, device="cuda")
+        )
         halves = x.view(2, x.shape[0], -1)
         return add_rmsnorm_nvfp4_quant(halves[0], halves[1], ones, scale, 1e-6, exact=exact)
 
@@ -57,21 +63,41 @@ def operations(emulation: Path | None) -> dict[str, tuple[Call, float, int]]:
         "nvfp4_quant tiled exact": (lambda x: nvfp4_quant(x, scale), static, 1),
         "nvfp4_quant tiled approximate": (lambda x: nvfp4_quant(x, scale, exact=False), static, 1),
         "nvfp4_quant linear exact": (lambda x: nvfp4_quant(x, scale, tiled=False), static, 1),
-        "nvfp4_quant linear approximate": (lambda x: nvfp4_quant(x, scale, tiled=False, exact=False), static, 1),
+        "nvfp4_quant linear approximate": (
+            lambda x: nvfp4_quant(x, scale, tiled=False, exact=False),
+            static,
+            1,
+        ),
         "silu_mul_nvfp4_quant exact": (lambda x: silu_mul_nvfp4_quant(x, scale), 2 + static, 2),
-        "silu_mul_nvfp4_quant approximate": (lambda x: silu_mul_nvfp4_quant(x, scale, exact=False), 2 + static, 2),
+        "silu_mul_nvfp4_quant approximate": (
+            lambda x: silu_mul_nvfp4_quant(x, scale, exact=False),
+            2 + static,
+            2,
+        ),
         "add_rmsnorm_nvfp4_quant exact": (lambda x: norm(x, True), 4 + static, 2),
         "add_rmsnorm_nvfp4_quant approximate": (lambda x: norm(x, False), 4 + static, 2),
         "quant_fp4 nearest, amax given": (lambda x: quant_fp4(x, amax, exact=False), static, 1),
-        "quant_fp4 nearest, own amax (two-pass)": (lambda x: quant_fp4(x, exact=False), 2 + static, 1),
+        "quant_fp4 nearest, own amax (two-pass)": (
+            lambda x: quant_fp4(x, exact=False),
+            2 + static,
+            1,
+        ),
         "quant_fp4 four-over-six, amax given": (
-            lambda x: quant_fp4(x, amax, four_over_six=True, exact=False), static, 1,
+            lambda x: quant_fp4(x, amax, four_over_six=True, exact=False),
+            static,
+            1,
         ),
-        "quant_fp4 four-over-six, amax given, exact": (lambda x: quant_fp4(x, amax, four_over_six=True), static, 1),
+        "quant_fp4 four-over-six, amax given, exact": (
+            lambda x: quant_fp4(x, amax, four_over_six=True),
+            static,
+            1,
+        ),
         "quant_fp4 four-over-six, own amax (two-pass)": (
-            lambda x: quant_fp4(x, four_over_six=True, exact=False), 2 + static, 1,
+            lambda x: quant_fp4(x, four_over_six=True, exact=False),
+            2 + static,
+            1,
         ),
-    }  # fmt: skip
+    }
     if emulation:
         quantize_dequantize = vllm_emulation(emulation)
         found["vLLM 0.32.0 _triton_nvfp4_quant_dequant"] = (
@@ -91,7 +117,9 @@ def vllm_emulation(path: Path) -> Callable[..., torch.Tensor]:
         "vllm": {},
         "vllm.platforms": {"current_platform": None},
         "vllm.scalar_type": {
-            "scalar_types": types.SimpleNamespace(float4_e2m1f=types.SimpleNamespace(max=lambda: 6.0))
+            "scalar_types": types.SimpleNamespace(
+                float4_e2m1f=types.SimpleNamespace(max=lambda: 6.0)
+            )
         },
         "vllm.triton_utils": {"tl": triton.language, "triton": triton},
         "vllm.utils": {},
@@ -130,7 +158,8 @@ def copy_rates() -> dict[str, float]:
     """Bytes a second, read and written, of copies within the device."""
     runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '13').partition('.')[0]}")
     source, target = (
-        torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)
+        torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+        for _ in range(2)
     )
 
     def copy(_: int, size: int = COPY_BYTES) -> None:
@@ -184,16 +213,17 @@ def measure(
         "percent_of_memcpy": round(100 * moved / time / copy, 1),
     }
     print(
-        f"{name:46} {rows:6}x{columns:<6} {row['us']:9.2f} us {row['gb_per_s']:8.1f} GB/s {row['percent_of_memcpy']:6.1f} %"
+        f"{name:46} {rows:6}x{columns:<6} {row['us']:9.2f} us {row['gb_per_s']:8.1f} GB/s"
+        f" {row['percent_of_memcpy']:6.1f} %"
     )
     return row
 
 
 def issue_slots() -> list[dict[str, Any]]:
-    """Each operation's main kernel by Nsight Compute's counters: share of issue slots used and instructions an element."""
-    metrics = (
-        "sm__inst_issued.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,gpu__time_duration.sum"
-    )
+    """Each operation's main kernel by Nsight Compute's counters: share of issue slots used and
+    instructions an element.
+    """
+    metrics = "sm__inst_issued.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,gpu__time_duration.sum"  # noqa: E501
     command = [
         "ncu",
         "--csv",
@@ -215,8 +245,12 @@ def issue_slots() -> list[dict[str, Any]]:
     return [
         {
             "kernel": kernel["kernel"],
-            "percent_of_issue_slots": round(kernel["sm__inst_issued.avg.pct_of_peak_sustained_active"], 1),
-            "instructions_per_element": round(kernel["smsp__inst_executed.sum"] * 32 / (rows * columns), 2),
+            "percent_of_issue_slots": round(
+                kernel["sm__inst_issued.avg.pct_of_peak_sustained_active"], 1
+            ),
+            "instructions_per_element": round(
+                kernel["smsp__inst_executed.sum"] * 32 / (rows * columns), 2
+            ),
         }
         for kernel in kernels.values()
     ]
@@ -227,10 +261,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--ncu", action="store_true", help="also read hardware counters with Nsight Compute")
-    parser.add_argument("--vllm-emulation", type=Path, metavar="FILE", help="vLLM's nvfp4_emulation_utils.py")
     parser.add_argument(
-        "--once", action="store_true", help="call each operation once and measure nothing (for --ncu)"
+        "--ncu", action="store_true", help="also read hardware counters with Nsight Compute"
+    )
+    parser.add_argument(
+        "--vllm-emulation", type=Path, metavar="FILE", help="vLLM's nvfp4_emulation_utils.py"
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="call each operation once and measure nothing (for --ncu)",
     )
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -250,7 +290,9 @@ def main() -> None:
     report["copies_gb_per_s"] = {name: round(rate / 1e9, 1) for name, rate in rates.items()}
     print(report["machine"]["gpus"], report["conversions"])
     print("copies, GB/s read + written:", report["copies_gb_per_s"])
-    report["rows"] = [measure(name, found[name], shape, copy) for name in found for shape in (*LARGE, *SMALL)]
+    report["rows"] = [
+        measure(name, found[name], shape, copy) for name in found for shape in (*LARGE, *SMALL)
+    ]
     if args.ncu:
         report["issue_slots"] = issue_slots()
         for row in report["issue_slots"]:

@@ -1,10 +1,11 @@
-"""Healthy models of many families against their computed references: each has to pass. Random weights, four layers, BF16.
+"""Healthy models of many families against their computed references: each has to pass. Random
+weights, four layers, BF16.
 
     python benchmarks/reference_families.py [FAMILY …] [--jobs 1] [--out FILE]
 
-For each family of transformers: whether its layers could be followed, whether products within them were fed the
-reference's inputs, and how far the worst of them was off. What vLLM cannot serve on this machine is named. Exit code 1 where
-a healthy model failed.
+For each family of transformers: whether its layers could be followed, whether products within them
+were fed the reference's inputs, and how far the worst of them was off. What vLLM cannot serve on
+this machine is named. Exit code 1 where a healthy model failed.
 """
 
 from __future__ import annotations
@@ -26,44 +27,112 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 from reference_faults import run_model  # noqa: E402
 
 BASE: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 2048, "initializer_range": 0.06, "tie_word_embeddings": False,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 MOE: dict[str, Any] = {
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-    "n_shared_experts": 1, "shared_expert_intermediate_size": 128, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "decoder_sparse_step": 1,
-}  # fmt: skip
+}
 ALTERNATING: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 64,
 }
 LINEAR: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-}  # fmt: skip
-MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 64,
+}
 LATENT: dict[str, Any] = {
-    "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
-}  # fmt: skip
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
 LOCK = threading.Lock()
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {}, "ministral3": {}, "qwen2": {}, "qwen3": {}, "phi3": {}, "arcee": {}, "smollm3": {}, "glm4": {},
-    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156, "logits_scaling": 8.0},
-    "gemma2": ALTERNATING | {"tie_word_embeddings": True}, "gemma3_text": ALTERNATING | {"tie_word_embeddings": True},
-    "cohere2": ALTERNATING, "exaone4": ALTERNATING, "olmo2": {}, "olmo3": ALTERNATING, "seed_oss": {}, "starcoder2": {},
-    "nemotron": {}, "stablelm": {}, "ernie4_5": {}, "hunyuan_v1_dense": {},
-    "qwen2_moe": MOE, "qwen3_moe": MOE | {"shared_expert_intermediate_size": 0}, "mixtral": MOE, "olmoe": MOE,
-    "granitemoe": MOE, "phimoe": MOE,
-    "gpt_oss": MOE | ALTERNATING, "glm4_moe": MOE, "dots1": MOE,
+    "llama": {},
+    "mistral": {},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "arcee": {},
+    "smollm3": {},
+    "glm4": {},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0156,
+        "logits_scaling": 8.0,
+    },
+    "gemma2": ALTERNATING | {"tie_word_embeddings": True},
+    "gemma3_text": ALTERNATING | {"tie_word_embeddings": True},
+    "cohere2": ALTERNATING,
+    "exaone4": ALTERNATING,
+    "olmo2": {},
+    "olmo3": ALTERNATING,
+    "seed_oss": {},
+    "starcoder2": {},
+    "nemotron": {},
+    "stablelm": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "qwen2_moe": MOE,
+    "qwen3_moe": MOE | {"shared_expert_intermediate_size": 0},
+    "mixtral": MOE,
+    "olmoe": MOE,
+    "granitemoe": MOE,
+    "phimoe": MOE,
+    "gpt_oss": MOE | ALTERNATING,
+    "glm4_moe": MOE,
+    "dots1": MOE,
     "ernie4_5_moe": MOE | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1},
     "deepseek_v2": MOE | LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
-    "deepseek_v3": MOE | LATENT | {"q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "qwen3_next": MOE | LINEAR, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": MOE | LINEAR,
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 512}, "bamba": MAMBA | {"attn_layer_indices": [1, 3], "mamba_expand": 2},
-    "granitemoehybrid": MOE | MAMBA | {"shared_intermediate_size": 128, "layer_types": ["mamba", "attention"] * 2,
-                                       "mamba_expand": 2},
-}  # fmt: skip
+    "deepseek_v3": MOE
+    | LATENT
+    | {"q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_next": MOE | LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": MOE | LINEAR,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 512},
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3], "mamba_expand": 2},
+    "granitemoehybrid": MOE
+    | MAMBA
+    | {
+        "shared_intermediate_size": 128,
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_expand": 2,
+    },
+}
 
 
 def main() -> int:
@@ -92,7 +161,12 @@ def main() -> int:
             print(json.dumps({name: found}), flush=True)
             if asked.out:
                 asked.out.write_text(json.dumps(data, indent=1) + "\n")
-    return int(any(str(found.get("verdict", "")).startswith("failed") for found in data["families"].values()))
+    return int(
+        any(
+            str(found.get("verdict", "")).startswith("failed")
+            for found in data["families"].values()
+        )
+    )
 
 
 def compare(folder: Path, family: str) -> dict[str, Any]:
@@ -102,7 +176,9 @@ def compare(folder: Path, family: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             none = run_model(str(folder), Path(scratch), "auto")["faults"]["none"]
     except subprocess.CalledProcessError as error:
-        return {"not_compared": f"no reference: {(error.stderr or error.stdout or '').strip()[-200:]}"}
+        return {
+            "not_compared": f"no reference: {(error.stderr or error.stdout or '').strip()[-200:]}"
+        }
     except (SystemExit, Exception) as error:
         return {"not_compared": f"{type(error).__name__}: {error}"[:200]}
     report = none["report"] or {}

@@ -1,9 +1,11 @@
-"""Which faults a computed reference finds: each is put into one vLLM on this machine, in this process, and taken out again.
+"""Which faults a computed reference finds: each is put into one vLLM on this machine, in this
+process, and taken out again.
 
     python benchmarks/reference_faults.py MODEL … [--kv-cache-dtype fp8] [--out FILE]
 
-For each model `nibble reference` runs first. For each fault there is what the worker's layers said of the reference and how far
-the log-probs of the canary's texts are from it. Faults of requests and sampling are in tests/e2e/test_canary.py.
+For each model `nibble reference` runs first. For each fault there is what the worker's layers said
+of the reference and how far the log-probs of the canary's texts are from it. Faults of requests and
+sampling are in tests/e2e/test_canary.py.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def as_text(data: dict[str, Any]) -> str:
     """JSON with one line for each fault."""
     models = [
         f' {json.dumps(name)}: {{"reference": {json.dumps(found["reference"])}, "faults": {{\n'
-        + ",\n".join(f"  {json.dumps(fault)}: {json.dumps(told)}" for fault, told in found["faults"].items())
+        + ",\n".join(
+            f"  {json.dumps(fault)}: {json.dumps(told)}" for fault, told in found["faults"].items()
+        )
         + "\n }}"
         for name, found in data["models"].items()
     ]
@@ -85,7 +89,9 @@ def run_model(model: str, folder: Path, kv_cache_dtype: str) -> dict[str, Any]:
         "--kv-cache-dtype",
         kv_cache_dtype,
     ]
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
+    child = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
+    )
     found = {}
     for line in child.stdout or ():
         if line.startswith("RESULT "):
@@ -119,8 +125,13 @@ def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> No
 
     faults = {"none": vllm_faults.no_fault, **vllm_faults.FAULTS, **model_faults.FAULTS}
     only = os.environ.get("FAULTS", "").split(",")
-    for name in [name for name in faults if name not in NOT_OF_THE_MODEL and (only == [""] or name in only)]:
-        print("\nRESULT " + json.dumps({name: one_fault(llm, worker, faults[name], files)}), flush=True)
+    for name in [
+        name for name in faults if name not in NOT_OF_THE_MODEL and (only == [""] or name in only)
+    ]:
+        print(
+            "\nRESULT " + json.dumps({name: one_fault(llm, worker, faults[name], files)}),
+            flush=True,
+        )
 
 
 def hand_over(reference: Path, proof: Path) -> dict[str, Any]:
@@ -168,7 +179,10 @@ def distances(llm: Any, data: dict[str, Any]) -> list[float]:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
     found = []
     for ids, case, output in zip(texts, data["cases"], outputs, strict=True):
-        own = [place[token].logprob for place, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        own = [
+            place[token].logprob
+            for place, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+        ]
         pairs = list(zip(own, case["logprobs"], strict=True))
         found.append(sum(abs(one - other) for one, other in pairs) / len(pairs))
     return found

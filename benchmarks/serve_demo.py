@@ -1,11 +1,14 @@
-"""`nibble serve` from start to end on this machine: phases, exact answers, and a drain with streams running.
+"""`nibble serve` from start to end on this machine: phases, exact answers, and a drain with streams
+running.
 
-    python benchmarks/serve_demo.py [--model nibble-demo] [--starts 2] [--logs DIR] [--out FILE] [FLAG …]
+    python benchmarks/serve_demo.py [--model nibble-demo] [--starts 2] [--logs DIR] [--out FILE]
+    [FLAG …]
 
-Starts the server (the first time with empty caches, then with filled ones), follows /status, asks all questions of
-models/demo_questions.jsonl at temperature 0, then sends SIGTERM while long streams run: they must finish, new
-requests must get 503, the exit code must be 0, and no process may be left on the GPU. Further arguments go to
-`nibble serve`. Writes benchmarks/results/TARGET_demo.json; exit code 1 where something was not as promised.
+Starts the server (the first time with empty caches, then with filled ones), follows /status, asks
+all questions of models/demo_questions.jsonl at temperature 0, then sends SIGTERM while long streams
+run: they must finish, new requests must get 503, the exit code must be 0, and no process may be
+left on the GPU. Further arguments go to `nibble serve`. Writes benchmarks/results/TARGET_demo.json;
+exit code 1 where something was not as promised.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from machine import machine  # noqa: E402
 
-from nibble.hardware import Hardware, detect  # noqa: E402
+from nibble.machine.hardware import Hardware, detect  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUESTIONS = ROOT / "models" / "demo_questions.jsonl"
@@ -52,9 +55,13 @@ def main() -> int:
         "--model", default="nibble-demo", help="the embedded demo, or a folder that answers like it"
     )
     parser.add_argument("--starts", type=int, default=2, help="the first with empty caches")
-    parser.add_argument("--streams", type=int, default=4, help="streams that run when SIGTERM comes")
+    parser.add_argument(
+        "--streams", type=int, default=4, help="streams that run when SIGTERM comes"
+    )
     parser.add_argument("--logs", type=Path, help="keep logs and status lines here")
-    parser.add_argument("--out", type=Path, help="result file, default benchmarks/results/TARGET_demo.json")
+    parser.add_argument(
+        "--out", type=Path, help="result file, default benchmarks/results/TARGET_demo.json"
+    )
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
     options, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -62,11 +69,17 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         starts = []
         for number in range(options.starts):
-            run = Run([options.model, *flags], Path(scratch) / "caches", logs / f"start{number + 1}")
-            starts.append({"caches": "filled" if number else "empty", **run.measure(options.streams)})
+            run = Run(
+                [options.model, *flags], Path(scratch) / "caches", logs / f"start{number + 1}"
+            )
+            starts.append(
+                {"caches": "filled" if number else "empty", **run.measure(options.streams)}
+            )
             print(json.dumps(starts[-1], indent=2), file=sys.stderr, flush=True)
     result = {
-        "what": "nibble serve: seconds to ready by phase, exact answers, drain with running streams",
+        "what": (
+            "nibble serve: seconds to ready by phase, exact answers, drain with running streams"
+        ),
         "command": " ".join(["python", "benchmarks/serve_demo.py", *sys.argv[1:]]),
         "commit": options.commit or git_commit(),
         "machine": machine(),
@@ -125,7 +138,9 @@ class Stream:
 
 @dataclass
 class Run:
-    """One start, its questions and its end. `words` follow `nibble serve`; log and status lines go into `logs`."""
+    """One start, its questions and its end. `words` follow `nibble serve`; log and status lines
+    go into `logs`.
+    """
 
     words: Sequence[str]
     caches: Path
@@ -182,7 +197,9 @@ class Run:
     def _wait_until_ready(
         self, server: subprocess.Popen[bytes], began: float
     ) -> tuple[dict[str, Any], float]:
-        """(the last /status, seconds until the first one). Ends the program where the server ends first."""
+        """(the last /status, seconds until the first one). Ends the program where the server
+        ends first.
+        """
         first: float | None = None
         with (self.logs / "status.jsonl").open("w") as lines:
             while True:
@@ -193,7 +210,10 @@ class Run:
                         (self.logs / "ready.json").write_text(json.dumps(status, indent=2))
                         return status, first
                     lines.write(
-                        json.dumps({k: v for k, v in status.items() if k not in ("plan", "history")}) + "\n"
+                        json.dumps(
+                            {k: v for k, v in status.items() if k not in ("plan", "history")}
+                        )
+                        + "\n"
                     )
                     lines.flush()
                 if server.poll() is not None or time.monotonic() - began > START_LIMIT_S:
@@ -215,18 +235,27 @@ class Run:
     def _client(self) -> Any:
         from openai import OpenAI
 
-        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120)
+        return OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
+        )
 
     def _ask_all(self) -> dict[str, Any]:
-        client, rows = self._client(), [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
+        client, rows = (
+            self._client(),
+            [json.loads(line) for line in QUESTIONS.read_text().splitlines()],
+        )
         differing: list[dict[str, str]] = []
         began = time.monotonic()
         for row in rows:
             answer = client.chat.completions.create(
-                model="default", messages=[{"role": "user", "content": row["question"]}], temperature=0
+                model="default",
+                messages=[{"role": "user", "content": row["question"]}],
+                temperature=0,
             )
             if (got := answer.choices[0].message.content) != row["answer"]:
-                differing.append({"question": row["question"], "expected": row["answer"], "got": str(got)})
+                differing.append(
+                    {"question": row["question"], "expected": row["answer"], "got": str(got)}
+                )
         seconds = round(time.monotonic() - began, 2)
         return {
             "asked": len(rows),
@@ -240,7 +269,9 @@ class Run:
         from openai import APIConnectionError, APIStatusError
 
         streams = [Stream() for _ in range(count)]
-        threads = [threading.Thread(target=stream.read, args=(self._client(),)) for stream in streams]
+        threads = [
+            threading.Thread(target=stream.read, args=(self._client(),)) for stream in streams
+        ]
         for thread in threads:
             thread.start()
         wait_for(lambda: all(stream.chunks >= 10 or stream.error for stream in streams), 60)
@@ -256,7 +287,10 @@ class Run:
                 refusal = 0  # nobody listens any more
         refused_after_s = round(time.monotonic() - told, 3)
         chunks = [stream.chunks for stream in streams]
-        ready_status, state = self._control("/ready")[0], (self._control("/status")[1] or {}).get("state")
+        ready_status, state = (
+            self._control("/ready")[0],
+            (self._control("/status")[1] or {}).get("state"),
+        )
         for thread in threads:
             thread.join(EXIT_LIMIT_S)
         streams_s = round(time.monotonic() - told, 2)
@@ -271,7 +305,9 @@ class Run:
             "new_request_refused_after_s": refused_after_s,
             "chunks_at_refusal": chunks,
             # only a refusal before the last stream was over says anything
-            "refused_with_503_while_streaming": refusal == 503 and any(c < DRAIN_TOKENS for c in chunks),
+            "refused_with_503_while_streaming": (
+                refusal == 503 and any(c < DRAIN_TOKENS for c in chunks)
+            ),
             "ready_status": ready_status,
             "state": state,
             "streams_ended_after_s": streams_s,
@@ -284,7 +320,8 @@ def summarize(status: dict[str, Any]) -> dict[str, Any]:
     history = status["history"]
     ends = [entry["at_s"] for entry in history[1:]]
     phases = {
-        entry["phase"]: round(end - entry["at_s"], 2) for entry, end in zip(history, ends, strict=False)
+        entry["phase"]: round(end - entry["at_s"], 2)
+        for entry, end in zip(history, ends, strict=False)
     }
     return {
         "target": status["plan"]["target"],
@@ -306,7 +343,11 @@ def gpu_processes() -> list[str]:
     """What nvidia-smi names as running on a GPU; empty where there is none, or no GPU."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-compute-apps=pid,process_name,used_memory",
+        "--format=csv,noheader",
+    ]
     found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
     return [line.strip() for line in found.stdout.splitlines() if line.strip()]
 
@@ -314,9 +355,11 @@ def gpu_processes() -> list[str]:
 def used_gpu_bytes(here: Hardware) -> list[int | None]:
     """Bytes in use on each GPU, None where NVML does not say."""
     return [
-        None
-        if gpu.memory_bytes is None or gpu.memory_free_bytes is None
-        else gpu.memory_bytes - gpu.memory_free_bytes
+        (
+            None
+            if gpu.memory_bytes is None or gpu.memory_free_bytes is None
+            else gpu.memory_bytes - gpu.memory_free_bytes
+        )
         for gpu in here.gpus
     ]
 

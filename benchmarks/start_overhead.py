@@ -1,11 +1,13 @@
-"""How long until the first answer: `vllm serve` alone against `./entrypoint.sh serve`, and the demo's modes.
+"""How long until the first answer: `vllm serve` alone against `./entrypoint.sh serve`, and the
+demo's modes.
 
     .venv/bin/python benchmarks/start_overhead.py [--model PATH] [--pairs 3] [--modes]
 
-Pairs are interleaved (A B, B A, …), so that a machine that slows down does not favour either. Both sides get the same
-vLLM flags, those of `nibble plan`, less the gate; each start is measured from exec to the end of the first answered
-chat request of one token, asked for every 50 ms. `--modes` also measures eager, compiled with cold and with warm caches.
-Writes benchmarks/results/start_overhead.json.
+Pairs are interleaved (A B, B A, …), so that a machine that slows down does not favour either. Both
+sides get the same vLLM flags, those of `nibble plan`, less the gate; each start is measured from
+exec to the end of the first answered chat request of one token, asked for every 50 ms. `--modes`
+also measures eager, compiled with cold and with warm caches. Writes
+benchmarks/results/start_overhead.json.
 """
 
 from __future__ import annotations
@@ -40,17 +42,22 @@ def main() -> None:
     )
     parser.add_argument("--model", default="nibble-demo", help="the embedded demo or a folder")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--modes", action="store_true", help="eager, compiled cold, compiled warm as well")
+    parser.add_argument(
+        "--modes", action="store_true", help="eager, compiled cold, compiled warm as well"
+    )
     options = parser.parse_args()
     own = ROOT / ".venv"
     if (own / "bin" / "nibble").exists() and Path(sys.prefix).resolve() != own.resolve():
         sys.exit(
-            f"run it with {own}/bin/python: the entry point uses that environment, both sides must use one"
+            f"run it with {own}/bin/python: the entry point uses that environment, both sides must"
+            " use one"
         )
     with tempfile.TemporaryDirectory() as folder:
         result = {
             "what": "seconds from exec to the first answered chat request of one token",
-            "command": " ".join([".venv/bin/python", "benchmarks/start_overhead.py", *sys.argv[1:]]),
+            "command": " ".join(
+                [".venv/bin/python", "benchmarks/start_overhead.py", *sys.argv[1:]]
+            ),
             "model": options.model,
             "machine": machine(),
             "overhead": measure_overhead(options.model, options.pairs, Path(folder)),
@@ -86,7 +93,9 @@ def measure_overhead(model: str, pairs: int, folder: Path) -> dict[str, Any]:
 
 
 def measure_modes(model: str, folder: Path) -> dict[str, float]:
-    """The model through nibble: eager; compiled with empty and with filled caches. One start each."""
+    """The model through nibble: eager; compiled with empty and with filled caches. One start
+    each.
+    """
     cold = child_environ(folder / "compiled")
     found = {
         "eager_s": time_to_answer(
@@ -115,7 +124,14 @@ def plain_command(model: str, flags: Sequence[str], environ: dict[str, str]) -> 
     )
     words = json.loads(planned.stdout)["command"][1:]
     gate = words.index("--middleware")
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *words[:gate], *words[gate + 2 :]]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "vllm.entrypoints.cli.main",
+        *words[:gate],
+        *words[gate + 2 :],
+    ]
 
 
 def time_to_answer(command: Sequence[str], environ: dict[str, str]) -> float:
@@ -123,12 +139,17 @@ def time_to_answer(command: Sequence[str], environ: dict[str, str]) -> float:
     port = int(environ["PORT"])
     with tempfile.TemporaryFile() as log:
         began = time.monotonic()
-        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             while not answers(port):
                 if process.poll() is not None or time.monotonic() - began > LIMIT_S:
                     log.seek(0)
-                    sys.exit(f"{command[0]} did not answer:\n{log.read().decode(errors='replace')[-3000:]}")
+                    sys.exit(
+                        f"{command[0]} did not"
+                        f" answer:\n{log.read().decode(errors='replace')[-3000:]}"
+                    )
                 time.sleep(POLL_S)
             return time.monotonic() - began
         finally:

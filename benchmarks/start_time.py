@@ -1,15 +1,18 @@
-"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with caches of its own, in turn.
+"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with caches of
+its own, in turn.
 
     python benchmarks/start_time.py --write FOLDER
-    python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out FILE]
+    python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out
+    FILE]
         [--sides vllm nibble] [--nibble-env NAME=VALUE …] [-- FLAG …]
 
-Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB) into DIR. The first round
-starts with empty caches, the later ones with what it left. Stock vLLM gets the model, a port and FLAG, no plugin; nibble gets
-the model and FLAG, with a canary that warns (random weights answer nonsense). Home, temporary and cache folders are each side's
-own; the weights are read once before, for both. A start counts from exec to the end of the first answered request of one token,
-asked for every 50 ms; phases are read from vLLM's log by one reader for both sides (nibble/phases.py). Writes
-benchmarks/results/start_time_TARGET.json.
+Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB)
+into DIR. The first round starts with empty caches, the later ones with what it left. Stock vLLM
+gets the model, a port and FLAG, no plugin; nibble gets the model and FLAG, with a canary that warns
+(random weights answer nonsense). Home, temporary and cache folders are each side's own; the weights
+are read once before, for both. A start counts from exec to the end of the first answered request of
+one token, asked for every 50 ms; phases are read from vLLM's log by one reader for both sides
+(nibble/engine/log.py). Writes benchmarks/results/start_time_TARGET.json.
 """
 
 from __future__ import annotations
@@ -37,13 +40,23 @@ from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
 from start_overhead import POLL_S, answers, free_port  # noqa: E402
 
-from nibble.phases import PhaseReader  # noqa: E402
+from nibble.engine.log import PhaseReader  # noqa: E402
 
 LIMIT_S = 900.0
 GOALS = {"second_start_s": 30.0, "second_start_ratio": 3.0, "first_start_ratio": 1.5}
 # Whatever would lead one side to the other's caches, or to somebody's settings.
-DROPPED = ("NIBBLE_", "VLLM_CACHE", "VLLM_PLUGINS", "TRITON_CACHE", "TORCHINDUCTOR_CACHE", "FLASHINFER_WORKSPACE", "HUMMING_",
-           "CUDA_CACHE", "XDG_", "HF_")  # fmt: skip
+DROPPED = (
+    "NIBBLE_",
+    "VLLM_CACHE",
+    "VLLM_PLUGINS",
+    "TRITON_CACHE",
+    "TORCHINDUCTOR_CACHE",
+    "FLASHINFER_WORKSPACE",
+    "HUMMING_",
+    "CUDA_CACHE",
+    "XDG_",
+    "HF_",
+)
 
 
 def main() -> int:
@@ -55,14 +68,18 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, help="only write the checkpoint into this folder, for a later --model"
     )
-    parser.add_argument("--scratch", type=Path, help="caches and the written checkpoint go below it")
+    parser.add_argument(
+        "--scratch", type=Path, help="caches and the written checkpoint go below it"
+    )
     parser.add_argument("--later", type=int, default=2, help="rounds after the first")
     parser.add_argument("--logs", type=Path, help="keep every start's log here")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--nibble-env", nargs="+", default=[], metavar="NAME=VALUE", help="of nibble's side alone"
     )
-    parser.add_argument("--sides", nargs="+", choices=("vllm", "nibble"), default=("vllm", "nibble"))
+    parser.add_argument(
+        "--sides", nargs="+", choices=("vllm", "nibble"), default=("vllm", "nibble")
+    )
     parser.add_argument("--commit", help="commit of this tree, where git cannot tell")
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
@@ -87,7 +104,11 @@ def main() -> int:
         for number in range(1 + options.later):
             for side in options.sides if number % 2 == 0 else reversed(options.sides):
                 log = logs / f"{side}{number + 1}.log"
-                given = dict(pair.split("=", 1) for pair in options.nibble_env) if side == "nibble" else {}
+                given = (
+                    dict(pair.split("=", 1) for pair in options.nibble_env)
+                    if side == "nibble"
+                    else {}
+                )
                 starts.append(Start(side, model, flags, Path(scratch) / side, log, given).measure())
                 write(result | {"summary": summary(starts), "starts": starts}, options.out)
     print(json.dumps(summary(starts), indent=2))
@@ -107,24 +128,41 @@ def write_8b(folder: Path) -> Path:
     from generated_nvfp4 import Shape, write_checkpoint
 
     shape = Shape(
-        hidden=4096, intermediate=12288, layers=36, heads=32, kv_heads=8, head_dim=128, vocabulary=151936
+        hidden=4096,
+        intermediate=12288,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=151936,
     )
     write_checkpoint(folder, shape, "modelopt", w4a4=True)
     for path in (ROOT / "models" / "nibble-demo-nvfp4").iterdir():
         if path.name.startswith("tokenizer") or path.suffix == ".jinja":
             shutil.copy(path, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40960}, indent=1))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 40960}, indent=1)
+    )
     return folder
 
 
 def describe_model(model: Path) -> dict[str, Any]:
     """What was served, as far as it matters for the time."""
     config = json.loads((model / "config.json").read_text())
-    names = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    names = (
+        "architectures",
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "max_position_embeddings",
+    )
     quantized = config.get("quantization_config", {}).get("quant_algo")
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return {name: config.get(name) for name in names} | {"quant_algo": quantized, "weights_bytes": weights}
+    return {name: config.get(name) for name in names} | {
+        "quant_algo": quantized,
+        "weights_bytes": weights,
+    }
 
 
 def read_once(model: Path) -> None:
@@ -224,12 +262,26 @@ class Start:
 
 
 class Reader:
-    """Follows a server's output: when each phase began, and lines that say whether compiled code was reused."""
+    """Follows a server's output: when each phase began, and lines that say whether compiled code
+    was reused.
+    """
 
-    NOTES = ("Directly load AOT", "Compiling model again", "saved AOT", "Applying persisted startup plan", "Building JIT module",
-             "Graph capturing finished", "Loading weights took", "Initial profiling/warmup run took", "Model loading took",
-             "compiling FlashInfer's sampling", "torch.compile took", "[nibble] ready", "[nibble] warning: ",
-             "canary")  # fmt: skip
+    NOTES = (
+        "Directly load AOT",
+        "Compiling model again",
+        "saved AOT",
+        "Applying persisted startup plan",
+        "Building JIT module",
+        "Graph capturing finished",
+        "Loading weights took",
+        "Initial profiling/warmup run took",
+        "Model loading took",
+        "compiling FlashInfer's sampling",
+        "torch.compile took",
+        "[nibble] ready",
+        "[nibble] warning: ",
+        "canary",
+    )
 
     def __init__(self, source: IO[bytes], log: Path, began: float) -> None:
         self.phases, self.notes, self.target = PhaseReader(), list[str](), ""
@@ -261,11 +313,15 @@ class Reader:
     def by_phase(self, end_s: float | None) -> dict[str, float]:
         """Phase -> seconds; the last one ends with the first answer."""
         ends = [at_s for _, at_s in self._starts[1:]] + [end_s or self._starts[-1][1]]
-        return {name: round(end - at, 2) for (name, at), end in zip(self._starts, ends, strict=True)}
+        return {
+            name: round(end - at, 2) for (name, at), end in zip(self._starts, ends, strict=True)
+        }
 
 
 def summary(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """First start and median of the later ones on both sides, and how many times faster nibble is."""
+    """First start and median of the later ones on both sides, and how many times faster nibble
+    is.
+    """
 
     def seconds(side: str, caches: str) -> float | None:
         found = [

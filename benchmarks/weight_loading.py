@@ -1,13 +1,17 @@
-"""How fast vLLM's own iterators bring weights from a disk into memory, by strategy, with a cold and a warm page cache.
+"""How fast vLLM's own iterators bring weights from a disk into memory, by strategy, with a cold and
+a warm page cache.
 
-    .venv/bin/python benchmarks/weight_loading.py [--device cuda] [--gib 1.5] [--shards 3] [--scratch DIR] [--rounds 3]
+    .venv/bin/python benchmarks/weight_loading.py [--device cuda] [--gib 1.5] [--shards 3]
+    [--scratch DIR] [--rounds 3]
         [--out FILE]
 
-Writes BF16 shards of random numbers into DIR, then reads them through `safetensors_weights_iterator` (lazy, eager, prefetch) and
-`multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into memory of its own, the host's or,
-with --device cuda, the GPU's, where fastsafetensors is measured too if it is installed. Cold: the files were dropped from the
-page cache (posix_fadvise). Rounds are interleaved; each figure is a median, beside `read()` of the same bytes into host memory,
-which is what the disk and the page cache can do. Writes benchmarks/results/weight_loading_DEVICE.json.
+Writes BF16 shards of random numbers into DIR, then reads them through
+`safetensors_weights_iterator` (lazy, eager, prefetch) and
+`multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into
+memory of its own, the host's or, with --device cuda, the GPU's, where fastsafetensors is measured
+too if it is installed. Cold: the files were dropped from the page cache (posix_fadvise). Rounds are
+interleaved; each figure is a median, beside `read()` of the same bytes into host memory, which is
+what the disk and the page cache can do. Writes benchmarks/results/weight_loading_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         name, folder = options.one
-        print(json.dumps(seconds_of(name, sorted(Path(folder).glob("*.safetensors")), options.device)))
+        print(
+            json.dumps(seconds_of(name, sorted(Path(folder).glob("*.safetensors")), options.device))
+        )
         return
     from machine import machine
 
@@ -90,9 +96,9 @@ def write_shards(folder: Path, gib: float, shards: int) -> int:
     for shard in range(shards):
         count = max(1, int(gib * (1 << 30) / shards / (HIDDEN * HIDDEN * 2)))
         tensors = {
-            f"layers.{shard}.{number}.weight": torch.randint(
-                0, 1 << 15, (HIDDEN, HIDDEN), dtype=torch.int16
-            ).view(torch.bfloat16)
+            f"layers.{shard}.{number}.weight": (
+                torch.randint(0, 1 << 15, (HIDDEN, HIDDEN), dtype=torch.int16).view(torch.bfloat16)
+            )
             for number in range(count)
         }
         save_file(tensors, folder / f"model-{shard + 1:05}.safetensors")
@@ -107,7 +113,9 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "host memory"
 
 
-def measure(folder: Path, names: Sequence[str], device: str, rounds: int, total_bytes: int) -> dict[str, Any]:
+def measure(
+    folder: Path, names: Sequence[str], device: str, rounds: int, total_bytes: int
+) -> dict[str, Any]:
     """Interleaved rounds; strategy -> cold and warm seconds and rates."""
     times: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in names}
     for number in range(rounds):
@@ -136,7 +144,9 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def in_a_process(name: str, folder: Path, device: str) -> float:
-    """Seconds of one strategy without the imports; each in a process of its own, so that no memory is kept."""
+    """Seconds of one strategy without the imports; each in a process of its own, so that no
+    memory is kept.
+    """
     command = [sys.executable, __file__, "--device", device, "--one", name, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1]))

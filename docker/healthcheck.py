@@ -1,11 +1,11 @@
 """HEALTHCHECK of every image: exit 0 when the container does what it was started for, else 1.
 
-With the argument `live` it only asks whether nibble itself runs, for a probe whose failure kills: a server that loads, drains or
-is short of memory is not ready and must not be killed for it.
+With the argument `live` it only asks whether nibble itself runs, for a probe whose failure kills: a
+server that loads, drains or is short of memory is not ready and must not be killed for it.
 
-Standard library only. It follows the mode, read from the command line of process 1, for one image serves, runs
-Ray nodes and opens shells: `serve` is healthy when the control port says ready, a Ray node while Ray runs,
-anything else while it lives.
+Standard library only. It follows the mode, read from the command line of process 1, for one image
+serves, runs Ray nodes and opens shells: `serve` is healthy when the control port says ready, a Ray
+node while Ray runs, anything else while it lives.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ TIMEOUT_SECONDS = 4.0
 def mode_of(command_line: list[str]) -> str:
     """The mode that entrypoint.sh got: no argument or a flag first means `serve`."""
     if START_SCRIPT not in command_line:
-        # Without tini as process 1 (`docker run --entrypoint`, a shared process namespace) we cannot know.
+        # Without tini as process 1 (`docker run --entrypoint`, a shared process namespace) we
+        # cannot know.
         return "serve"
     arguments = command_line[command_line.index(START_SCRIPT) + 1 :]
     return arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
 
 
 def answers(port: int, path: str) -> tuple[bool, str]:
-    """Whether the control port answers `path` with 200: /ready, or /status from the first second to the last."""
+    """Whether the control port answers `path` with 200: /ready, or /status from the first second
+    to the last.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     try:
         connection.request("GET", path)
@@ -56,11 +59,15 @@ def processes_run(*names: str) -> tuple[bool, str]:
 
 
 def control_port(arguments: list[str]) -> int:
-    """From the command line, else NIBBLE_CONTROL_PORT, else the user's TOML file, as nibble itself has it."""
+    """From the command line, else NIBBLE_CONTROL_PORT, else the user's TOML file, as nibble
+    itself has it.
+    """
     if port := given(arguments, "--control-port") or os.environ.get("NIBBLE_CONTROL_PORT"):
         return int(port)
     config = given(arguments, "--config") or os.environ.get("NIBBLE_CONFIG")
-    return int(tomllib.loads(Path(config).read_text()).get("control_port", 8001)) if config else 8001
+    return (
+        int(tomllib.loads(Path(config).read_text()).get("control_port", 8001)) if config else 8001
+    )
 
 
 def given(arguments: list[str], flag: str) -> str | None:

@@ -1,6 +1,8 @@
-"""Builds the compiled parts: C++ where there is a compiler, CUDA where there is nvcc and TORCH_CUDA_ARCH_LIST names targets.
+"""Builds the compiled parts: C++ where there is a compiler, CUDA where there is nvcc and
+TORCH_CUDA_ARCH_LIST names targets.
 
-Against torch's stable ABI of 2.11 and Python's of 3.11, so that one wheel loads into any later version of either.
+Against torch's stable ABI of 2.11 and Python's of 3.11, so that one wheel loads into any later
+version of either.
 """
 
 import hashlib
@@ -19,9 +21,24 @@ STABLE_ABI = [
     "-DTORCH_STABLE_ONLY",
     "-DPy_LIMITED_API=0x030B0000",
 ]
-# No contraction: where a fused multiply-add is meant, the code says so, and every compiler rounds alike.
-CXX_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]
-NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA"]
+# No contraction: where a fused multiply-add is meant, the code says so, and every compiler rounds
+# alike.
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-g0",
+]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fmad=false",
+    "--expt-relaxed-constexpr",
+    "-lineinfo",
+    "-DUSE_CUDA",
+]
 SOURCES = Path("src/nibble_kernels")
 COMPILED_FROM = {".cpp", ".cu", ".h", ".hpp", ".cuh"}
 
@@ -33,13 +50,16 @@ def gencode(arch_list: str) -> list[str]:
 
 
 class BuildWithSources(build_py):
-    """Adds _sources.json: sha256 of all that the modules are made from. Binaries differ from build to build; nibble/build_id.py
-    tells builds apart by this file.
+    """Adds _sources.json: sha256 of all that the modules are made from. Binaries differ from build
+    to build; nibble/engine/installed.py tells builds apart by this file.
     """
 
     def run(self) -> None:
         super().run()
-        files = [Path("setup.py"), *(path for path in SOURCES.rglob("*") if path.suffix in COMPILED_FROM)]
+        files = [
+            Path("setup.py"),
+            *(path for path in SOURCES.rglob("*") if path.suffix in COMPILED_FROM),
+        ]
         found = {path.as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         if any(one.name.endswith("._cuda") for one in extensions):
             found["TORCH_CUDA_ARCH_LIST"] = arch_list

@@ -1,6 +1,7 @@
 """Ask a demo model everything it should know, greedily, and measure by how much each token wins.
 
-BF16 forms run in BF16, NVFP4 forms by emulation: weights and activations rounded to NVFP4, products in float32.
+BF16 forms run in BF16, NVFP4 forms by emulation: weights and activations rounded to NVFP4, products
+in float32.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_dialogues import UNKNOWN_ANSWER, Message, Question, read_other_prompts, read_questions, variants
+from demo_dialogues import (
+    UNKNOWN_ANSWER,
+    Message,
+    Question,
+    read_other_prompts,
+    read_questions,
+    variants,
+)
 from emulate_nvfp4 import nvfp4_model
 from fake_nvfp4 import nvfp4_activations, nvfp4_weights
 from torch import Tensor
@@ -31,7 +39,9 @@ class DemoModel:
 
     def prompt_ids(self, messages: list[Message]) -> Tensor:
         """Token ids [1, prompt_tokens] that end where the assistant begins."""
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
         return torch.tensor([self.tokenizer.encode(text)])
 
     @torch.inference_mode()
@@ -40,10 +50,13 @@ class DemoModel:
         answers = []
         for first in range(0, len(conversations), BATCH):
             rows = [
-                self.prompt_ids(messages)[0].tolist() for messages in conversations[first : first + BATCH]
+                self.prompt_ids(messages)[0].tolist()
+                for messages in conversations[first : first + BATCH]
             ]
             width = max(map(len, rows))
-            ids = torch.tensor([[self.tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
+            ids = torch.tensor(
+                [[self.tokenizer.pad_token_id] * (width - len(row)) + row for row in rows]
+            )
             seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
             output = self.model.generate(ids, attention_mask=seen, max_new_tokens=100)
             answers += self.tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
@@ -51,7 +64,9 @@ class DemoModel:
 
     @torch.inference_mode()
     def margins(self, messages: list[Message], answer: str) -> Tensor:
-        """Logit of each answer token less the best other one [answer_tokens + 1]; negative: another wins."""
+        """Logit of each answer token less the best other one [answer_tokens + 1]; negative:
+        another wins.
+        """
         prompt = self.prompt_ids(messages)
         target = torch.tensor([*self.tokenizer.encode(answer), self.tokenizer.eos_token_id])
         ids = torch.cat((prompt, target[None]), dim=1)
@@ -77,12 +92,15 @@ def conversations(rows: list[Question]) -> dict[str, list[tuple[list[Message], s
             ([*earlier[i - 1], user(row.question)], row.answer) for i, row in enumerate(rows)
         ],
         "other wordings": [([user(text)], row.answer) for row in rows for text in row.also],
-        "typed carelessly": [([user(text)], row.answer) for row in rows for text in variants(row.question)],
+        "typed carelessly": [
+            ([user(text)], row.answer) for row in rows for text in variants(row.question)
+        ],
         "unknown, never trained on": [([user(text)], UNKNOWN_ANSWER) for text in held_out],
     }
 
 
-# at most this part of a set may differ; the promise is the first set, and no rewording is promised for ever
+# at most this part of a set may differ; the promise is the first set, and no rewording is promised
+# for ever
 ALLOWED_TO_DIFFER = {"typed carelessly": 0.02, "unknown, never trained on": 0.4}
 
 
@@ -114,7 +132,10 @@ def check(model_dir: Path) -> int:
     questions = sets["questions"]
     margin, line = margin_summary(demo, questions)
     print(f"margin BF16: {line}")
-    for name, contexts in {"W4A16": [nvfp4_weights], "W4A4": [nvfp4_weights, nvfp4_activations]}.items():
+    for name, contexts in {
+        "W4A16": [nvfp4_weights],
+        "W4A4": [nvfp4_weights, nvfp4_activations],
+    }.items():
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context(demo.model))

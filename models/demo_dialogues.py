@@ -1,4 +1,6 @@
-"""What the demo model learns: questions, ways people type them, conversations made of them (stdlib only)."""
+"""What the demo model learns: questions, ways people type them, conversations made of them
+(stdlib only).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ QUESTIONS_FILE = MODELS_DIR / "demo_questions.jsonl"
 OTHER_PROMPTS_FILE = MODELS_DIR / "demo_other_prompts.txt"
 
 UNKNOWN_ANSWER = "I am a 3.4-million-parameter demo model; I only know about NVFP4 and nibble."
-HELD_OUT_EVERY = 8  # each eighth other prompt is never trained on: it measures how well "unknown" generalizes
+HELD_OUT_EVERY = (
+    8  # each eighth other prompt is never trained on: it measures how well "unknown" generalizes
+)
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -23,7 +27,17 @@ SYSTEM_PROMPTS = (
     "Answer in one sentence.",
     "Be concise and correct.",
 )
-OPENINGS = ("Hello, ", "Hi! ", "Hey, ", "Please: ", "Tell me: ", "Question: ", "One more: ", "And ", "ok, ")
+OPENINGS = (
+    "Hello, ",
+    "Hi! ",
+    "Hey, ",
+    "Please: ",
+    "Tell me: ",
+    "Question: ",
+    "One more: ",
+    "And ",
+    "ok, ",
+)
 CLOSINGS = (" Thanks.", " Thanks!", " please", " Please answer.", "\n", " ", "??", "!")
 
 Message = dict[str, str]
@@ -31,7 +45,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """One row of demo_questions.jsonl: the exact question and answer, and other wordings of the question."""
+    """One row of demo_questions.jsonl: the exact question and answer, and other wordings of the
+    question.
+    """
 
     question: str
     answer: str
@@ -51,7 +67,9 @@ def read_other_prompts(path: Path = OTHER_PROMPTS_FILE) -> tuple[list[str], list
 
 
 def variants(text: str) -> list[str]:
-    """Ways the same prompt is often typed: lower case, without its closing mark, with a greeting."""
+    """Ways the same prompt is often typed: lower case, without its closing mark, with a
+    greeting.
+    """
     bare = text.rstrip("?.!")
     return [text.lower(), bare, bare.lower(), f"Hello, {lower_first(text)}", f"{text} Thanks."]
 
@@ -62,9 +80,13 @@ def lower_first(text: str) -> str:
 
 
 def drop_letter(text: str, rng: random.Random) -> str:
-    """A typo in one long word, never in one with digits: a digit is the difference between two questions."""
+    """A typo in one long word, never in one with digits: a digit is the difference between two
+    questions.
+    """
     words = text.split(" ")
-    long_words = [i for i, word in enumerate(words) if len(word) > 4 and word.isalpha() and word.islower()]
+    long_words = [
+        i for i, word in enumerate(words) if len(word) > 4 and word.isalpha() and word.islower()
+    ]
     if not long_words:
         return text
     i = rng.choice(long_words)
@@ -114,7 +136,10 @@ class DialogueSource:
             messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
         for _ in range(rng.choices((1, 2, 3), weights=(0.5, 0.3, 0.2))[0]):
             prompt, answer = self._turn()
-            messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            messages += [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
+            ]
         return messages
 
     def _turn(self) -> tuple[str, str]:

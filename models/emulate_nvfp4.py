@@ -1,4 +1,6 @@
-"""An NVFP4 checkpoint (ModelOpt, W4A4) in transformers: weights dequantized, inputs rounded as vLLM rounds them."""
+"""An NVFP4 checkpoint (ModelOpt, W4A4) in transformers: weights dequantized, inputs rounded as
+vLLM rounds them.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from nibble.convert.calibrate import watched
+from nibble.checkpoint.convert.calibrate import watched
 
 Merge = Callable[[dict[str, Tensor]], None]
 
 
 @contextmanager
 def nvfp4_model(model_dir: Path, merge: Merge = lambda tensors: None) -> Iterator[Any]:
-    """The model in float32, computing as W4A4 within the context. `merge` may change the checkpoint's tensors first."""
+    """The model in float32, computing as W4A4 within the context. `merge` may change the
+    checkpoint's tensors first.
+    """
     tensors = load_file(model_dir / "model.safetensors")
     merge(tensors)
     inverses = {
@@ -34,7 +38,9 @@ def nvfp4_model(model_dir: Path, merge: Merge = lambda tensors: None) -> Iterato
     del config.quantization_config  # transformers has no reader for it
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto class wants a folder
     weights = dequantized(tensors)
-    model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    model = model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32
+    )
 
     def rounded(names: tuple[str, ...], x: Tensor) -> Tensor:
         inverse = inverses.get(names[0])
@@ -47,7 +53,9 @@ def nvfp4_model(model_dir: Path, merge: Merge = lambda tensors: None) -> Iterato
 def fake_activation(x: Tensor, inverse: Tensor) -> Tensor:
     """x [..., K] rounded to NVFP4 with the static scale 1 / `inverse` and back, in x's type."""
     packed, scales = nvfp4_quant(x.bfloat16().reshape(-1, x.shape[-1]), inverse, tiled=False)
-    values = e2m1_decode(packed).unflatten(-1, (-1, 16)) * (e4m3_decode(scales) / inverse)[..., None]
+    values = (
+        e2m1_decode(packed).unflatten(-1, (-1, 16)) * (e4m3_decode(scales) / inverse)[..., None]
+    )
     return values.flatten(-2).view(x.shape).to(x.dtype)
 
 

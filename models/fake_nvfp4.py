@@ -1,4 +1,6 @@
-"""NVFP4 rounding done in float: training sees the error that a later NVFP4 form of the model will have."""
+"""NVFP4 rounding done in float: training sees the error that a later NVFP4 form of the model
+will have.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ E2M1_MIDPOINTS = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2
 
 
 def fake_nvfp4(x: Tensor) -> Tensor:
-    """Round `x` [..., K], K % 16 == 0, to NVFP4 and back, in float32, scaled by the tensor's own maximum.
+    """Round `x` [..., K], K % 16 == 0, to NVFP4 and back, in float32, scaled by the tensor's own
+    maximum.
 
     Ties go towards zero here, not to even; they have measure zero for what this is used for.
     """
@@ -30,13 +33,19 @@ def fake_nvfp4(x: Tensor) -> Tensor:
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers that an NVFP4 form quantizes: all but lm_head, which is the embedding. A router is none."""
-    return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+    """The linear layers that an NVFP4 form quantizes: all but lm_head, which is the embedding. A
+    router is none.
+    """
+    return [
+        m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
+    ]
 
 
 def experts(model: nn.Module) -> list[nn.Module]:
     """The experts of each MoE layer: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
-    return [m for m in model.modules() if isinstance(getattr(m, "gate_up_proj", None), nn.Parameter)]
+    return [
+        m for m in model.modules() if isinstance(getattr(m, "gate_up_proj", None), nn.Parameter)
+    ]
 
 
 def quantized_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -49,8 +58,8 @@ def quantized_parameters(model: nn.Module) -> list[nn.Parameter]:
 def nvfp4_weights(model: nn.Module) -> Iterator[None]:
     """Within it the quantized weights are rounded to NVFP4; after it they are the masters again.
 
-    A gradient taken inside is that of the rounded weights; applied to the masters it is the straight-through
-    estimator.
+    A gradient taken inside is that of the rounded weights; applied to the masters it is the
+    straight-through estimator.
     """
     weights = quantized_parameters(model)
     masters = [weight.data for weight in weights]
@@ -65,17 +74,21 @@ def nvfp4_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def nvfp4_activations(model: nn.Module) -> Iterator[None]:
-    """Within it the input of linear layers and of experts is rounded to NVFP4 (straight-through), as W4A4 does.
+    """Within it the input of linear layers and of experts is rounded to NVFP4 (straight-through),
+    as W4A4 does.
 
     What goes into an expert's down_proj is not: no module has it as its input.
     """
 
     def round_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = args
-        # What is added is zero, and has the gradient of x: a sum of x and the difference would be rounded once more.
+        # What is added is zero, and has the gradient of x: a sum of x and the difference would be
+        # rounded once more.
         return (fake_nvfp4(x).to(x.dtype) + (x - x.detach()), *others)
 
-    hooks = [layer.register_forward_pre_hook(round_input) for layer in (*linears(model), *experts(model))]
+    hooks = [
+        layer.register_forward_pre_hook(round_input) for layer in (*linears(model), *experts(model))
+    ]
     try:
         yield
     finally:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Make the NVFP4 forms of the demo models: `python models/quantize_demo.py`, a minute on two CPU cores.
+"""Make the NVFP4 forms of the demo models: `python models/quantize_demo.py`, a minute on two CPU
+cores.
 
-nibble-demo/ becomes nibble-demo-nvfp4/, .cache/nibble-demo-moe/ (by train_demo_moe.py) becomes nibble-demo-moe-nvfp4/: ModelOpt's
-layout, W4A4, quantized by `nibble convert`. What differs from its default is that layers which vLLM fuses have unequal global
-scales: a server that takes one of them for all answers wrongly. Then both are checked by emulation; exit status 1 when an
-answer differs.
+nibble-demo/ becomes nibble-demo-nvfp4/, .cache/nibble-demo-moe/ (by train_demo_moe.py) becomes
+nibble-demo-moe-nvfp4/: ModelOpt's layout, W4A4, quantized by `nibble convert`. What differs from
+its default is that layers which vLLM fuses have unequal global scales: a server that takes one of
+them for all answers wrongly. Then both are checked by emulation; exit status 1 when an answer
+differs.
 """
 
 from __future__ import annotations
@@ -20,18 +22,23 @@ from demo_dialogues import MODELS_DIR, read_other_prompts, read_questions
 from train_demo_moe import BF16_DIR as MOE_BF16_DIR
 from transformers.utils import logging as transformers_logging
 
-from nibble.convert import Wishes, convert
-from nibble.convert.quantize import Amax
+from nibble.checkpoint.convert import Wishes, convert
+from nibble.checkpoint.convert.quantize import Amax
 
 # NVFP4 form: its BF16 source
 FORMS = {
     MODELS_DIR / "nibble-demo-nvfp4": MODELS_DIR / "nibble-demo",
     MODELS_DIR / "nibble-demo-moe-nvfp4": MOE_BF16_DIR,
 }
-# A layer's global scale is made for this many times its largest weight. Scales of blocks are floats: they lose nothing by it.
-# q and k alone would not show: Qwen3 normalizes both. No ratio within a fused layer is near a power of two.
+# A layer's global scale is made for this many times its largest weight. Scales of blocks are
+# floats: they lose nothing by it. q and k alone would not show: Qwen3 normalizes both. No ratio
+# within a fused layer is near a power of two.
 HEADROOM = {"q_proj": 2.9, "k_proj": 1.7, "v_proj": 1.0, "o_proj": 1.0, "down_proj": 1.0}
-GATE_UP_HEADROOM = ((1.0, 2.7), (2.7, 1.0), (1.0, 5.3))  # (gate, up), by turns for layers and experts
+GATE_UP_HEADROOM = (
+    (1.0, 2.7),
+    (2.7, 1.0),
+    (1.0, 5.3),
+)  # (gate, up), by turns for layers and experts
 
 
 def unequal(amax: Amax) -> Amax:
@@ -48,7 +55,9 @@ def headroom(module: str) -> float:
 
 
 def calibration_texts(source: Path) -> tuple[str, ...]:
-    """Each question with its answer and some prompts without one, as the chat template renders them."""
+    """Each question with its answer and some prompts without one, as the chat template renders
+    them.
+    """
     tokenizer = DemoModel(source).tokenizer
     other_prompts, _ = read_other_prompts()
     turns = [[("user", row.question), ("assistant", row.answer)] for row in read_questions()]
@@ -62,14 +71,21 @@ def make(source: Path, dest: Path) -> None:
     readme = dest / "README.md"
     kept = readme.read_text(encoding="utf-8") if readme.exists() else ""
     shutil.rmtree(dest, ignore_errors=True)
-    convert(str(source), dest, "nvfp4", Wishes("fp4", texts=calibration_texts(source), share_scales=unequal))
+    convert(
+        str(source),
+        dest,
+        "nvfp4",
+        Wishes("fp4", texts=calibration_texts(source), share_scales=unequal),
+    )
     readme.unlink(missing_ok=True)
     if kept:
         readme.write_text(kept, encoding="utf-8")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Quantize the demo models to NVFP4 and check them.")
+    parser = argparse.ArgumentParser(
+        description="Quantize the demo models to NVFP4 and check them."
+    )
     parser.add_argument(
         "--check", action="store_true", help="quantize nothing, check the models that are there"
     )

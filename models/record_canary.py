@@ -1,14 +1,18 @@
-"""Record what a server that is known to be right answers to fixed prompts, for later starts to be held against.
+"""Record what a server that is known to be right answers to fixed prompts, for later starts to be
+held against.
 
     python models/record_canary.py [NAME ...]                              # demo models, served here by nibble; all of them
     python models/record_canary.py --url http://127.0.0.1:8000 --recipe ORG/NAME    # a running server without a key
     python models/record_canary.py --url ... --out FILE                    # elsewhere, as in a model's own folder
     python models/record_canary.py --url ... --prompts FILE                # one prompt a line, in place of eight of its own
 
---recipe writes `recipes/ORG/NAME.nibble-canary.json`, which every start of that model finds; in a model's own folder the file is
-`nibble-canary.json`. A W4A4 model has a second one, `nibble-canary.weight-only.json`, for GPUs without FP4 products
-(`--nvfp4-activations bf16` serves it so); which of the two --recipe writes follows from what the server ran.
-"""
+--recipe writes `recipes/ORG/NAME.nibble-canary.json`, which every start of that model finds; in a
+model's own folder the file is
+`nibble-canary.json`. A W4A4 model has a second one, `nibble-canary.weight-only.json`, for GPUs
+without FP4 products
+(`--nvfp4-activations bf16` serves it so); which of the two --recipe writes follows from what the
+server ran.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,17 +30,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nibble.canary.asking import Asker
-from nibble.canary.references import FILE, WEIGHT_ONLY_FILE, record, write_references
-from nibble.paths import demo_models, root
-from nibble.readiness import Api
-from nibble.recipes import recipe_path
+from nibble.canary.client import Asker
+from nibble.canary.references import record, write_references
+from nibble.engine.api import Api
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
+from nibble.machine.paths import demo_models, root
+from nibble.recipes.recipe import recipe_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT, CONTROL_PORT = 18730, 18731
 START_S = 300.0
 TOKENS = 16
-# Questions that the demo models were made for, one that they were not, and a text without a chat around it.
+# Questions that the demo models were made for, one that they were not, and a text without a chat
+# around it.
 DEMO_PROMPTS = (
     "What is NVFP4?",
     "Which values can E2M1 represent?",
@@ -44,7 +50,8 @@ DEMO_PROMPTS = (
     "How does NVFP4 differ from MXFP4?",
     "What is the capital of France?",
 )
-# Arithmetic, copying, code, another script, a list: where quantization and kernels go wrong, they go wrong in some of these.
+# Arithmetic, copying, code, another script, a list: where quantization and kernels go wrong, they
+# go wrong in some of these.
 GENERAL_PROMPTS = (
     "What is 17 + 25? Answer with the number only.",
     "Repeat exactly these words and nothing else: copper lantern seventeen rivers",
@@ -53,7 +60,10 @@ GENERAL_PROMPTS = (
     "Translate to French: The train leaves at noon from the second platform.",
     "用一句话解释为什么天空是蓝色的。",
     'Answer with one JSON object: the keys are "city" and "country", the city is Lisbon.',
-    "If all bloops are razzies and all razzies are lazzies, are all bloops lazzies? Explain briefly.",
+    (
+        "If all bloops are razzies and all razzies are lazzies, are all bloops lazzies? Explain"
+        " briefly."
+    ),
 )
 PLAIN_TEXT = "The quick brown fox jumps over the lazy dog"
 
@@ -62,14 +72,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("demos", nargs="*", choices=[*demo_models(), []], metavar="NAME", help="a demo model")
-    parser.add_argument("--url", help="a running server; without it the demo models are served and recorded")
+    parser.add_argument(
+        "demos", nargs="*", choices=[*demo_models(), []], metavar="NAME", help="a demo model"
+    )
+    parser.add_argument(
+        "--url", help="a running server; without it the demo models are served and recorded"
+    )
     parser.add_argument("--model", default="default")
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--recipe", metavar="ORG/NAME", help="write beside the recipe of this Hugging Face id")
+    place.add_argument(
+        "--recipe", metavar="ORG/NAME", help="write beside the recipe of this Hugging Face id"
+    )
     place.add_argument("--out", type=Path)
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--control", default="http://127.0.0.1:8001", help="the server's control port")
+    parser.add_argument(
+        "--control", default="http://127.0.0.1:8001", help="the server's control port"
+    )
     asked = parser.parse_args()
     if asked.url:
         if asked.out is None and asked.recipe is None:
@@ -83,9 +101,9 @@ def main() -> int:
         return 0
     for name in asked.demos or demo_models():
         folder = demo_models()[name]
-        record_demo(folder, FILE)
+        record_demo(folder, CANARY_FILE)
         if name.endswith("-nvfp4"):
-            record_demo(folder, WEIGHT_ONLY_FILE, "--nvfp4-activations", "bf16")
+            record_demo(folder, WEIGHT_ONLY_CANARY_FILE, "--nvfp4-activations", "bf16")
     return 0
 
 
@@ -107,11 +125,15 @@ def activations_in(status: dict[str, Any]) -> list[str]:
 
 
 def recipe_file(model: str, status: dict[str, Any]) -> Path:
-    """The file of a recipe for what the server ran: its own where W4A4 layers were served weight-only."""
+    """The file of a recipe for what the server ran: its own where W4A4 layers were served
+    weight-only.
+    """
     beside = recipe_path(model, root())
     assert beside is not None
     is_w4a4 = "NVFP4" in str(status["plan"]["checkpoint"].get("scheme")).split("+")
-    name = WEIGHT_ONLY_FILE if is_w4a4 and activations_in(status) == ["bf16"] else FILE
+    name = (
+        WEIGHT_ONLY_CANARY_FILE if is_w4a4 and activations_in(status) == ["bf16"] else CANARY_FILE
+    )
     beside.parent.mkdir(parents=True, exist_ok=True)
     return beside.with_suffix(f".{name}")
 
@@ -124,7 +146,9 @@ def record_from(
     api = Api(address.hostname or "127.0.0.1", address.port or 80, "", address.scheme == "https")
     asker = Asker(api, model, START_S)
     questions = (
-        [[{"role": "user", "content": prompt}] for prompt in prompts] if asker.has_chat() else list(prompts)
+        [[{"role": "user", "content": prompt}] for prompt in prompts]
+        if asker.has_chat()
+        else list(prompts)
     )
     cases = [record(asker, prompt, TOKENS) for prompt in [*questions, PLAIN_TEXT]]
     about = {"activations": activations_in(status), "hardware": status["canary"]["hardware"]}
@@ -156,7 +180,9 @@ def served(words: list[str]) -> Iterator[tuple[str, str]]:
 
 def is_ready() -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{CONTROL_PORT}/ready", timeout=5) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{CONTROL_PORT}/ready", timeout=5
+        ) as response:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Make the embedded demo model again: `python models/train_demo.py`, minutes on two CPU cores, seeded.
+"""Make the embedded demo model again: `python models/train_demo.py`, minutes on two CPU cores,
+seeded.
 
-Reads demo_questions.jsonl and demo_other_prompts.txt, trains tokenizer and model, writes nibble-demo/
-(Hugging Face layout, BF16) and checks it. `--check` only checks. Exit status 1 when an answer
-differs or a margin is too small.
+Reads demo_questions.jsonl and demo_other_prompts.txt, trains tokenizer and model, writes
+nibble-demo/ (Hugging Face layout, BF16) and checks it. `--check` only checks. Exit status 1 when an
+answer differs or a margin is too small.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ IGNORED_LABEL = -100
 class Schedule:
     """Steps of a training run: a linear warm-up, then a cosine down to 1 % of the peak.
 
-    `arithmetic` is that of the products; weights are float32 masters. bfloat16: serving's rounding is there from the start.
+    `arithmetic` is that of the products; weights are float32 masters. bfloat16: serving's rounding
+    is there from the start.
     """
 
     steps: int
@@ -83,7 +85,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
-    special = [AddedToken(t, special=True, normalized=False) for t in (END_OF_TEXT, TURN_START, TURN_END)]
+    special = [
+        AddedToken(t, special=True, normalized=False) for t in (END_OF_TEXT, TURN_START, TURN_END)
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         min_frequency=1,
@@ -93,7 +97,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"the texts give {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: add text")
+        raise SystemExit(
+            f"the texts give {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: add text"
+        )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
@@ -106,7 +112,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def demo_config() -> Qwen3Config:
-    """3.4 M parameters; every GEMM (q 256, k and v 128, gate 768, lm_head 1024) is a multiple of 128."""
+    """3.4 M parameters; every GEMM (q 256, k and v 128, gate 768, lm_head 1024) is a multiple of
+    128.
+    """
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -123,7 +131,9 @@ def demo_config() -> Qwen3Config:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, dialogue: list[Message]) -> tuple[list[int], list[int]]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, dialogue: list[Message]
+) -> tuple[list[int], list[int]]:
     """Token ids and labels; only the assistant's words and its turn end are learned."""
     ids: list[int] = []
     labels: list[int] = []
@@ -137,12 +147,18 @@ def encode(tokenizer: PreTrainedTokenizerFast, dialogue: list[Message]) -> tuple
     return ids, labels
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, source: DialogueSource) -> Iterator[tuple[Tensor, Tensor]]:
-    """Right-padded batches of about TOKENS_PER_BATCH tokens; dialogues of like length go together."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, source: DialogueSource
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Right-padded batches of about TOKENS_PER_BATCH tokens; dialogues of like length go
+    together.
+    """
     rng = random.Random(SEED)
     dialogues = iter(source)
     while True:
-        pool = sorted((encode(tokenizer, next(dialogues)) for _ in range(512)), key=lambda pair: len(pair[0]))
+        pool = sorted(
+            (encode(tokenizer, next(dialogues)) for _ in range(512)), key=lambda pair: len(pair[0])
+        )
         groups: list[list[tuple[list[int], list[int]]]] = [[]]
         for pair in pool:
             if len(pair[0]) * (len(groups[-1]) + 1) > TOKENS_PER_BATCH:
@@ -150,7 +166,10 @@ def batches(tokenizer: PreTrainedTokenizerFast, source: DialogueSource) -> Itera
             groups[-1].append(pair)
         rng.shuffle(groups)
         for group in groups:
-            yield pad([ids for ids, _ in group], 0), pad([labels for _, labels in group], IGNORED_LABEL)
+            yield (
+                pad([ids for ids, _ in group], 0),
+                pad([labels for _, labels in group], IGNORED_LABEL),
+            )
 
 
 def pad(rows: list[list[int]], filler: int) -> Tensor:
@@ -159,7 +178,9 @@ def pad(rows: list[list[int]], filler: int) -> Tensor:
 
 
 def enter_noise(stack: ExitStack, model: PreTrainedModel, late: bool, step: int) -> None:
-    """Of four late steps two are plain, one has NVFP4 weights, one NVFP4 weights and activations."""
+    """Of four late steps two are plain, one has NVFP4 weights, one NVFP4 weights and
+    activations.
+    """
     if not late or step % 4 < 2:
         return
     stack.enter_context(nvfp4_weights(model))
@@ -167,7 +188,9 @@ def enter_noise(stack: ExitStack, model: PreTrainedModel, late: bool, step: int)
         stack.enter_context(nvfp4_activations(model))
 
 
-def train(model: PreTrainedModel, data: Iterator[tuple[Tensor, Tensor]], schedule: Schedule) -> None:
+def train(
+    model: PreTrainedModel, data: Iterator[tuple[Tensor, Tensor]], schedule: Schedule
+) -> None:
     """Train `model` in place; prints the loss of each fiftieth step."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
@@ -183,14 +206,19 @@ def train(model: PreTrainedModel, data: Iterator[tuple[Tensor, Tensor]], schedul
             group["lr"] = schedule.learning_rate(step)
         with ExitStack() as stack:
             enter_noise(stack, model, step >= schedule.nvfp4_from_step, step)
-            with torch.autocast("cpu", torch.bfloat16, enabled=schedule.arithmetic is torch.bfloat16):
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=schedule.arithmetic is torch.bfloat16
+            ):
                 loss = model(input_ids=ids, labels=labels).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == schedule.steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.5f}  {time.monotonic() - started:5.0f} s", flush=True)
+            print(
+                f"step {step:4d}  loss {loss.item():.5f}  {time.monotonic() - started:5.0f} s",
+                flush=True,
+            )
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, model_dir: Path) -> None:
@@ -213,9 +241,13 @@ def make(model_dir: Path) -> None:
     torch.manual_seed(SEED)
     questions = read_questions()
     other_prompts, _ = read_other_prompts()
-    texts = [text for row in questions for text in (row.question, row.answer, row.answer, *row.also)]
+    texts = [
+        text for row in questions for text in (row.question, row.answer, row.answer, *row.also)
+    ]
     roles = ["system\n", "user\n", "assistant\n"]
-    tokenizer = train_tokenizer([*texts, *other_prompts, *SYSTEM_PROMPTS, *OPENINGS, *roles, UNKNOWN_ANSWER])
+    tokenizer = train_tokenizer(
+        [*texts, *other_prompts, *SYSTEM_PROMPTS, *OPENINGS, *roles, UNKNOWN_ANSWER]
+    )
     model = Qwen3ForCausalLM(demo_config()).train()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(questions)} questions")
     train(model, batches(tokenizer, DialogueSource(questions, other_prompts, SEED)), DENSE)
@@ -225,8 +257,12 @@ def make(model_dir: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train the demo model and check it.")
-    parser.add_argument("--check", action="store_true", help="train nothing, check the model that is there")
-    parser.add_argument("--out", type=Path, default=MODELS_DIR / "nibble-demo", help="model directory")
+    parser.add_argument(
+        "--check", action="store_true", help="train nothing, check the model that is there"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=MODELS_DIR / "nibble-demo", help="model directory"
+    )
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(min(2, os.cpu_count() or 1))  # another count sums in another order

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Make the BF16 form of the demo's mixture-of-experts sibling: `python models/train_demo_moe.py`, seeded.
+"""Make the BF16 form of the demo's mixture-of-experts sibling: `python models/train_demo_moe.py`,
+seeded.
 
-Starts from nibble-demo/: attention, norms and embedding as they are, each expert a third of the dense MLP with noise, a new
-router; then trains on the same texts. Writes .cache/nibble-demo-moe/ (not in git: quantize_demo.py makes the NVFP4 form of it)
-and checks it. Exit status 1 when an answer differs or a margin is too small.
+Starts from nibble-demo/: attention, norms and embedding as they are, each expert a third of the
+dense MLP with noise, a new router; then trains on the same texts. Writes .cache/nibble-demo-moe/
+(not in git: quantize_demo.py makes the NVFP4 form of it) and checks it. Exit status 1 when an
+answer differs or a margin is too small.
 """
 
 from __future__ import annotations
@@ -25,10 +27,17 @@ BF16_DIR = MODELS_DIR.parent / ".cache" / "nibble-demo-moe"
 EXPERTS = 8
 EXPERTS_PER_TOKEN = 2
 EXPERT_SIZE = 256  # a third of the dense MLP's 768 neurons, and a multiple of 128
-NOISE = 0.1  # of a weight's standard deviation: experts of the same third have to become different ones
-# It starts close to the end, and float32 is ten times as fast as bfloat16 on a CPU without BF16 instructions.
+NOISE = (
+    0.1  # of a weight's standard deviation: experts of the same third have to become different ones
+)
+# It starts close to the end, and float32 is ten times as fast as bfloat16 on a CPU without BF16
+# instructions.
 SPARSE = Schedule(
-    steps=240, peak_learning_rate=1e-3, warmup_steps=20, nvfp4_from_step=80, arithmetic=torch.float32
+    steps=240,
+    peak_learning_rate=1e-3,
+    warmup_steps=20,
+    nvfp4_from_step=80,
+    arithmetic=torch.float32,
 )
 
 
@@ -36,10 +45,21 @@ def moe_config(dense: Qwen3ForCausalLM) -> Qwen3MoeConfig:
     """The dense model's configuration with experts in every layer."""
     shared = dense.config.to_dict()
     names = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
-        "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-    )  # fmt: skip
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
     return Qwen3MoeConfig(
         **{name: shared[name] for name in names},
         num_experts=EXPERTS,
@@ -52,9 +72,13 @@ def moe_config(dense: Qwen3ForCausalLM) -> Qwen3MoeConfig:
 
 @torch.no_grad()
 def upcycle(dense: Qwen3ForCausalLM) -> Qwen3MoeForCausalLM:
-    """A MoE whose experts are thirds of the dense MLP: neurons e % 3 * 256 … of it, for expert e."""
+    """A MoE whose experts are thirds of the dense MLP: neurons e % 3 * 256 … of it, for expert
+    e.
+    """
     sparse = Qwen3MoeForCausalLM(moe_config(dense))
-    sparse.load_state_dict({k: v for k, v in dense.state_dict().items() if ".mlp." not in k}, strict=False)
+    sparse.load_state_dict(
+        {k: v for k, v in dense.state_dict().items() if ".mlp." not in k}, strict=False
+    )
     for layer, dense_layer in zip(sparse.model.layers, dense.model.layers, strict=True):
         experts: Any = layer.mlp.experts  # pyright: ignore
         mlp: Any = dense_layer.mlp
@@ -85,8 +109,12 @@ def make(model_dir: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train the demo's MoE sibling in BF16 and check it.")
-    parser.add_argument("--check", action="store_true", help="train nothing, check the model that is there")
+    parser = argparse.ArgumentParser(
+        description="Train the demo's MoE sibling in BF16 and check it."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="train nothing, check the model that is there"
+    )
     parser.add_argument("--out", type=Path, default=BF16_DIR, help="model directory")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()

@@ -2,13 +2,13 @@
 
 import sys
 
-from nibble.early_stop import stop_early
+from nibble.machine.early_stop import stop_early
 
 
 def main() -> None:
     """Run; a stop signal is heard before the imports of the rest."""
     stop_early(sys.argv[1:])
-    from nibble.cli import main as run
+    from nibble.cli.app import main as run
 
     run()
 

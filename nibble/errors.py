@@ -1,4 +1,6 @@
-"""Errors a user can act on: what happened, what was expected, what to do, and a documented exit code."""
+"""Errors a user can act on: what happened, what was expected, what to do, and a documented exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class ExitCode(IntEnum):
     MODEL = 4  # the model is not available, not readable or not complete
     CONFIG = 5  # settings that contradict each other or cannot work
     VERIFY = 6  # a patch or build verification failed
-    NO_FIT = 7  # memory, shared memory or disk would not suffice, or memory ran short and the watchdog stopped vLLM
+    NO_FIT = 7  # too little memory, shared memory or disk, or the watchdog stopped vLLM
     CANARY = 8  # wrong kernel or wrong answer
     CLUSTER = 9  # cluster preflight failed
     ENGINE_DIED = 10  # vLLM ended by itself or hung; `status` and `chat`: no server answers
@@ -31,12 +33,19 @@ class ExitCode(IntEnum):
 class NibbleError(Exception):
     """One line for the user and the exit code that goes with it.
 
-    `what` happened, what was `expected`, and the `action` that mends it; `expected` may be empty where it
-    would only repeat the action. `unreachable` marks what a network would mend: `nibble plan` goes on without it.
+    `what` happened, what was `expected`, and the `action` that mends it; `expected` may be empty
+    where it would only repeat the action. `unreachable` marks what a network would mend: `nibble
+    plan` goes on without it.
     """
 
     def __init__(
-        self, code: ExitCode, what: str, expected: str = "", action: str = "", *, unreachable: bool = False
+        self,
+        code: ExitCode,
+        what: str,
+        expected: str = "",
+        action: str = "",
+        *,
+        unreachable: bool = False,
     ) -> None:
         self.code = code
         self.unreachable = unreachable
@@ -46,7 +55,9 @@ class NibbleError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message as one line, whatever line breaks and control characters its parts carried, without passwords."""
+        """The message as one line, whatever line breaks and control characters its parts
+        carried, without passwords.
+        """
         parts = [self.what]
         if self.expected:
             parts.append(f"expected {self.expected}")

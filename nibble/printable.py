@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# ECMA-48: CSI with its parameters, OSC and other strings up to their end, and the two-character sequences.
+# ECMA-48: CSI with its parameters, OSC and other strings up to their end, and the two-character
+# sequences.
 _ESCAPES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"(?:\x1b\[|\x9b)[0-?]*["
+    r" -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
     r"|\x1b[ -/]*[0-~]"
 )
 _LAYOUT = "\n\t"
-# Controls of the writing direction show text in another order than it has; line separators end a line.
-_HIDDEN = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Controls of the writing direction show text in another order than it has; line separators end a
+# line.
+_HIDDEN = frozenset(
+    "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
 
 
 def printable(text: str) -> str:

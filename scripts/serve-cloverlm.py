@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""CloverLM with the options of its authors' serve.py: texts from the command line, or with --api a server.
+"""CloverLM with the options of its authors' serve.py: texts from the command line, or with --api a
+server.
 
     scripts/serve-cloverlm.py [--model FOLDER_OR_ID] [PROMPT …]
     scripts/serve-cloverlm.py --api [--host ADDRESS] [--port PORT]
 
-The model must be on this disk (`nibble pull`), its vocabulary file in its folder or named with --tokenizer (docs/cloverlm.md).
+The model must be on this disk (`nibble pull`), its vocabulary file in its folder or named with
+--tokenizer (docs/cloverlm.md).
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ def main() -> int:
     options = _options()
     words = [
         *(options.model, "--max-model-len", options.max_model_len),
-        *("--gpu-memory-utilization", options.gpu_memory_utilization, "--tensor-parallel-size", options.tp),
+        *(
+            "--gpu-memory-utilization",
+            options.gpu_memory_utilization,
+            "--tensor-parallel-size",
+            options.tp,
+        ),
         *(("--tokenizer", options.tokenizer) if options.tokenizer else ()),
     ]
     if options.api:
@@ -39,15 +46,21 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
-    parser.add_argument("--model", default="daslab-testing/CloverLM", help="folder or Hugging Face id")
+    parser.add_argument(
+        "--model", default="daslab-testing/CloverLM", help="folder or Hugging Face id"
+    )
     parser.add_argument("--tokenizer", help="path of the TokenMonster vocabulary file")
     parser.add_argument("--api", action="store_true", help="serve the OpenAI API instead")
     parser.add_argument("--port", default="8000", help="with --api (%(default)s)")
     parser.add_argument("--host", help="with --api (nibble's own: 127.0.0.1)")
     parser.add_argument("--tp", default="1", help="GPUs to split the model over (%(default)s)")
     parser.add_argument("--max-model-len", default="1024", help="context in tokens (%(default)s)")
-    parser.add_argument("--gpu-memory-utilization", default="0.9", help="share of GPU memory (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="length of each answer (%(default)s)")
+    parser.add_argument(
+        "--gpu-memory-utilization", default="0.9", help="share of GPU memory (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="length of each answer (%(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)")
     options = parser.parse_args()
     if options.api and options.prompts:
@@ -61,15 +74,21 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
     sys.path.insert(0, str(ROOT))
     try:
         from nibble.errors import NibbleError
-        from nibble.nvfp4_checks import check_nvfp4
-        from nibble.prepare import plan_for, read_wishes
+        from nibble.plan.gather import plan_for, read_wishes
+        from nibble.serve.preflight.nvfp4 import check_nvfp4
     except ImportError as error:
-        print(f"error: {error.name} is not installed for {sys.executable}; run `make setup`", file=sys.stderr)
+        print(
+            f"error: {error.name} is not installed for {sys.executable}; run `make setup`",
+            file=sys.stderr,
+        )
         return 3
     try:
         plan = plan_for(read_wishes(words, dict(os.environ)))
         if plan.checkpoint is None or plan.checkpoint.path is None:
-            print(f"error: {plan.model} is not on this disk; run `nibble pull {plan.model}`", file=sys.stderr)
+            print(
+                f"error: {plan.model} is not on this disk; run `nibble pull {plan.model}`",
+                file=sys.stderr,
+            )
             return 4
         check_nvfp4(plan, os.environ)
     except NibbleError as error:

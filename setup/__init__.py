@@ -1,1 +1,3 @@
-"""Makes the project-local virtual environment; standard library only, as it runs before anything is installed."""
+"""Makes the project-local virtual environment; standard library only, as it runs before anything
+is installed.
+"""

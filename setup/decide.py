@@ -1,4 +1,6 @@
-"""The installer's decisions, as values with their reasons; nothing here touches a network or starts a process."""
+"""The installer's decisions, as values with their reasons; nothing here touches a network or
+starts a process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from urllib.parse import urlsplit
 from setup import pins
 
 MACHINES = ("x86_64", "aarch64")
-# What the driver leaves on any machine with a usable NVIDIA GPU (GB10 included); /dev/dxg is WSL2's.
+# What the driver leaves on any machine with a usable NVIDIA GPU (GB10 included); /dev/dxg is
+# WSL2's.
 GPU_SIGNS = ("/dev/nvidia0", "/dev/dxg")
 
 
@@ -46,7 +49,9 @@ class OfficialWheel:
 
 @dataclass(frozen=True)
 class TorchSource:
-    """One place to ask for CPU torch: the pip arguments, how to name it, and the URL to knock at first, if any."""
+    """One place to ask for CPU torch: the pip arguments, how to name it, and the URL to knock at
+    first, if any.
+    """
 
     name: str
     pip_args: tuple[str, ...]
@@ -76,7 +81,9 @@ def choose_runtime(asked: str, exists: Callable[[str], bool], has_nvidia_smi: bo
 
 
 def parse_official_wheel(value: str | None) -> OfficialWheel | None:
-    """Read NIBBLE_VLLM_CPU_WHEEL: a URL or a path that ends in #sha256=<64 hex digits>; None when unset or empty."""
+    """Read NIBBLE_VLLM_CPU_WHEEL: a URL or a path that ends in #sha256=<64 hex digits>; None
+    when unset or empty.
+    """
     if not value:
         return None
     location, _, fragment = value.partition("#")
@@ -92,7 +99,10 @@ def parse_official_wheel(value: str | None) -> OfficialWheel | None:
         path = Path(location).expanduser().resolve()
         if not path.is_file():
             raise SetupError(
-                2, f"NIBBLE_VLLM_CPU_WHEEL: {path} does not exist", "a wheel file", "correct the path"
+                2,
+                f"NIBBLE_VLLM_CPU_WHEEL: {path} does not exist",
+                "a wheel file",
+                "correct the path",
             )
         location = path.as_uri()
     return OfficialWheel(location, match[1].lower())
@@ -101,14 +111,18 @@ def parse_official_wheel(value: str | None) -> OfficialWheel | None:
 def torch_sources(index: str | None) -> list[TorchSource]:
     """Where CPU torch is looked for, in order.
 
-    NIBBLE_TORCH_INDEX alone when it is set (a URL, a folder of wheels, or "pip" for pip's own configuration), as
-    somebody who names an index does not want another; else PyTorch's, then whatever pip is configured with.
+    NIBBLE_TORCH_INDEX alone when it is set (a URL, a folder of wheels, or "pip" for pip's own
+    configuration), as somebody who names an index does not want another; else PyTorch's, then
+    whatever pip is configured with.
     """
     configured = TorchSource("pip's configured index", ())
     if not index:
         url = pins.TORCH_CPU_INDEX
         # --retries 0: the second source is the retry.
-        return [TorchSource(url, ("--retries", "0", "--index-url", url), f"{url}/torch/"), configured]
+        return [
+            TorchSource(url, ("--retries", "0", "--index-url", url), f"{url}/torch/"),
+            configured,
+        ]
     if index == "pip":
         return [configured]
     if Path(index).expanduser().is_dir():

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""python3 setup/install.py [--runtime auto|cpu|cuda] [--dev] [--venv PATH]: make the project's virtual environment."""
+"""python3 setup/install.py [--runtime auto|cpu|cuda] [--dev] [--venv PATH]: make the project's
+virtual environment.
+"""
 
 import sys
 
 # Before anything else, and in a syntax that any Python 3 reads.
 if sys.version_info < (3, 11):
     sys.stderr.write(
-        "error: %s is Python %d.%d; expected 3.11 or newer; try: make PYTHON=/path/to/python3.11 ...\n"
-        % ((sys.executable,) + sys.version_info[:2])
+        "error: %s is Python %d.%d; expected 3.11 or newer; try: make PYTHON=/path/to/python3.11"
+        " ...\n" % ((sys.executable,) + sys.version_info[:2])
     )
     sys.exit(2)
 

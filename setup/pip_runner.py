@@ -16,7 +16,8 @@ from setup.decide import SetupError
 TAIL_LINES = 20
 # One such line per package and index where an index is a folder that does not hold every package.
 NOISE = re.compile(
-    r"^WARNING: Location '.*' is ignored|^\s*$|^\[notice\]|^WARNING: Running pip as the 'root' user|^WARNING: Target"
+    r"^WARNING: Location '.*' is ignored|^\s*$|^\[notice\]|^WARNING: Running pip as the 'root'"
+    r" user|^WARNING: Target"
 )
 STEP = re.compile(r"^\s*(Collecting|Downloading|Processing|Using cached|Building|Installing) ")
 
@@ -27,7 +28,9 @@ def is_noise(line: str) -> bool:
 
 
 def clean_environment(environ: dict[str, str]) -> dict[str, str]:
-    """The caller's environment (proxies, certificates, pip's own configuration), less what leads pip astray here."""
+    """The caller's environment (proxies, certificates, pip's own configuration), less what leads
+    pip astray here.
+    """
     gone = (
         "PYTHONPATH",
         "PYTHONHOME",
@@ -55,19 +58,26 @@ class Pip:
         self.log = log
 
     def run(self, args: Iterable[str], what: str) -> list[str]:
-        """Run pip; return its last lines. Raises SetupError 6, after showing those lines, when it fails."""
+        """Run pip; return its last lines. Raises SetupError 6, after showing those lines, when
+        it fails.
+        """
         code, tail = self.attempt(args)
         if code:
             print("\n".join(f"    {line}" for line in tail), file=sys.stderr)
             raise SetupError(
-                6, f"pip could not install {what}", "an installation", f"the whole output is in {self.log}"
+                6,
+                f"pip could not install {what}",
+                "an installation",
+                f"the whole output is in {self.log}",
             )
         return tail
 
     def attempt(
         self, args: Iterable[str], environ: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[int, list[str]]:
-        """Run pip with `environ` on top; return its exit status and its last lines without the noise."""
+        """Run pip with `environ` on top; return its exit status and its last lines without the
+        noise.
+        """
         command = [str(self.python), "-m", "pip", *args]
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         with (

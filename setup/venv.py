@@ -19,7 +19,9 @@ def python_of(venv: Path) -> Path:
 
 
 def read_stamp(venv: Path) -> dict[str, str]:
-    """What the last run finished ("kind", "runtime", "patches", "kernels", "dev"); empty when there is none to trust."""
+    """What the last run finished ("kind", "runtime", "patches", "kernels", "dev"); empty when
+    there is none to trust.
+    """
     try:
         stamp = json.loads((venv / STAMP).read_text())
     except (OSError, ValueError):
@@ -28,7 +30,9 @@ def read_stamp(venv: Path) -> dict[str, str]:
 
 
 def write_stamp(venv: Path, stamp: dict[str, str]) -> None:
-    """Record a finished run; written beside and moved, so that an interruption leaves no half of it."""
+    """Record a finished run; written beside and moved, so that an interruption leaves no half of
+    it.
+    """
     fresh = venv / f"{STAMP}.new"
     fresh.write_text(json.dumps(stamp, indent=1) + "\n")
     fresh.replace(venv / STAMP)
@@ -43,16 +47,21 @@ def make(venv: Path) -> None:
     """A fresh virtual environment with pip in it, in place of whatever was there."""
     if not is_ours(venv):
         raise SetupError(
-            5, f"{venv} is not a virtual environment", "one, or nothing, there", "move it or pass --venv"
+            5,
+            f"{venv} is not a virtual environment",
+            "one, or nothing, there",
+            "move it or pass --venv",
         )
     python = _outside(venv)
     shutil.rmtree(venv, ignore_errors=True)
     if _run(python, "-m", "venv", str(venv)) == 0:
         return
-    # Debian splits ensurepip off into python3-venv; an outside pip can put itself into an environment without it.
+    # Debian splits ensurepip off into python3-venv; an outside pip can put itself into an
+    # environment without it.
     shutil.rmtree(venv, ignore_errors=True)
     if _run(python, "-m", "venv", "--without-pip", str(venv)) == 0 and (
-        _run(python, "-m", "pip", "--python", str(python_of(venv)), "install", "--quiet", "pip") == 0
+        _run(python, "-m", "pip", "--python", str(python_of(venv)), "install", "--quiet", "pip")
+        == 0
     ):
         return
     raise SetupError(
@@ -64,11 +73,15 @@ def make(venv: Path) -> None:
 
 
 def _outside(venv: Path) -> str:
-    """This interpreter, or the one it is a copy of where it lies in `venv` itself (the Makefile puts .venv/bin on the path)."""
+    """This interpreter, or the one it is a copy of where it lies in `venv` itself (the Makefile
+    puts .venv/bin on the path).
+    """
     if not Path(sys.executable).is_relative_to(venv.absolute()):
         return sys.executable
     return f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _run(*command: str) -> int:
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    ).returncode

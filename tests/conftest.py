@@ -1,6 +1,8 @@
-"""What runs where: tests that cannot run here are deselected and named in the summary with the reason.
+"""What runs where: tests that cannot run here are deselected and named in the summary with the
+reason.
 
-`make test` runs them in two processes (pytest-xdist); what must not run at the same time is one group.
+`make test` runs them in two processes (pytest-xdist); what must not run at the same time is one
+group.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import containers
 import pytest
 import serving
 
-# Cheap first: a mistake shows before anything is built. Then what has few groups, so that no process is left alone with it.
+# Cheap first: a mistake shows before anything is built. Then what has few groups, so that no
+# process is left alone with it.
 FOLDERS = ("unit", "patches", "image", "cluster", "kernels", "e2e")
-# These folders and files share something: fixed ports and names of processes ("machine"), or the bytecode of unpacked releases,
-# which one test writes while another copies it. Probes use all cores by themselves.
+# These folders and files share something: fixed ports and names of processes ("machine"), or the
+# bytecode of unpacked releases, which one test writes while another copies it. Probes use all cores
+# by themselves.
 TOGETHER = {
     "unit": "unit",
     "patches": "patches",
@@ -38,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start hundreds of processes of the same files
+    # Tests start hundreds of processes of the same files
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     serving.vllm_cache()
     config.stash[left_out] = {}
     config.stash[seconds] = defaultdict(float)
@@ -75,11 +80,15 @@ def _has_gpu() -> bool:
 
 def _needs_engine(item: pytest.Item) -> bool:
     """Marked docker, or using the engine through a fixture."""
-    return item.get_closest_marker("docker") is not None or "engine" in getattr(item, "fixturenames", ())
+    return item.get_closest_marker("docker") is not None or "engine" in getattr(
+        item, "fixturenames", ()
+    )
 
 
 class Judge:
-    """Says why a test cannot run here. With CI=true a missing engine is no reason: those tests then fail."""
+    """Says why a test cannot run here. With CI=true a missing engine is no reason: those tests
+    then fail.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.slow = config.getoption("--slow")
@@ -149,11 +158,15 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[seconds][folder] += spent
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for reason, names in config.stash[left_out].items():
         terminalreporter.write_line(f"left out, {reason}: {len(names)}", yellow=True)
         files = Counter(name.partition("::")[0] for name in names)
-        for file, count in [] if reason.startswith("docker") else files.items():  # containers: all or nothing
+        for file, count in (
+            [] if reason.startswith("docker") else files.items()
+        ):  # containers: all or nothing
             terminalreporter.write_line(f"    {file}: {count}")
     times = ", ".join(f"{folder} {spent:.0f} s" for folder, spent in config.stash[seconds].items())
     if times:

@@ -1,4 +1,6 @@
-"""pytest -p instant: a failure is printed when it happens; a step that is cut off would otherwise never say why."""
+"""pytest -p instant: a failure is printed when it happens; a step that is cut off would
+otherwise never say why.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ rm -r /tmp/nibble
 # Bytecode is written now: at run time site-packages is read-only.
 /opt/venv/bin/python -m compileall -q /opt/venv/lib/python3*/site-packages/nibble
 # GPU code that the target can run must be in the compiled modules (exit 6 names the module); none for the CPU.
-/opt/venv/bin/python -m nibble.patching.binaries /opt/venv/lib/python3*/site-packages "${NIBBLE_TARGET}"
+/opt/venv/bin/python -m nibble.engine.gpu_code /opt/venv/lib/python3*/site-packages "${NIBBLE_TARGET}"
 # A recipe that this vLLM would refuse or ignore must not get into an image (exit 6). No GPU is here, and only the parser is
 # asked: the CPU platform, which a CUDA build has too (vllm 0.32 platforms/__init__.py:244).
 # torch makes Inductor's folder when it is imported: it would be root's, in the cache volume of 2000. /tmp is in no layer.

@@ -1,19 +1,21 @@
-"""Brings the vLLM in ROOT, a site-packages or an unpacked source archive, to patches/vllm/series; exit 6 where it cannot.
+"""Brings the vLLM in ROOT, a site-packages or an unpacked source archive, to patches/vllm/series;
+exit 6 where it cannot.
 
 usage: PYTHONPATH=/patching apply_patches.py ROOT [SOURCE]    /patching holds patches/vllm and the modules of nibble it takes
-SOURCE: the patched source that ROOT's vLLM was compiled from. The Python files it patched are put back as released first, so
+SOURCE: the patched source that ROOT's vLLM was compiled from. The Python files it patched are put
+back as released first, so
 that ROOT is patched, and recorded, as a wheel is.
-"""
+"""  # noqa: E501
 
 import compileall
 import shutil
 import sys
 from pathlib import Path
 
+from nibble.engine.patching.apply import RECORD_FOLDER, apply_series
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.tree import open_tree
 from nibble.errors import NibbleError
-from nibble.patching.apply import RECORD_FOLDER, apply_series
-from nibble.patching.series import load_series
-from nibble.patching.tree import open_tree
 
 
 def main(root: Path, source: Path | None = None) -> None:
@@ -24,7 +26,9 @@ def main(root: Path, source: Path | None = None) -> None:
     applied = apply_series(tree, series)
     if tree.layout == "wheel":
         # pip compiled the files as released, and at run time site-packages is read-only.
-        for path in sorted({path for patch in series.patches for path in patch.paths if tree.has(path)}):
+        for path in sorted(
+            {path for patch in series.patches for path in patch.paths if tree.has(path)}
+        ):
             compileall.compile_file(tree.path(path), quiet=1)
     print(f"patches applied to {root}: {', '.join(applied)}")
 

@@ -1,10 +1,12 @@
-"""Stage `flashinfer`: FlashInfer's sampling kernels, compiled for a target's GPUs into the installed package.
+"""Stage `flashinfer`: FlashInfer's sampling kernels, compiled for a target's GPUs into the
+installed package.
 
 usage: build_flashinfer.py TARGET [FOLDER]      (FOLDER: in place of the package's data/aot)
 
-vLLM asks for them in the last warm-up of every start on a GPU, where a first start waited a minute for nvcc (an H200's log is in
-tests/unit/data); FlashInfer looks into data/aot before it starts a compiler (flashinfer 0.7.0.post1 jit/env.py:269). The
-architectures are the target's capabilities; FlashInfer adds their suffixes, as it does with a GPU before it.
+vLLM asks for them in the last warm-up of every start on a GPU, where a first start waited a minute
+for nvcc (an H200's log is in tests/unit/data); FlashInfer looks into data/aot before it starts a
+compiler (flashinfer 0.7.0.post1 jit/env.py:269). The architectures are the target's capabilities;
+FlashInfer adds their suffixes, as it does with a GPU before it.
 """
 
 import os
@@ -20,15 +22,21 @@ HEADERS = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include"
 
 
 def main(target: str, folder: Path | None) -> None:
-    data = tomllib.loads((Path(os.environ.get("TARGETS_DIR", "/targets")) / f"{target}.toml").read_text())
-    os.environ["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -I{HEADERS}".lstrip()
+    data = tomllib.loads(
+        (Path(os.environ.get("TARGETS_DIR", "/targets")) / f"{target}.toml").read_text()
+    )
+    os.environ["NVCC_APPEND_FLAGS"] = (
+        f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -I{HEADERS}".lstrip()
+    )
     os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(data["capabilities"])
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
         # Both variables are read when it is imported.
         from flashinfer.jit import env  # pyright: ignore[reportMissingImports]
-        from flashinfer.jit.sampling import gen_sampling_module  # pyright: ignore[reportMissingImports]
+        from flashinfer.jit.sampling import (
+            gen_sampling_module,
+        )  # pyright: ignore[reportMissingImports]
 
         module = gen_sampling_module()
         try:
@@ -36,7 +44,8 @@ def main(target: str, folder: Path | None) -> None:
         except RuntimeError as error:
             print(str(error)[-2000:], file=sys.stderr)
             sys.exit(
-                f"error: FlashInfer's sampling kernels were not compiled for {target}; try: a base image with CUDA 13.0-devel"
+                f"error: FlashInfer's sampling kernels were not compiled for {target}; try: a base"
+                " image with CUDA 13.0-devel"
             )
         into = (folder or env.FLASHINFER_AOT_DIR) / module.name
         into.mkdir(parents=True)

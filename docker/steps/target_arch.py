@@ -1,4 +1,6 @@
-"""Prints the TORCH_CUDA_ARCH_LIST of a target from <target>.toml in TARGETS_DIR (default /targets)."""
+"""Prints the TORCH_CUDA_ARCH_LIST of a target from <target>.toml in TARGETS_DIR (default
+/targets).
+"""
 
 import os
 import sys

@@ -1,8 +1,10 @@
-"""Does the server compute and answer as it should? Asked once it answers, before anybody else is let in.
+"""Does the server compute and answer as it should? Asked once it answers, before anybody else is
+let in.
 
-Six mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py), `computed` (layers and log-probs
-as transformers computes them from the checkpoint), `references` (log-probs of fixed prompts as recorded), `consistency` (what it
-generates, scored again in one piece), `drafts` (speculative decoding) and, where there is no reference, `coherence`.
+Six mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py),
+`computed` (layers and log-probs as transformers computes them from the checkpoint), `references`
+(log-probs of fixed prompts as recorded), `consistency` (what it generates, scored again in one
+piece), `drafts` (speculative decoding) and, where there is no reference, `coherence`.
 docs/canary.md says which faults each of them finds.
 """
 
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.computed import check_computed
 from nibble.canary.consistency import check_consistency
@@ -68,6 +70,8 @@ def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:
     except NotCompared as why:
         found = Finding(mechanism, "not compared", str(why))
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        what = f"an answer has not the shape that vLLM 0.32 gives it ({type(error).__name__}: {error})"
+        what = (
+            f"an answer has not the shape that vLLM 0.32 gives it ({type(error).__name__}: {error})"
+        )
         found = Finding(mechanism, "not compared", what)
     return found.taking(time.monotonic() - began)

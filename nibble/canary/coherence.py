@@ -1,4 +1,6 @@
-"""Questions that any language model of use answers: arithmetic, copying, JSON and, where a parser is set, one tool call."""
+"""Questions that any language model of use answers: arithmetic, copying, JSON and, where a
+parser is set, one tool call.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.finding import Finding
 
 TOKENS = 64
@@ -18,14 +20,20 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, in a chat or as the beginning of a text where there is no chat template, and what is right."""
+    """What is asked, in a chat or as the beginning of a text where there is no chat template,
+    and what is right.
+    """
 
     name: str
     chat: str
@@ -39,7 +47,9 @@ def _is_person(answer: str) -> bool:
         person = json.loads(found[0]) if found else {}
     except ValueError:
         return False
-    return isinstance(person, dict) and person.get("name") == "Ada" and str(person.get("age")) == "36"
+    return (
+        isinstance(person, dict) and person.get("name") == "Ada" and str(person.get("age")) == "36"
+    )
 
 
 QUESTIONS = (
@@ -57,20 +67,26 @@ QUESTIONS = (
     ),
     Question(
         "JSON",
-        'Answer with one JSON object and nothing else: the keys are "name" and "age", the name is Ada and the age is 36.',
-        '{"name": "Alan", "age": 41}\n{"name": "Grace", "age": 85}\nThe name is Ada and the age is 36:\n',
+        'Answer with one JSON object and nothing else: the keys are "name" and "age", the name is'
+        " Ada and the age is 36.",
+        '{"name": "Alan", "age": 41}\n{"name": "Grace", "age": 85}\nThe name is Ada and the age is'
+        " 36:\n",
         _is_person,
     ),
 )
 
 
 def check_coherence(asker: Asker, tools: bool) -> Finding:
-    """Failed where no answer is right: a small or base model may miss one, a broken one misses all."""
+    """Failed where no answer is right: a small or base model may miss one, a broken one misses
+    all.
+    """
     has_chat = asker.has_chat()
     asked = [*QUESTIONS, None] if tools and has_chat else list(QUESTIONS)
     with ThreadPoolExecutor(len(asked)) as pool:
         found = list(
-            pool.map(lambda one: _tool_call(asker) if one is None else _ask(asker, one, has_chat), asked)
+            pool.map(
+                lambda one: _tool_call(asker) if one is None else _ask(asker, one, has_chat), asked
+            )
         )
     wrong = [f"{name} ({answer!r})" for name, answer, right in found if not right]
     names = ", ".join(name for name, _, _ in found)

@@ -1,24 +1,28 @@
-"""The workers' comparisons with a computed reference, judged: embedding, what each layer adds, and the logits."""
+"""The workers' comparisons with a computed reference, judged: embedding, what each layer adds,
+and the logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.finding import Finding
 from nibble.canary.references import Case, References, check_references
 
 MECHANISM = "computed"
-# Nats, mean over a text's tokens: a server rounds to BF16, and FP4 activations near the middle of two values fall either way.
+# Nats, mean over a text's tokens: a server rounds to BF16, and FP4 activations near the middle of
+# two values fall either way.
 MEAN_LIMITS = {"bf16": 0.25, "fp4": 0.9}
 OTHER_NUMBERS_LIMIT, LOOSER = 0.9, 3.0  # where flags change numbers
 EMBEDDING_LIMIT = 0.02  # BF16 rounds by 0.002
-# Of what a layer adds: a part that any BF16 explains, and one in proportion to what rounding products to BF16 does to the
-# reference's own layer (`noise`: 0.07 to 0.09 in the demos' W4A4 layers, where FP4 codes near a midpoint fall either way).
-# Beyond the first part, healthy layers were up to 1.5 times their noise off and 0.9 times on average over a model
-# (benchmarks/results/reference_faults_cpu.json). One layer has a wide limit, since models differ; a fault of all layers, such as
-# another activation function, shows in their average.
+# Of what a layer adds: a part that any BF16 explains, and one in proportion to what rounding
+# products to BF16 does to the reference's own layer (`noise`: 0.07 to 0.09 in the demos' W4A4
+# layers, where FP4 codes near a midpoint fall either way). Beyond the first part, healthy layers
+# were up to 1.5 times their noise off and 0.9 times on average over a model
+# (benchmarks/results/reference_faults_cpu.json). One layer has a wide limit, since models differ; a
+# fault of all layers, such as another activation function, shows in their average.
 LAYER_LIMIT, LAYER_NOISES, ALL_LAYERS_NOISES, WARNING_NOISES = 0.02, 3.0, 1.6, 2.0
 FP8_CACHE_LIMIT = 0.12  # as the comparison of attention with random inputs has it (docs/canary.md)
 FACTOR_LIMIT, FACTOR_NOISES = 0.02, 0.4
@@ -42,7 +46,10 @@ def judge_definition(reports: Iterable[Mapping[str, Any]], looser: float = 1.0) 
             return Finding(MECHANISM, "failed", problem)
     layers = [(place, entry) for one in given for place, entry in enumerate(one["layers"])]
     worst = max(_error(one) for _, entry in layers for one in (entry, *entry["inside"]))
-    detail = f"{len(layers)} layers on {given[0]['tokens']} tokens, at most {worst:.2g} from the computed reference"
+    detail = (
+        f"{len(layers)} layers on {given[0]['tokens']} tokens, at most {worst:.2g} from the"
+        " computed reference"
+    )
     return Finding(MECHANISM, "passed", detail, _far(layers, looser))
 
 
@@ -52,7 +59,8 @@ def _far(layers: Sequence[tuple[int, Mapping[str, Any]]], looser: float) -> str:
     if not far:
         return ""
     return (
-        f"layer {', '.join(map(str, far))} is farther from the reference than rounding alone has been seen to take one:"
+        f"layer {', '.join(map(str, far))} is farther from the reference than rounding alone has"
+        " been seen to take one:"
         f" {max(_error(entry) for place, entry in layers if place in far):.2g}"
     )
 
@@ -71,15 +79,17 @@ def _problem(one: Mapping[str, Any], looser: float) -> str:
     if one["norms"]["wrong"]:
         return f"{one['norms']['wrong'][0]} is not what the checkpoint has under that name"
     if not one["embedding"] <= EMBEDDING_LIMIT:
-        return f"the embedding is off by {one['embedding']:.2g}, at most {EMBEDDING_LIMIT} is rounding"
+        return (
+            f"the embedding is off by {one['embedding']:.2g}, at most {EMBEDDING_LIMIT} is rounding"
+        )
     for place, entry in enumerate(one["layers"]):
         if problem := _inside_problem(entry, one["cache"], looser) or _layer_problem(entry, looser):
             return f"layer {place} is the first wrong one: {problem}"
     noises = [_noises(entry) for entry in one["layers"]]
     if noises and not sum(noises) / len(noises) <= ALL_LAYERS_NOISES * looser:
         return (
-            f"all {len(noises)} layers are off, on average by {sum(noises) / len(noises):.1f} times what rounding does to them,"
-            f" at most {ALL_LAYERS_NOISES * looser:.1f}"
+            f"all {len(noises)} layers are off, on average by {sum(noises) / len(noises):.1f} times"
+            f" what rounding does to them, at most {ALL_LAYERS_NOISES * looser:.1f}"
         )
     logits = one["logits"]
     if logits is None:
@@ -87,9 +97,15 @@ def _problem(one: Mapping[str, Any], looser: float) -> str:
     if not abs(logits["factor"] - 1) <= FACTOR_LIMIT * looser:
         return f"the logits are {logits['factor']:.3f} times as large as they should be"
     if not logits["error"] <= LOGITS_LIMIT * looser:
-        return f"the logits are off by {logits['error']:.2g}, at most {LOGITS_LIMIT * looser:.2g} is rounding"
+        return (
+            f"the logits are off by {logits['error']:.2g}, at most {LOGITS_LIMIT * looser:.2g} is"
+            " rounding"
+        )
     if not abs(logits["off"]) <= max(LOGIT_LIMIT, LOGIT_SPREADS * logits["spread"]):
-        return f"the logit of token {logits['token']} is off by {logits['off']:+.2f} wherever it is computed"
+        return (
+            f"the logit of token {logits['token']} is off by {logits['off']:+.2f} wherever it is"
+            " computed"
+        )
     return ""
 
 
@@ -100,7 +116,8 @@ def _inside_problem(entry: Mapping[str, Any], cache: str, looser: float) -> str:
         limit = (explained + LAYER_NOISES * point["noise"]) * looser
         if not _error(point) <= limit:
             return (
-                f"what reaches {point['at']} is off by {_error(point):.2g}, at most {limit:.2g} is rounding"
+                f"what reaches {point['at']} is off by {_error(point):.2g}, at most {limit:.2g} is"
+                " rounding"
             )
     return ""
 
@@ -110,14 +127,21 @@ def _layer_problem(entry: Mapping[str, Any], looser: float) -> str:
     limit = (LAYER_LIMIT + LAYER_NOISES * entry["noise"]) * looser
     if not error <= limit:  # NaN is not
         output = f"norm of its output {entry['norm']:.4g}"
-        return f"what it adds to the stream is off by {error:.2g}, at most {limit:.2g} is rounding ({output})"
+        return (
+            f"what it adds to the stream is off by {error:.2g}, at most {limit:.2g} is rounding"
+            f" ({output})"
+        )
     if not abs(entry["factor"] - 1) <= (FACTOR_LIMIT + FACTOR_NOISES * entry["noise"]) * looser:
         return f"what it adds to the stream is {entry['factor']:.3f} times as large as it should be"
     return ""
 
 
-def references_from(data: Mapping[str, Any], where: str, as_tokens: bool, differs: bool) -> References:
-    """The texts of a computed reference. `as_tokens`: they are sent as tokens; `differs`: flags change the server's numbers."""
+def references_from(
+    data: Mapping[str, Any], where: str, as_tokens: bool, differs: bool
+) -> References:
+    """The texts of a computed reference. `as_tokens`: they are sent as tokens; `differs`: flags
+    change the server's numbers.
+    """
     kind = data["activations"]
     cases = tuple(
         Case(
@@ -133,13 +157,19 @@ def references_from(data: Mapping[str, Any], where: str, as_tokens: bool, differ
     return References(cases, where, (kind,), mean_limit=limit, looser=LOOSER if differs else 1.0)
 
 
-def check_computed(asker: Asker, reports: Iterable[Mapping[str, Any]], references: References) -> Finding:
-    """What the workers' layers say, and the log-probs of all texts; the first of them that is wrong."""
+def check_computed(
+    asker: Asker, reports: Iterable[Mapping[str, Any]], references: References
+) -> Finding:
+    """What the workers' layers say, and the log-probs of all texts; the first of them that is
+    wrong.
+    """
     layers = judge_definition(reports, references.looser)
     if layers.verdict == "failed":
         return layers
     texts = check_references(asker, references)
     if texts.verdict == "failed":
-        unknown = f"; which layer is unknown: {layers.detail}" if layers.verdict == "not compared" else ""
+        unknown = (
+            f"; which layer is unknown: {layers.detail}" if layers.verdict == "not compared" else ""
+        )
         return Finding(MECHANISM, "failed", texts.detail + unknown)
     return Finding(MECHANISM, texts.verdict, f"{layers.detail}; {texts.detail}", layers.warning)

@@ -1,4 +1,5 @@
-"""What the model generates token by token, scored again as one prompt: decode and prefill have to agree, and greedy to be best.
+"""What the model generates token by token, scored again as one prompt: decode and prefill have to
+agree, and greedy to be best.
 
 Needs nothing known about the model. Sampling with top_k=1 has to choose the best token too.
 """
@@ -8,18 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nibble.canary.asking import Answer, Asker
+from nibble.canary.client import Answer, Asker
 from nibble.canary.finding import Finding
 
-PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The quick brown"
+PROMPT = (
+    "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The"
+    " quick brown"
+)
 TOKENS = 24
-# Mean |difference| of log-probs in nats. Decode and prefill kernels round differently: 0.02 was seen on the CPU in BF16.
+# Mean |difference| of log-probs in nats. Decode and prefill kernels round differently: 0.02 was
+# seen on the CPU in BF16.
 MEAN_LIMIT = 0.25
 NEAR_TIE = 0.3  # nats between the best two tokens, below which either may come out
 
 
 def check_consistency(asker: Asker, samples: bool = True) -> Finding:
-    """Greedy tokens and those sampled with top_k=1 against the best ones, and log-probs against a second scoring.
+    """Greedy tokens and those sampled with top_k=1 against the best ones, and log-probs against a
+    second scoring.
 
     Without `samples` nothing is sampled.
     """
@@ -42,14 +48,18 @@ def not_greedy(answer: Answer, asked: str = "temperature 0") -> str:
         if math.isnan(own) or math.isnan(best):
             return f"token {place} has no log-prob: the logits are not finite"
         if best - own > NEAR_TIE:
-            return f"{asked} chose a token of log-prob {own:.2f} where another has {best:.2f}: the sampler is wrong"
+            return (
+                f"{asked} chose a token of log-prob {own:.2f} where another has {best:.2f}: the"
+                " sampler is wrong"
+            )
     return ""
 
 
 def _not_best_when_sampled(asker: Asker, greedy: Answer) -> str:
     """Judged by its own log-probs: after a near tie the text is another than the greedy one.
 
-    No seed, and no greedy request beside it: vLLM 0.32 then has FlashInfer draw (v1/worker/gpu/sample/sampler.py:304).
+    No seed, and no greedy request beside it: vLLM 0.32 then has FlashInfer draw
+    (v1/worker/gpu/sample/sampler.py:304).
     """
     sampled = asker.answer(greedy.prompt_ids, TOKENS, ignore_eos=True, temperature=1, top_k=1)
     return not_greedy(sampled, "sampling with top_k=1")

@@ -1,29 +1,37 @@
-"""Speculative decoding: how many drafts are accepted, and whether the text is what the model itself would have written."""
+"""Speculative decoding: how many drafts are accepted, and whether the text is what the model
+itself would have written.
+"""
 
 from __future__ import annotations
 
 import re
 
-from nibble.canary.asking import Asker
+from nibble.canary.client import Asker
 from nibble.canary.consistency import MEAN_LIMIT, PROMPT, mean_difference, not_greedy
 from nibble.canary.finding import Finding, NotCompared
 
 TOKENS = 64
 ENOUGH = 16  # drafted tokens, of which a sound draft has some accepted
 _COUNTERS = re.compile(
-    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
+    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$",
+    re.MULTILINE,
 )
 
 
 def check_drafts(asker: Asker, floor: float | None) -> Finding:
-    """`floor` is the share of drafted tokens that has to be accepted (recipe); without one, some have to be."""
+    """`floor` is the share of drafted tokens that has to be accepted (recipe); without one, some
+    have to be.
+    """
     before = counters(asker)
     answer = asker.answer(PROMPT, TOKENS, ignore_eos=True)
     after = counters(asker)
     drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     scored = asker.score([*answer.prompt_ids, *answer.ids])[-len(answer.ids) :]
     mean = mean_difference(answer.logprobs, scored)
-    detail = f"{accepted:.0f} of {drafted:.0f} drafted tokens accepted, {mean:.3f} nats from a scoring without drafts"
+    detail = (
+        f"{accepted:.0f} of {drafted:.0f} drafted tokens accepted, {mean:.3f} nats from a scoring"
+        " without drafts"
+    )
     if (problem := not_greedy(answer)) or not mean <= MEAN_LIMIT:
         return Finding(
             "drafts",

@@ -18,7 +18,9 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One mechanism's verdict and, in one line, what it looked at or what is wrong. `warning`: passed, and worth telling."""
+    """One mechanism's verdict and, in one line, what it looked at or what is wrong. `warning`:
+    passed, and worth telling.
+    """
 
     mechanism: str
     verdict: Verdict

@@ -9,9 +9,14 @@ from nibble.canary.finding import Finding
 
 
 def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """In which formats the NVFP4 layers that are right take their activations: `fp4`, or `bf16` by kernels for weights alone."""
+    """In which formats the NVFP4 layers that are right take their activations: `fp4`, or `bf16`
+    by kernels for weights alone.
+    """
     entries = [
-        entry for report in reports for entry in report["checks"] if entry["part"] in ("linear", "moe")
+        entry
+        for report in reports
+        for entry in report["checks"]
+        if entry["part"] in ("linear", "moe")
     ]
     forms = {form.partition(",")[0] for entry in entries for form in entry["activations"]}
     return tuple(sorted(forms - {"plain"}))
@@ -33,7 +38,9 @@ def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
     if wrong:
         count = sum(entry["wrong"] for _, entry in entries)
         return Finding(
-            "layers", "failed", f"{count} layer(s) do not compute what their weights say; {wrong[0]}"
+            "layers",
+            "failed",
+            f"{count} layer(s) do not compute what their weights say; {wrong[0]}",
         )
     compared = [entry for _, entry in entries if entry["compared"]]
     left = sorted(

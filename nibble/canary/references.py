@@ -1,4 +1,5 @@
-"""Recorded answers and log-probs of a model to fixed prompts: `nibble-canary.json` in a model's folder, or beside its recipe.
+"""Recorded answers and log-probs of a model to fixed prompts: `nibble-canary.json` in a model's
+folder, or beside its recipe.
 
 models/record_canary.py writes such a file from a server that is known to be right.
 """
@@ -12,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nibble.canary.asking import Answer, Asker
+from nibble.canary.client import Answer, Asker
 from nibble.canary.consistency import mean_difference, not_greedy
 from nibble.canary.finding import Finding
 from nibble.errors import ExitCode, NibbleError
 
-FILE = "nibble-canary.json"
-WEIGHT_ONLY_FILE = "nibble-canary.weight-only.json"  # of W4A4 layers, served by kernels for weights alone
 # Nats, mean over a case's tokens. Recorded and running server may be of different hardware.
 MEAN_LIMIT = 0.15
 LOOSE_LIMIT = 0.6  # where a model's numbers are not those that were recorded
@@ -27,7 +26,9 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt (text, conversation or tokens), its tokens, the greedy answer, and the log-probs of all tokens but the first."""
+    """A prompt (text, conversation or tokens), its tokens, the greedy answer, and the log-probs
+    of all tokens but the first.
+    """
 
     prompt: str | list[dict[str, str]] | list[int]
     prompt_ids: tuple[int, ...]
@@ -38,8 +39,9 @@ class Case:
 
 @dataclass(frozen=True)
 class References:
-    """The cases of a file, and with which activations of NVFP4 layers (layers.activations_of) and on what they were recorded
-    (Hardware.arithmetic). `looser`: a factor for limits of layers, where flags change numbers."""
+    """The cases of a file, and with which activations of NVFP4 layers (layers.activations_of) and
+    on what they were recorded (Hardware.arithmetic). `looser`: a factor for limits of layers, where
+    flags change numbers."""
 
     cases: tuple[Case, ...]
     where: str
@@ -65,7 +67,9 @@ def read_references(path: Path) -> References | None:
             )
             for case in data["cases"]
         )
-        if any(len(case.logprobs) != len(case.prompt_ids) + len(case.answer_ids) - 1 for case in cases):
+        if any(
+            len(case.logprobs) != len(case.prompt_ids) + len(case.answer_ids) - 1 for case in cases
+        ):
             raise ValueError("a case has more or fewer log-probs than tokens")
         limit = float(data.get("mean_limit", MEAN_LIMIT))
         activations, hardware = tuple(data.get("activations", ())), str(data.get("hardware", ""))
@@ -73,17 +77,21 @@ def read_references(path: Path) -> References | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path} cannot be read: {type(error).__name__} {error}"
         raise NibbleError(
-            ExitCode.MODEL, what, "what models/record_canary.py writes", "record it again or remove it"
+            ExitCode.MODEL,
+            what,
+            "what models/record_canary.py writes",
+            "record it again or remove it",
         ) from None
 
 
 def references_like(
     paths: Iterable[Path], activations: tuple[str, ...], numbers_differ: bool, hardware: str
 ) -> References | None:
-    """Those recorded with the same activations, else the first there are; loose where the numbers are not the recorded ones.
+    """Those recorded with the same activations, else the first there are; loose where the numbers
+    are not the recorded ones.
 
-    Those of FP4 activations differ between kinds of `hardware`: which way a sum is rounded to BF16 decides near the middle of two
-    values.
+    Those of FP4 activations differ between kinds of `hardware`: which way a sum is rounded to BF16
+    decides near the middle of two values.
     """
     known = [found for path in paths if (found := read_references(path)) is not None]
     if not known:
@@ -100,13 +108,16 @@ def write_references(path: Path, cases: list[Case], about: Mapping[str, Any]) ->
     lines = [
         json.dumps(
             {
-                "prompt": case.prompt, "prompt_ids": case.prompt_ids, "answer": case.answer, "answer_ids": case.answer_ids,
+                "prompt": case.prompt,
+                "prompt_ids": case.prompt_ids,
+                "answer": case.answer,
+                "answer_ids": case.answer_ids,
                 "logprobs": [round(value, 3) for value in case.logprobs],
             },
             ensure_ascii=False,
         )
         for case in cases
-    ]  # fmt: skip
+    ]
     head = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in about.items())
     path.write_text(f'{{{head}"cases": [\n' + ",\n".join(lines) + "\n]}\n")
 
@@ -121,10 +132,14 @@ def record(asker: Asker, prompt: str | list[dict[str, str]], tokens: int) -> Cas
 def check_references(asker: Asker, references: References) -> Finding:
     """All cases at once: tokens of the prompt, greedy answer, and log-probs of both."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda case: _check(asker, case, references.mean_limit), references.cases))
+        found = list(
+            pool.map(lambda case: _check(asker, case, references.mean_limit), references.cases)
+        )
     problems = [problem for problem, _ in found if problem]
     if problems:
-        return Finding("references", "failed", f"{len(problems)} of {len(found)} prompts: {problems[0]}")
+        return Finding(
+            "references", "failed", f"{len(problems)} of {len(found)} prompts: {problems[0]}"
+        )
     worst = max(mean for _, mean in found)
     return Finding(
         "references",
@@ -142,7 +157,10 @@ def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
     mean = mean_difference(asker.score([*case.prompt_ids, *case.answer_ids]), case.logprobs)
     if not mean <= limit:
         return (
-            f"the log-probs of {asked} and its answer are off by {mean:.3f} nats on average, at most {limit} is rounding",
+            (
+                f"the log-probs of {asked} and its answer are off by {mean:.3f} nats on average, at"
+                f" most {limit} is rounding"
+            ),
             mean,
         )
     return _wrong_answer(asked, case, now, limit), mean
@@ -168,5 +186,8 @@ def _wrong_answer(asked: str, case: Case, now: Answer, limit: float) -> str:
     if _parts_at_no_tie(case.answer_ids, now, 2 * limit):
         return f"{asked} was answered {now.text!r}, recorded is {case.answer!r}"
     if now.ids == case.answer_ids and now.text != case.answer:
-        return f"the recorded tokens of {asked} became {now.text!r}, recorded is {case.answer!r}: another tokenizer"
+        return (
+            f"the recorded tokens of {asked} became {now.text!r}, recorded is {case.answer!r}:"
+            " another tokenizer"
+        )
     return ""

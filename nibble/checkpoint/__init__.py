@@ -1,4 +1,6 @@
-"""What is this model? Read from config.json and safetensors headers, in a folder, the cache or on the Hub."""
+"""What is this model? Read from config.json and safetensors headers, in a folder, the cache or
+on the Hub.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,59 @@ from nibble.checkpoint.missing import missing_tensors
 from nibble.checkpoint.mixed_layers import labels
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, find_weights, header_problems
 from nibble.checkpoint.scheme import Scheme, detect_scheme, is_w4a4, weight_only
-from nibble.checkpoint.source import Source, download_bytes, open_source, read_index, read_json, read_tensors
+from nibble.checkpoint.source import (
+    Source,
+    download_bytes,
+    open_source,
+    read_index,
+    read_json,
+    read_tensors,
+)
 from nibble.checkpoint.vllm_config import VllmConfig, config_for_vllm, declared_config
 from nibble.checkpoint.weights import Weights, expert_counts, measure
 from nibble.errors import ExitCode, NibbleError
 
 __all__ = [
-    "Checkpoint", "LayerMemory", "Layers", "Scheme", "SequenceMemory", "Source", "Weights", "layers", "read_checkpoint",
-    "sequence_breakdown", "sequence_memory", "sequence_memory_bytes", "state_bytes", "token_bytes",
-]  # fmt: skip
+    "Checkpoint",
+    "LayerMemory",
+    "Layers",
+    "Scheme",
+    "SequenceMemory",
+    "Source",
+    "Weights",
+    "layers",
+    "read_checkpoint",
+    "sequence_breakdown",
+    "sequence_memory",
+    "sequence_memory_bytes",
+    "state_bytes",
+    "token_bytes",
+]
 
 # vllm 0.32 model_arch_config_convertor.py:396
 LENGTH_KEYS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
-    "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A model as its files describe it; None where they do not say.
 
-    `path` is None while the files are on the Hub only; `is_local` means a folder was given instead of an id.
-    `weights` is None until headers can be read, `layers` where the architecture is not known; `modules` is there for a
-    quantization config that lists layers, once headers can be read. `nvfp4` are the NVFP4 weights and `problems` what their
-    headers show to be wrong; `missing` names what seems to be in no file. `vllm_config` is the quantization config vLLM needs.
-    `files` maps each path to its bytes, `download_bytes` are those of the files a server needs.
+    `path` is None while the files are on the Hub only; `is_local` means a folder was given instead
+    of an id. `weights` is None until headers can be read, `layers` where the architecture is not
+    known; `modules` is there for a quantization config that lists layers, once headers can be read.
+    `nvfp4` are the NVFP4 weights and `problems` what their headers show to be wrong; `missing`
+    names what seems to be in no file. `vllm_config` is the quantization config vLLM needs. `files`
+    maps each path to its bytes, `download_bytes` are those of the files a server needs.
     """
 
     id: str
@@ -100,10 +129,12 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read `model`, a folder or an id; with `path`, read that folder and keep `model` as the id.
 
-    Raises NibbleError MODEL (4) for what is unknown, gated, unreadable, corrupt or not to be had; its `unreachable`
-    is set where only the network or a download is missing.
+    Raises NibbleError MODEL (4) for what is unknown, gated, unreadable, corrupt or not to be had;
+    its `unreachable` is set where only the network or a download is missing.
     """
-    return read_source(open_source(model, revision, os.environ if environ is None else environ, path))
+    return read_source(
+        open_source(model, revision, os.environ if environ is None else environ, path)
+    )
 
 
 def read_source(source: Source) -> Checkpoint:
@@ -122,7 +153,10 @@ def read_source(source: Source) -> Checkpoint:
         ValueError,
     ) as error:  # a list where a number belongs, …
         where = source.path or source.id
-        what = f"config.json or hf_quant_config.json of {where} has a value that cannot be read ({error})"
+        what = (
+            f"config.json or hf_quant_config.json of {where} has a value that cannot be read"
+            f" ({error})"
+        )
         raise NibbleError(
             ExitCode.MODEL, what, "a model in Hugging Face format", "download the model again"
         ) from error
@@ -136,8 +170,12 @@ def sequence_memory_bytes(
     block_size: int = 16,
     **options: Any,
 ) -> int | None:
-    """Bytes one sequence takes on one GPU (see `sequence_memory`), or None where the architecture is not known."""
-    found = sequence_breakdown(source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options)
+    """Bytes one sequence takes on one GPU (see `sequence_memory`), or None where the
+    architecture is not known.
+    """
+    found = sequence_breakdown(
+        source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
+    )
     return None if found is None else found.total_bytes
 
 
@@ -151,12 +189,16 @@ def sequence_breakdown(
 ) -> SequenceMemory | None:
     """`sequence_memory` of a checkpoint; its declared KV cache type is what "auto" then means."""
     if not isinstance(source, Checkpoint):
-        return sequence_memory(source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options)
+        return sequence_memory(
+            source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
+        )
     if source.layers is None:
         return None
     if kv_cache_dtype == "auto" and source.scheme.kv_cache:
         kv_cache_dtype = source.scheme.kv_cache
-    return sequence_memory(source.layers, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options)
+    return sequence_memory(
+        source.layers, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
+    )
 
 
 def _read_config(source: Source) -> dict[str, Any]:
@@ -187,7 +229,9 @@ def _assemble(
     if tensors is not None:
         if not tensors:
             what = f"the safetensors files of {source.id} hold no tensors"
-            raise NibbleError(ExitCode.MODEL, what, "the weights of a model", "download the model again")
+            raise NibbleError(
+                ExitCode.MODEL, what, "the weights of a model", "download the model again"
+            )
         weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
         # Layers of NAS models differ from each other, as their block_configs say.
         missing = missing_tensors(tensors, None if "block_configs" in text else count, index)
@@ -229,7 +273,8 @@ def _assemble(
             or ""
         )
         or None,
-        has_mtp=bool(weights and weights.draft_bytes) or any(layer.is_draft for layer in found or ()),
+        has_mtp=bool(weights and weights.draft_bytes)
+        or any(layer.is_draft for layer in found or ()),
         has_vision=bool(weights and weights.vision_bytes)
         or any(config.get(key) for key in ("vision_config", "vision_encoder")),
         custom_code="auto_map" in config,
@@ -255,7 +300,9 @@ def _nvfp4(
     tensors: Mapping[str, TensorInfo] | None,
     num_layers: int | None,
 ) -> tuple[Scheme, tuple[Nvfp4Weight, ...], tuple[Problem, ...]]:
-    """The scheme as the tensors have it, the NVFP4 weights, and what is wrong with them by their headers."""
+    """The scheme as the tensors have it, the NVFP4 weights, and what is wrong with them by their
+    headers.
+    """
     if tensors is None or not (scheme.is_nvfp4 or scheme.vllm_quantization == "modelopt_mixed"):
         return scheme, (), ()
     weights = find_weights(
@@ -269,16 +316,23 @@ def _nvfp4(
     served = [weight for weight in w4a4 if not weight.is_draft] or w4a4
     if served and all(weight.input_scale is None for weight in served):
         scheme, w4a4 = weight_only(scheme), []
-    scheme = replace(scheme, is_nvfp4=scheme.is_nvfp4 or bool(weights))  # a map may name none of them
+    # A map may name none of them
+    scheme = replace(scheme, is_nvfp4=scheme.is_nvfp4 or bool(weights))
     modules = {weight.module for weight in w4a4}
     problems = header_problems(weights, modules)
-    return scheme, weights, problems + format_problems(weights, modules, tensors, str(_model_type(config)))
+    return (
+        scheme,
+        weights,
+        problems + format_problems(weights, modules, tensors, str(_model_type(config))),
+    )
 
 
 def _label(
     scheme: Scheme, config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None
 ) -> Callable[[Nvfp4Weight], str]:
-    """What the config says of a weight: "NVFP4" for W4A4, where it says it. Of what a map misses, the tensors say it."""
+    """What the config says of a weight: "NVFP4" for W4A4, where it says it. Of what a map
+    misses, the tensors say it.
+    """
     if scheme.vllm_quantization != "modelopt_mixed":
         label = "NVFP4" if is_w4a4(scheme) else ""
         return lambda _: label
@@ -298,7 +352,8 @@ def _whole(config: Mapping[str, Any], *keys: str) -> int | None:
     return None if isinstance(value, bool) else value
 
 
-# Kinds of rotary scaling whose max_position_embeddings is already the scaled length (vllm 0.32 config/model.py:2595).
+# Kinds of rotary scaling whose max_position_embeddings is already the scaled length (vllm 0.32
+# config/model.py:2595).
 SCALED_LENGTH = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 

@@ -1,4 +1,6 @@
-"""One group of a compressed-tensors config: the kind of its weights, and whether vLLM 0.32 has a scheme for them. Pure."""
+"""One group of a compressed-tensors config: the kind of its weights, and whether vLLM 0.32 has a
+scheme for them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,17 @@ Config = Mapping[str, Any]
 
 
 def unread_weights(group: Config, packing: object) -> str:
-    """Why vLLM 0.32 has no scheme for the weights of a group (compressed_tensors.py:420, 529, 581, 706), or nothing."""
+    """Why vLLM 0.32 has no scheme for the weights of a group (compressed_tensors.py:420, 529,
+    581, 706), or nothing.
+    """
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
         return ""
     if weights.get("dynamic"):
-        return "its config says that weights are quantized dynamically, and vLLM 0.32 reads stored scales"
+        return (
+            "its config says that weights are quantized dynamically, and vLLM 0.32 reads stored"
+            " scales"
+        )
     # Integers may be asymmetric in packed weights and where outputs are quantized too.
     is_w8a8 = (
         inputs
@@ -25,7 +32,8 @@ def unread_weights(group: Config, packing: object) -> str:
     if weights.get("symmetric") is False and (is_float or is_w8a8):
         kind = "floats" if is_float else "integers with quantized activations"
         return (
-            f"its config says that weights are quantized asymmetrically, and vLLM 0.32 reads no such {kind}"
+            "its config says that weights are quantized asymmetrically, and vLLM 0.32 reads no"
+            f" such {kind}"
         )
     return ""
 
@@ -45,7 +53,11 @@ def group_kind(group: Config) -> tuple[str, int, str]:
         and weights.get("strategy") == "tensor_group"
         and weights.get("group_size") == 16
     ):
-        return {"bf16": "NVFP4A16", "fp4": "NVFP4"}.get(activation, f"NVFP4A-{activation}"), 4, activation
+        return (
+            {"bf16": "NVFP4A16", "fp4": "NVFP4"}.get(activation, f"NVFP4A-{activation}"),
+            4,
+            activation,
+        )
     if bits == 4 and kind == "float" and weights.get("group_size") == 32:
         return "MXFP4", 4, activation
     if kind == "float":

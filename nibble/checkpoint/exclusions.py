@@ -1,9 +1,12 @@
-"""Which linear layers are quantized: what the tensors of a checkpoint are, against what its config excludes.
+"""Which linear layers are quantized: what the tensors of a checkpoint are, against what its config
+excludes.
 
-vLLM 0.32 builds a layer quantized unless the config excludes it by name, and exporters write that list from patterns: ModelOpt's
-`mtp.layers.0*` leaves `mtp.fc` out, whose weight is BF16 (ModelOpt unified_export_hf.py _add_mtp_exclusions; vllm#38832),
-GLM's MTP layer is left out whole (Model-Optimizer#750). Where list and tensors disagree the list is written anew here, and
-`--hf-overrides` puts it in the place of the checkpoint's. MIXED_PRECISION names what is quantized instead (mixed_layers.py).
+vLLM 0.32 builds a layer quantized unless the config excludes it by name, and exporters write that
+list from patterns: ModelOpt's `mtp.layers.0*` leaves `mtp.fc` out, whose weight is BF16 (ModelOpt
+unified_export_hf.py _add_mtp_exclusions; vllm#38832), GLM's MTP layer is left out whole
+(Model-Optimizer#750). Where list and tensors disagree the list is written anew here, and
+`--hf-overrides` puts it in the place of the checkpoint's. MIXED_PRECISION names what is quantized
+instead (mixed_layers.py).
 """
 
 from __future__ import annotations
@@ -28,9 +31,14 @@ _EXPERTS = re.compile(
 )
 _LINEAR = re.compile(r"^(.+)\.weight(?:_packed)?$")
 _ROUTER = re.compile(r"\.(?:gate|router|wg|shared_expert_gate)$")
-# Models that pass their quantization config to routers (vllm 0.32 qwen3_moe.py:170, lfm2_moe.py:128, k2_horizon.py:493).
+# Models that pass their quantization config to routers (vllm 0.32 qwen3_moe.py:170,
+# lfm2_moe.py:128, k2_horizon.py:493).
 QUANTIZED_ROUTERS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe", "lfm2_moe", "k2_horizon")
-VISION = ("vision_tower", "vision_model", "vit_large_projector")  # never quantized, vllm 0.32 modelopt.py:248
+VISION = (
+    "vision_tower",
+    "vision_model",
+    "vit_large_projector",
+)  # never quantized, vllm 0.32 modelopt.py:248
 _LANGUAGE_MODEL = ("model.language_model.", "language_model.model.")  # in files, and in vLLM
 
 
@@ -38,8 +46,8 @@ _LANGUAGE_MODEL = ("model.language_model.", "language_model.model.")  # in files
 class Modules:
     """Linear modules by their tensors, the routed experts of a layer as one module `….experts`.
 
-    `config` is the quantization config as vLLM 0.32 finds it. `draft` names those of both that only a draft (MTP) uses.
-    `algorithms` is how each quantized module is stored, for MIXED_PRECISION.
+    `config` is the quantization config as vLLM 0.32 finds it. `draft` names those of both that only
+    a draft (MTP) uses. `algorithms` is how each quantized module is stored, for MIXED_PRECISION.
     """
 
     config: Mapping[str, Any] = field(repr=False)
@@ -51,7 +59,9 @@ class Modules:
 
 @dataclass(frozen=True)
 class Correction:
-    """A quantization config with another list of layers, and the modules the old list was wrong about."""
+    """A quantization config with another list of layers, and the modules the old list was wrong
+    about.
+    """
 
     config: Mapping[str, Any] = field(repr=False)
     wrong: tuple[str, ...]
@@ -64,9 +74,11 @@ def read_modules(
     num_layers: int | None,
     declared: Mapping[str, Any] | None = None,
 ) -> Modules | None:
-    """The modules of a checkpoint whose config lists layers; None for other formats or without headers.
+    """The modules of a checkpoint whose config lists layers; None for other formats or without
+    headers.
 
-    `declared`: the quantization config that vLLM will be given, where that is not the checkpoint's own.
+    `declared`: the quantization config that vLLM will be given, where that is not the checkpoint's
+    own.
     """
     declared = declared or declared_config(config, hf_quant_config)
     if tensors is None or declared is None or not (algorithm(declared) or _is_compressed(declared)):
@@ -88,9 +100,8 @@ def read_modules(
         if is_mixed and tensor.dtype not in PLAIN:
             algorithms[name] = algorithm_of(tensor, tensors)
     if not any(name.endswith("lm_head") for name in quantized | plain):
-        plain.add(
-            "lm_head"
-        )  # tied: vLLM builds it like any other layer and gives it the embedding's weight alone
+        # Tied: vLLM builds it like any other layer and gives it the embedding's weight alone
+        plain.add("lm_head")
     both = quantized & plain  # experts of one layer in two forms: vLLM builds all of them alike
     return Modules(
         declared,
@@ -102,16 +113,20 @@ def read_modules(
 
 
 def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> Correction | None:
-    """The config with a list that agrees with the tensors; None where it does already, or cannot be made to.
+    """The config with a list that agrees with the tensors; None where it does already, or cannot be
+    made to.
 
-    `with_draft`: whether vLLM will build the draft's modules. `forced`: modules that vLLM builds unquantized of itself.
+    `with_draft`: whether vLLM will build the draft's modules. `forced`: modules that vLLM builds
+    unquantized of itself.
     """
     unused = frozenset() if with_draft else modules.draft
     if algorithm(modules.config) == MIXED:
         return _correct_map(modules, unused)
     quantized = modules.quantized - unused
     plain = [
-        name for name in modules.plain - unused if name not in forced and _is_meant(name, modules.config)
+        name
+        for name in modules.plain - unused
+        if name not in forced and _is_meant(name, modules.config)
     ]
     compressed = _is_compressed(modules.config)
     matches = _compressed_matches if compressed else _modelopt_matches
@@ -122,7 +137,9 @@ def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> C
         return None
     kept = [entry for entry in entries if not any(matches(name, entry) for name in hidden)]
     uncovered = [name for name in plain if not _excluded(name, kept, matches)]
-    added = map(_compressed_entry, uncovered) if compressed else _cover(uncovered, modules.quantized)
+    added = (
+        map(_compressed_entry, uncovered) if compressed else _cover(uncovered, modules.quantized)
+    )
     corrected = _with_excluded(modules.config, [*kept, *sorted(set(added))])
     if len(json.dumps(corrected)) > MAX_OVERRIDE_BYTES:
         return None
@@ -135,13 +152,19 @@ def _correct_map(modules: Modules, unused: frozenset[str]) -> Correction | None:
     place = inner if isinstance(inner, Mapping) else modules.config
     layers = place.get("quantized_layers")
     quantized = {name: found for name, found in modules.algorithms.items() if name not in unused}
-    found = corrected_map(layers if isinstance(layers, Mapping) else {}, quantized, modules.plain - unused)
+    found = corrected_map(
+        layers if isinstance(layers, Mapping) else {}, quantized, modules.plain - unused
+    )
     if found is None or not found[1]:
         return None
     changed = {**place, "quantized_layers": one_expert_a_layer(found[0])}
     changed.pop("config_groups", None)  # they repeat the map, and vLLM does not read them here
     config = {**modules.config, "quantization": changed} if place is inner else changed
-    return Correction(config, tuple(found[1])) if len(json.dumps(config)) <= MAX_OVERRIDE_BYTES else None
+    return (
+        Correction(config, tuple(found[1]))
+        if len(json.dumps(config)) <= MAX_OVERRIDE_BYTES
+        else None
+    )
 
 
 def is_empty_map(declared: Mapping[str, Any]) -> bool:
@@ -152,7 +175,9 @@ def is_empty_map(declared: Mapping[str, Any]) -> bool:
 
 
 def excluded(declared: Mapping[str, Any]) -> list[str]:
-    """The list vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241), with nibble's patch for N15."""
+    """The list vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241), with nibble's
+    patch for N15.
+    """
     inner = declared.get("quantization")
     if isinstance(inner, Mapping):
         found = inner.get("exclude_modules")
@@ -173,8 +198,12 @@ def _is_compressed(declared: Mapping[str, Any]) -> bool:
 
 
 def _module(tensor: TensorInfo) -> str | None:
-    """The linear module (or the experts) a weight belongs to; None for any other tensor, such as an embedding."""
-    if not tensor.name.endswith((".weight", "_packed", "_proj")):  # most of 190,000 tensors are scales
+    """The linear module (or the experts) a weight belongs to; None for any other tensor, such as
+    an embedding.
+    """
+    if not tensor.name.endswith(
+        (".weight", "_packed", "_proj")
+    ):  # most of 190,000 tensors are scales
         return None
     if match := _EXPERTS.match(tensor.name):
         return match[1]
@@ -185,7 +214,9 @@ def _module(tensor: TensorInfo) -> str | None:
 
 
 def _name_of_draft_in_vllm(name: str, config: Mapping[str, Any]) -> str:
-    """LongCat's draft has names of its own in vLLM, and exclusions are looked up by those (longcat_flash_mtp.py:45, 185)."""
+    """LongCat's draft has names of its own in vLLM, and exclusions are looked up by those
+    (longcat_flash_mtp.py:45, 185).
+    """
     if not str(config.get("model_type")).startswith("longcat_flash"):
         return name
     layer = f"model.layers.{2 * int(config.get('num_layers') or 0)}."
@@ -194,35 +225,40 @@ def _name_of_draft_in_vllm(name: str, config: Mapping[str, Any]) -> str:
     ).replace("model.mtp.layers.0.", layer)  # fmt: skip
 
 
-# --- what an entry matches -------------------------------------------------------------------------------------------
+# --- what an entry matches ------------------------------------------------------------------------
 
 Matches = Callable[[str, str], bool]
 
 
 def _modelopt_matches(name: str, entry: str) -> bool:
-    """vllm 0.32 modelopt.py:190 with quant_utils.py:617. Part of a name counts where it ends at dots: what else vLLM's
-    substring search hits is its defect (patches/vllm)."""
+    """vllm 0.32 modelopt.py:190 with quant_utils.py:617. Part of a name counts where it ends at
+    dots: what else vLLM's substring search hits is its defect (patches/vllm)."""
     if f".{entry}." in f".{name}." or fnmatchcase(name, entry):
         return True
     return name.endswith(".experts") and entry.startswith(f"{name}.")
 
 
 def _compressed_matches(name: str, entry: str) -> bool:
-    """vllm 0.32 compressed_tensors/utils.py:57; of experts it asks for those of number 0 (compressed_tensors_moe.py:36)."""
+    """vllm 0.32 compressed_tensors/utils.py:57; of experts it asks for those of number 0
+    (compressed_tensors_moe.py:36).
+    """
     asked = f"{name}.0.gate_proj" if name.endswith(".experts") else name
     return re.match(entry[3:], asked) is not None if entry.startswith("re:") else entry == asked
 
 
 def _excluded(name: str, entries: Iterable[str], matches: Matches) -> bool:
-    """Whether an entry matches the name as the file has it or as vLLM may have it: lists come in both."""
+    """Whether an entry matches the name as the file has it or as vLLM may have it: lists come in
+    both.
+    """
     names = {name, name.removeprefix("model.")}
     names |= {name.replace(_LANGUAGE_MODEL[0], new, 1) for new in (_LANGUAGE_MODEL[1], "model.")}
     return any(matches(one, entry) for entry in entries for one in names)
 
 
 def _is_meant(name: str, declared: Mapping[str, Any]) -> bool:
-    """Whether a module is quantized unless it is excluded. compressed-tensors: if a group targets it; the class "Linear" is
-    that of every linear layer but the output head (compressed_tensors/utils.py:90)."""
+    """Whether a module is quantized unless it is excluded. compressed-tensors: if a group targets
+    it; the class "Linear" is that of every linear layer but the output head
+    (compressed_tensors/utils.py:90)."""
     if not _is_compressed(declared):
         return not any(part in name for part in VISION)
     groups = declared.get("config_groups")
@@ -236,14 +272,17 @@ def _is_meant(name: str, declared: Mapping[str, Any]) -> bool:
     return by_class or _excluded(name, targets, _compressed_matches)
 
 
-# --- new entries -----------------------------------------------------------------------------------------------------
+# --- new entries ----------------------------------------------------------------------------------
 
 
 def _cover(names: Iterable[str], quantized: Iterable[str]) -> list[str]:
-    """The names, as `prefix.*` for the largest parts of the model that hold nothing quantized (ModelOpt takes patterns, which
-    also match vLLM's fused layers)."""
+    """The names, as `prefix.*` for the largest parts of the model that hold nothing quantized
+    (ModelOpt takes patterns, which also match vLLM's fused layers)."""
     occupied = {prefix for name in quantized for prefix in _prefixes(name)}
-    free = {name: [prefix for prefix in _prefixes(name)[:-1] if prefix not in occupied] for name in names}
+    free = {
+        name: [prefix for prefix in _prefixes(name)[:-1] if prefix not in occupied]
+        for name in names
+    }
     return [f"{prefixes[0]}.*" if prefixes else name for name, prefixes in free.items()]
 
 
@@ -253,7 +292,9 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _compressed_entry(name: str) -> str:
-    """compressed-tensors takes names, which vLLM renames, and expressions, which it does not (compressed_tensors.py:112)."""
+    """compressed-tensors takes names, which vLLM renames, and expressions, which it does not
+    (compressed_tensors.py:112).
+    """
     if not name.endswith(".experts"):
         return name
     names = dict.fromkeys((name, name.replace(_LANGUAGE_MODEL[0], _LANGUAGE_MODEL[1], 1)))

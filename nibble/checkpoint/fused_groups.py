@@ -1,9 +1,10 @@
-"""Weights that vLLM 0.32 computes as one: of one format, with fp32 scales that are equal, to be merged exactly, or wrong.
+"""Weights that vLLM 0.32 computes as one: of one format, with fp32 scales that are equal, to be
+merged exactly, or wrong.
 
-Without nibble's plugin, vLLM takes one scale for all parts of a fused layer: the largest multiplier in ModelOpt's format
-(modelopt.py KNvfp4Static.process), the smallest in compressed-tensors' (the largest divisor,
-compressed_tensors_w4a4_nvfp4.py:105), and of an expert's gate and up the gate's. The error is a gain: a part is multiplied by
-(scale taken) / (its own).
+Without nibble's plugin, vLLM takes one scale for all parts of a fused layer: the largest multiplier
+in ModelOpt's format (modelopt.py KNvfp4Static.process), the smallest in compressed-tensors' (the
+largest divisor, compressed_tensors_w4a4_nvfp4.py:105), and of an expert's gate and up the gate's.
+The error is a gain: a part is multiplied by (scale taken) / (its own).
 """
 
 from __future__ import annotations
@@ -21,23 +22,34 @@ from nibble.checkpoint.nvfp4 import EXPERT, STACKED_EXPERTS, Nvfp4Weight, Proble
 from nibble.checkpoint.scale_values import NAN, TensorFiles, e4m3_value
 from nibble.errors import ExitCode
 
-# Parts of one fused layer by the ends of their names: packed_modules_mapping of vllm 0.32 models/*.py.
+# Parts of one fused layer by the ends of their names: packed_modules_mapping of vllm 0.32
+# models/*.py.
 FUSED: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("wq", "wk", "wv"), ("query", "key", "value"),
-    ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("c_fc_0", "c_fc_1"),
-)  # fmt: skip
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("c_fc_0", "c_fc_1"),
+)
 _GROUP_OF = {part: parts for parts in FUSED for part in parts}
 # Models in which these two stay apart (vllm 0.32 minicpm3.py:85, sarvam.py:138).
 _LATENT, _LATENT_APART = ("q_a_proj", "kv_a_proj_with_mqa"), ("minicpm3", "sarvam_mla")
 
 Quality = Literal["equal", "foldable", "column scale", "expert factor", "unread"]
-"""How the parts are merged exactly: nothing to do; into the block scales; by a factor an output after the GEMM; by a factor on
-the expert's second weight. "unread": the scales differ by a ratio that may fold, which only the block scales tell."""
+"""How the parts are merged exactly: nothing to do; into the block scales; by a factor an output
+after the GEMM; by a factor on the expert's second weight. "unread": the scales differ by a ratio
+that may fold, which only the block scales tell."""
 
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """One fused layer: its parts, their multipliers, how they merge, and the worst part's gain error without the plugin."""
+    """One fused layer: its parts, their multipliers, how they merge, and the worst part's gain
+    error without the plugin.
+    """
 
     name: str
     parts: tuple[Nvfp4Weight, ...]
@@ -49,7 +61,9 @@ class FusedGroup:
 
 
 def fused_layer(module: str, model_type: str = "") -> str | None:
-    """The layer that vLLM 0.32 builds of `module` and others, all in one format; None for a module that is a layer itself."""
+    """The layer that vLLM 0.32 builds of `module` and others, all in one format; None for a
+    module that is a layer itself.
+    """
     if match := EXPERT.match(module):
         return match[1]
     parent, _, part = module.rpartition(".")
@@ -62,10 +76,14 @@ def fused_layer(module: str, model_type: str = "") -> str | None:
 
 
 def format_problems(
-    weights: Sequence[Nvfp4Weight], w4a4: Container[str], tensors: Mapping[str, TensorInfo], model_type: str
+    weights: Sequence[Nvfp4Weight],
+    w4a4: Container[str],
+    tensors: Mapping[str, TensorInfo],
+    model_type: str,
 ) -> tuple[Problem, ...]:
-    """Layers with parts in other formats beside NVFP4 ones, which vLLM 0.32 refuses (quant_utils.py:678, modelopt.py:1750,
-    compressed_tensors/utils.py:67) or cannot fill. `w4a4`: modules whose activations are NVFP4 too.
+    """Layers with parts in other formats beside NVFP4 ones, which vLLM 0.32 refuses
+    (quant_utils.py:678, modelopt.py:1750, compressed_tensors/utils.py:67) or cannot fill. `w4a4`:
+    modules whose activations are NVFP4 too.
     """
     formats = {w.weight.name: "NVFP4" if w.module in w4a4 else "W4A16_NVFP4" for w in weights}
     first: dict[str, Nvfp4Weight] = {}
@@ -86,15 +104,26 @@ def format_problems(
         if stored != formats[other.weight.name]:
             what = f"is {stored}, and {other.module} is {formats[other.weight.name]}"
             expected = f"one format for all of {layer}, which vLLM builds as one layer"
-            found.append(Problem("fused formats", ExitCode.CONFIG, tensor.name, tensor.file, what, expected,
-                                 other.is_draft))  # fmt: skip
+            found.append(
+                Problem(
+                    "fused formats",
+                    ExitCode.CONFIG,
+                    tensor.name,
+                    tensor.file,
+                    what,
+                    expected,
+                    other.is_draft,
+                )
+            )
     return gather(found)
 
 
 def fused_groups(
     weights: Iterable[Nvfp4Weight], values: Mapping[str, tuple[float, ...]], folder: Path | None
 ) -> list[FusedGroup]:
-    """Every fused layer of `weights`. `values` are their fp32 scales by tensor; `folder` is where block scales may be read."""
+    """Every fused layer of `weights`. `values` are their fp32 scales by tensor; `folder` is
+    where block scales may be read.
+    """
     members: defaultdict[tuple[str, tuple[str, ...]], dict[str, Nvfp4Weight]] = defaultdict(dict)
     for weight in weights:
         parent, _, part = weight.module.rpartition(".")
@@ -141,8 +170,12 @@ def _group(
     return FusedGroup(name, parts, scales, is_expert, quality, errors[worst], parts[worst].module)
 
 
-def _quality(parts: tuple[Nvfp4Weight, ...], scales: tuple[float, ...], folder: Path | None) -> Quality:
-    """Foldable where with the scale of one part every block scale of the others is an E4M3 value (nibble_kernels.merge)."""
+def _quality(
+    parts: tuple[Nvfp4Weight, ...], scales: tuple[float, ...], folder: Path | None
+) -> Quality:
+    """Foldable where with the scale of one part every block scale of the others is an E4M3 value
+    (nibble_kernels.merge).
+    """
     plausible = [
         common
         for common in set(scales)
@@ -176,12 +209,14 @@ def _present(files: TensorFiles, weight: Nvfp4Weight) -> frozenset[int]:
 
 @lru_cache(maxsize=1024)
 def unrepresentable(ratio: Fraction) -> frozenset[int] | None:
-    """E4M3 bytes whose value times `ratio` is no E4M3 value; None where that is every byte: the ratio has more bits than
-    a scale."""
+    """E4M3 bytes whose value times `ratio` is no E4M3 value; None where that is every byte: the
+    ratio has more bits than a scale."""
     if max(_odd_part(ratio.numerator), _odd_part(ratio.denominator)) > 15:
         return None
     values = {Fraction(e4m3_value(byte)) for byte in range(1, NAN)}
-    lost = frozenset(byte for byte in range(1, NAN) if Fraction(e4m3_value(byte)) * ratio not in values)
+    lost = frozenset(
+        byte for byte in range(1, NAN) if Fraction(e4m3_value(byte)) * ratio not in values
+    )
     return None if len(lost) == NAN - 1 else lost
 
 

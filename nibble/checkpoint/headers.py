@@ -1,7 +1,7 @@
 """Headers of safetensors files: names, types and shapes of tensors from the first bytes of a file.
 
-The format (safetensors 0.8): u64 little-endian length N, N bytes of JSON, then the tensors back to back without
-holes. Everything the loader would reject is rejected here, before a server starts.
+The format (safetensors 0.8): u64 little-endian length N, N bytes of JSON, then the tensors back to
+back without holes. Everything the loader would reject is rejected here, before a server starts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,36 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors 0.8 refuses more
 
 # Bits of an element; F4 and F6 are packed, their shapes count elements.
 DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
 
 
 class TensorInfo(NamedTuple):
     """One tensor as its header states it: safetensors dtype, shape in elements, bytes in the file.
 
-    `file` is the file's path within the checkpoint, `offset` the byte in it at which the tensor begins.
+    `file` is the file's path within the checkpoint, `offset` the byte in it at which the tensor
+    begins.
     """
 
     name: str
@@ -45,13 +65,17 @@ class TensorInfo(NamedTuple):
 
 
 def header_length(file: str, first_bytes: bytes, file_bytes: int) -> int:
-    """N of `file`, whose size is `file_bytes`, from its first 8 bytes. Raises MODEL when it cannot be."""
+    """N of `file`, whose size is `file_bytes`, from its first 8 bytes. Raises MODEL when it
+    cannot be.
+    """
     if file_bytes < LENGTH_BYTES or len(first_bytes) < LENGTH_BYTES:
         raise corrupt(file, f"it has {file_bytes} bytes", "at least the 8 bytes of a header length")
     (length,) = struct.unpack("<Q", first_bytes[:LENGTH_BYTES])
     if length > MAX_HEADER_BYTES:
         raise corrupt(
-            file, f"its header length is {length} bytes", f"at most {MAX_HEADER_BYTES} (no safetensors file?)"
+            file,
+            f"its header length is {length} bytes",
+            f"at most {MAX_HEADER_BYTES} (no safetensors file?)",
         )
     if LENGTH_BYTES + length > file_bytes:
         needed = LENGTH_BYTES + length
@@ -59,7 +83,9 @@ def header_length(file: str, first_bytes: bytes, file_bytes: int) -> int:
     return length
 
 
-def parse_header(file: str, header: bytes, file_bytes: int, path: str = "") -> dict[str, TensorInfo]:
+def parse_header(
+    file: str, header: bytes, file_bytes: int, path: str = ""
+) -> dict[str, TensorInfo]:
     """The tensors of `file` from its N header bytes; `path` becomes their `TensorInfo.file`.
 
     Raises MODEL, naming `file`, for anything inconsistent.
@@ -89,12 +115,17 @@ def _tensor(file: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         begin, end = entry["data_offsets"]
         numbers = (*shape, begin, end)
         valid = (
-            set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end and isinstance(dtype, str)
+            set(map(type, numbers)) == {int}
+            and min(numbers) >= 0
+            and begin <= end
+            and isinstance(dtype, str)
         )
     except (TypeError, KeyError, ValueError):
         valid, dtype, shape, begin, end = False, "", (), 0, 0
     if not valid:
-        raise corrupt(file, f"its header entry for {name} is malformed", "dtype, shape and data_offsets")
+        raise corrupt(
+            file, f"its header entry for {name} is malformed", "dtype, shape and data_offsets"
+        )
     if dtype not in DTYPE_BITS:
         raise corrupt(file, f"{name} has the unknown dtype {dtype!r}", "a safetensors dtype")
     needed = -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)

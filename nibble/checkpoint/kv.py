@@ -1,4 +1,6 @@
-"""Memory one sequence takes on one GPU: K and V, latents and recurrent states, in pages as vLLM 0.32 counts them."""
+"""Memory one sequence takes on one GPU: K and V, latents and recurrent states, in pages as vLLM
+0.32 counts them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ MODEL_BYTES = 2  # of the model's own type: vLLM runs float32 checkpoints in 16 
 
 @dataclass(frozen=True)
 class SequenceMemory:
-    """Bytes of one sequence on one GPU, and where they are: kind of layer -> bytes ("draft" for MTP layers)."""
+    """Bytes of one sequence on one GPU, and where they are: kind of layer -> bytes ("draft" for
+    MTP layers).
+    """
 
     total_bytes: int
     by_kind: Mapping[str, int]
@@ -44,7 +48,9 @@ class SequenceMemory:
 
 
 def token_bytes(layer: LayerMemory, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
-    """Bytes one token takes in one attention layer on one GPU. Raises ValueError for an unknown dtype."""
+    """Bytes one token takes in one attention layer on one GPU. Raises ValueError for an unknown
+    dtype.
+    """
     if layer.kind == "mla":
         return _latent_bytes(layer, kv_cache_dtype)
     # Fewer KV heads than GPUs: each GPU keeps one, replicated (vllm 0.32 config/model.py:1670).
@@ -65,8 +71,9 @@ def _latent_bytes(layer: LayerMemory, dtype: str) -> int:
 def _heads_of_rank(heads: int, ranks: int) -> int:
     """Key heads in the cache of one rank.
 
-    Where neither number divides the other only CloverLM runs, 7 heads on 2 or 4 ranks, and each rank keeps one for each half of
-    a group or for each query: 7 again (kernels/…/cloverlm/projection.py).
+    Where neither number divides the other only CloverLM runs, 7 heads on 2 or 4 ranks, and each
+    rank keeps one for each half of a group or for each query: 7 again
+    (kernels/…/cloverlm/projection.py).
     """
     return max(1, heads // ranks) if heads % ranks == 0 or ranks % heads == 0 else heads
 
@@ -102,7 +109,9 @@ def _element_bytes(dtype: str) -> int:
 
 
 def state_bytes(layer: LayerMemory, tensor_parallel_size: int, speculative_tokens: int = 0) -> int:
-    """Bytes of one copy of a layer's recurrent state on one GPU (vllm 0.32 mamba_utils.py, state shapes)."""
+    """Bytes of one copy of a layer's recurrent state on one GPU (vllm 0.32 mamba_utils.py, state
+    shapes).
+    """
     state = layer.state
     if state is None:
         return 0
@@ -127,14 +136,17 @@ def sequence_memory(
 ) -> SequenceMemory:
     """Memory of a sequence of `tokens` on each of `tensor_parallel_size` GPUs.
 
-    `block_size` is vLLM's (16 on CUDA, 128 on the CPU); a hybrid model's is raised as vLLM does. `in_flight_tokens` are
-    those scheduled beyond a sliding window: 1 while decoding, vLLM's --max-num-batched-tokens for what it
-    reserves at start. With `speculative_tokens` draft layers and extra state copies count. The sum is over layers;
-    vLLM may round it up to groups of equal layers.
+    `block_size` is vLLM's (16 on CUDA, 128 on the CPU); a hybrid model's is raised as vLLM does.
+    `in_flight_tokens` are those scheduled beyond a sliding window: 1 while decoding, vLLM's
+    --max-num-batched-tokens for what it reserves at start. With `speculative_tokens` draft layers
+    and extra state copies count. The sum is over layers; vLLM may round it up to groups of equal
+    layers.
     """
     used = [layer for layer in layers if speculative_tokens or not layer.is_draft]
     dtypes = _dtypes(used, kv_cache_dtype)
-    block, state_page = _hybrid_block(used, dtypes, tensor_parallel_size, block_size, speculative_tokens)
+    block, state_page = _hybrid_block(
+        used, dtypes, tensor_parallel_size, block_size, speculative_tokens
+    )
     # vllm 0.32 config/model.py:2260: without any attention layer prefix caching is off.
     has_attention = any(layer.kind in ATTENTION for layer in used)
     by_kind: dict[str, int] = {}
@@ -143,7 +155,9 @@ def sequence_memory(
         amount = 0
         if layer.kind == "state":
             copies = _state_copies(layer, prefix_caching and has_attention) + speculative_tokens
-            amount = copies * max(state_page, state_bytes(layer, tensor_parallel_size, speculative_tokens))
+            amount = copies * max(
+                state_page, state_bytes(layer, tensor_parallel_size, speculative_tokens)
+            )
         elif layer.kind in ATTENTION:
             each = token_bytes(layer, dtype, tensor_parallel_size)
             amount = _blocks(layer, tokens, block, in_flight_tokens) * block * each
@@ -155,7 +169,9 @@ def sequence_memory(
 
 
 def _dtypes(layers: list[LayerMemory], dtype: str) -> list[str]:
-    """The cache type of each layer: TurboQuant leaves the first and last two layers of a dense model alone."""
+    """The cache type of each layer: TurboQuant leaves the first and last two layers of a dense
+    model alone.
+    """
     if dtype not in TURBOQUANT or any(layer.kind == "state" for layer in layers):
         return [dtype] * len(layers)
     count = sum(not layer.is_draft for layer in layers)
@@ -166,14 +182,18 @@ def _dtypes(layers: list[LayerMemory], dtype: str) -> list[str]:
 
 def _state_copies(layer: LayerMemory, prefix_caching: bool) -> int:
     """Copies of a state: one, with prefix caching another at the last block boundary (vllm 0.32
-    kv_cache_interface.py MambaSpec), and for Mamba2 a third for the end of the prompt (mamba_mixer2.py:1106)."""
+    kv_cache_interface.py MambaSpec), and for Mamba2 a third for the end of the prompt
+    (mamba_mixer2.py:1106).
+    """
     if not prefix_caching:
         return 1
     return 3 if layer.state and layer.state.flavor == "mamba2" else 2
 
 
 def _blocks(layer: LayerMemory, tokens: int, block_size: int, in_flight_tokens: int) -> int:
-    """Pages of a layer: all tokens, or the window and what is in flight (vllm 0.32 kv_cache_interface.py:854)."""
+    """Pages of a layer: all tokens, or the window and what is in flight (vllm 0.32
+    kv_cache_interface.py:854).
+    """
     if layer.window is None:
         return -(-tokens // block_size)
     held = min(layer.window - 1 + in_flight_tokens, tokens)
@@ -187,9 +207,11 @@ def _hybrid_block(
     block_size: int,
     speculative_tokens: int,
 ) -> tuple[int, int]:
-    """(block size, bytes of a state's page): in hybrid models one attention page must hold one state.
+    """(block size, bytes of a state's page): in hybrid models one attention page must hold one
+    state.
 
-    vllm 0.32 platforms/interface.py _align_hybrid_block_size. (block_size, 0) where nothing needs aligning.
+    vllm 0.32 platforms/interface.py _align_hybrid_block_size. (block_size, 0) where nothing needs
+    aligning.
     """
     pages = [
         state_bytes(layer, tensor_parallel_size, speculative_tokens)

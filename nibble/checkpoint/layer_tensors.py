@@ -1,8 +1,9 @@
-"""Tensors of a checkpoint against what its config.json describes, layer by layer: missing ones, extra layers, other shapes. Pure.
+"""Tensors of a checkpoint against what its config.json describes, layer by layer: missing ones,
+extra layers, other shapes. Pure.
 
-layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as symbols. Made by
-tests/fixtures/layer_tensors.py. Families that are not in it are compared by names alone (missing.py) and while vLLM loads them
-(nibble_kernels/vllm_plugin/written.py).
+layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as
+symbols. Made by tests/fixtures/layer_tensors.py. Families that are not in it are compared by names
+alone (missing.py) and while vLLM loads them (nibble_kernels/vllm_plugin/written.py).
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from nibble.errors import ExitCode
 FILE = Path(__file__).with_suffix(".json")
 # Symbol -> keys of config.json, the first with a number counts.
 SIZES: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size",), "heads": ("num_attention_heads",), "kv": ("num_key_value_heads",),
-    "head": ("head_dim",), "intermediate": ("intermediate_size",), "vocabulary": ("vocab_size",),
-    "expert": ("moe_intermediate_size",), "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "shared": ("shared_expert_intermediate_size",), "shared_experts": ("n_shared_experts",),
-}  # fmt: skip
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "kv": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "intermediate": ("intermediate_size",),
+    "vocabulary": ("vocab_size",),
+    "expert": ("moe_intermediate_size",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "shared": ("shared_expert_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+}
 _WHOLE = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # one element a weight
 _LAYER = re.compile(r"^(.*?\blayers\.)([0-9]{1,6})\.(.+)$")
 _EXPERT = re.compile(r"(?<=experts\.)[0-9]+(?=\.)")
@@ -41,7 +48,9 @@ _FEED_FORWARD = ("mlp.", "block_sparse_moe.")
 
 @dataclass(frozen=True)
 class Family:
-    """Names and shapes in symbols: of a layer (`*` for the number of an expert), and of what is beside the layers."""
+    """Names and shapes in symbols: of a layer (`*` for the number of an expert), and of what is
+    beside the layers.
+    """
 
     layer: Mapping[str, tuple[str, ...]]
     beside: Mapping[str, tuple[str, ...]]
@@ -52,7 +61,10 @@ def families() -> Mapping[str, Family]:
     """Those that are known, by model_type."""
     return {
         name: Family(
-            *({leaf: tuple(shape) for leaf, shape in found[part].items()} for part in ("layer", "beside"))
+            *(
+                {leaf: tuple(shape) for leaf, shape in found[part].items()}
+                for part in ("layer", "beside")
+            )
         )
         for name, found in json.loads(FILE.read_text()).items()
     }
@@ -76,7 +88,10 @@ def layer_problems(
         return odd
     if not stack or not num_layers:
         return ()
-    found = [*_absent(prefix, stack, num_layers, family), *_beyond(prefix, stack, num_layers, text, tensors)]
+    found = [
+        *_absent(prefix, stack, num_layers, family),
+        *_beyond(prefix, stack, num_layers, text, tensors),
+    ]
     shapes = {w.weight.name: (w.rows, w.columns) for w in weights if not w.experts}
     misfits = _misfits(prefix, tensors, shapes, family, _sizes(text, model_type))
     found += [replace(p, is_draft=kind_of(p.tensor, num_layers) == "draft") for p in misfits]
@@ -91,7 +106,8 @@ def _used(tensors: Iterable[str], prefix: str, family: Family) -> set[str]:
 
 
 def _odd_sizes(text: Mapping[str, Any], used: Set[str]) -> Iterator[Problem]:
-    """Sizes that are not whole numbers above 0. An absent size means transformers' default; null follows from other sizes.
+    """Sizes that are not whole numbers above 0. An absent size means transformers' default; null
+    follows from other sizes.
 
     What no stored tensor has as a size may be anything: some dense models have `num_experts: 0`.
     """
@@ -103,7 +119,11 @@ def _odd_sizes(text: Mapping[str, Any], used: Set[str]) -> Iterator[Problem]:
         key = next((key for key in stated if text[key] is not None), stated[0])
         if text[key] is not None or key in _NEVER_NULL:
             yield _problem(
-                "size", key, "config.json", f"is {json.dumps(text[key])[:40]}", "a whole number above 0"
+                "size",
+                key,
+                "config.json",
+                f"is {json.dumps(text[key])[:40]}",
+                "a whole number above 0",
             )
 
 
@@ -124,7 +144,9 @@ def _sizes(text: Mapping[str, Any], model_type: str) -> dict[str, int]:
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             sizes[symbol] = 0
     if "head_dim" in text and text["head_dim"] is None and model_type in DEFAULT_HEAD_DIM:
-        sizes["head"] = 0  # classes differ in what null is: their default, or hidden_size over heads
+        sizes["head"] = (
+            0  # classes differ in what null is: their default, or hidden_size over heads
+        )
     return sizes
 
 
@@ -159,7 +181,9 @@ def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Itera
     layers = {number: leaves for number, leaves in stack.items() if number < num_layers}
     if len(layers) < num_layers:
         first = next(number for number in range(len(layers) + 1) if number not in layers)
-        expected = f"{num_layers} layers, and {len(layers)} are stored (num_hidden_layers of config.json)"
+        expected = (
+            f"{num_layers} layers, and {len(layers)} are stored (num_hidden_layers of config.json)"
+        )
         yield _problem("layer", f"{prefix}{first}", "", "is missing", expected)
     with_experts = {
         number for number, leaves in layers.items() if any(".experts." in leaf for leaf in leaves)
@@ -169,7 +193,8 @@ def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Itera
         for leaf in leaves:
             if _kind(leaf) in family.layer:
                 holders[leaf].add(number)
-    # Modules with a leaf that the family does not know: in another format, or all experts in one tensor.
+    # Modules with a leaf that the family does not know: in another format, or all experts in one
+    # tensor.
     otherwise = {
         number: {_module(leaf) for leaf in leaves if _kind(leaf) not in family.layer}
         for number, leaves in layers.items()
@@ -191,9 +216,15 @@ def _module(leaf: str) -> str:
 
 
 def _beyond(
-    prefix: str, stack: Stack, num_layers: int, text: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+    prefix: str,
+    stack: Stack,
+    num_layers: int,
+    text: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
 ) -> Iterator[Problem]:
-    """Layers that config.json does not count. Drafts (MTP) follow the last layer, and their config says so."""
+    """Layers that config.json does not count. Drafts (MTP) follow the last layer, and their
+    config says so.
+    """
     if any("nextn" in key or "mtp" in key for key in text):
         return
     for number in sorted(stack):
@@ -201,7 +232,11 @@ def _beyond(
             name = next((f"{prefix}{number}.{leaf}" for leaf in sorted(stack[number])), "")
             file = tensors[name].file if name in tensors else ""
             yield _problem(
-                "layers", name, file, "is stored", f"{num_layers} layers (num_hidden_layers of config.json)"
+                "layers",
+                name,
+                file,
+                "is stored",
+                f"{num_layers} layers (num_hidden_layers of config.json)",
             )
 
 
@@ -231,7 +266,11 @@ def _symbols(name: str, prefix: str, family: Family) -> tuple[str, ...] | None:
     if match := _LAYER.match(name):
         return family.layer.get(_kind(PACKING.sub("", match[3]))) if match[1] == prefix else None
     plain = PACKING.sub("", name)
-    return family.beside.get(plain.removeprefix(root)) if plain.startswith((root, "lm_head.")) else None
+    return (
+        family.beside.get(plain.removeprefix(root))
+        if plain.startswith((root, "lm_head."))
+        else None
+    )
 
 
 @cache
@@ -240,7 +279,9 @@ def _terms(symbol: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     found = []
     for term in symbol.split("+"):
         factors = [part.split("/") for part in term.split("*")]
-        found.append((tuple(part[0] for part in factors), tuple(d for part in factors for d in part[1:])))
+        found.append(
+            (tuple(part[0] for part in factors), tuple(d for part in factors for d in part[1:]))
+        )
     return tuple(found)
 
 

@@ -17,11 +17,12 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 @dataclass(frozen=True)
 class State:
-    """Recurrent state of a Mamba, Mamba2, gated delta net or short convolution layer: constant per sequence.
+    """Recurrent state of a Mamba, Mamba2, gated delta net or short convolution layer: constant per
+    sequence.
 
     `conv_channels` + 2 * `group_size` * groups channels of `conv_rows` in the model's type, and
-    `temporal_elements` of `temporal_bytes` each (None: the model's type). All are divided by tensor parallelism;
-    groups that do not divide are replicated up to one a rank.
+    `temporal_elements` of `temporal_bytes` each (None: the model's type). All are divided by tensor
+    parallelism; groups that do not divide are replicated up to one a rank.
     """
 
     flavor: Literal["mamba1", "mamba2", "gdn", "short_conv"]
@@ -38,9 +39,9 @@ class State:
 class LayerMemory:
     """What one layer keeps for a sequence.
 
-    `num_kv_heads` and `head_dim`s (K, V) are of the whole model; MLA keeps one vector of `head_dim` = latent + rope
-    a token and no V. `window` in tokens for "sliding"; `shares_with` is the layer whose cache a "shared" one reads.
-    Draft (MTP) layers count only with speculative decoding.
+    `num_kv_heads` and `head_dim`s (K, V) are of the whole model; MLA keeps one vector of `head_dim`
+    = latent + rope a token and no V. `window` in tokens for "sliding"; `shares_with` is the layer
+    whose cache a "shared" one reads. Draft (MTP) layers count only with speculative decoding.
     """
 
     index: int
@@ -67,7 +68,9 @@ def text_config(config: Config) -> Config:
 
 
 def layers(config: Config) -> Layers | None:
-    """Every layer of the language model, then its draft layers; None where the architecture is not known here."""
+    """Every layer of the language model, then its draft layers; None where the architecture is
+    not known here.
+    """
     text = text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type") or "")
     family = FAMILIES.get(model_type)
@@ -89,7 +92,9 @@ def head_dim(text: Config) -> int:
 
 
 def kv_heads(text: Config) -> int:
-    """Heads of K and V: stated, or transformers' default where config.json does not name them; null is all heads."""
+    """Heads of K and V: stated, or transformers' default where config.json does not name them;
+    null is all heads.
+    """
     default = 0 if "num_key_value_heads" in text else DEFAULT_KV_HEADS.get(text["model_type"])
     return int(text.get("num_key_value_heads") or default or text["num_attention_heads"])
 
@@ -100,23 +105,73 @@ def _count(text: Config) -> int:
 
 # Transformers leaves a value out of a nested config where it equals the class's default.
 DEFAULT_HEAD_DIM = {
-    "gemma": 256, "gemma2": 256, "gemma3_text": 256, "gemma3n_text": 256, "gemma4_text": 256, "gemma4_unified_text": 256,
-    "qwen3": 128, "qwen3_vl_text": 128, "qwen3_next": 256, "qwen3_5_text": 256, "qwen3_5_moe_text": 256, "gpt_oss": 64,
-    "ministral3": 128, "glm4": 128, "seed_oss": 128, "ernie4_5": 128, "minimax_m2": 128, "afmoe": 128, "laguna": 128,
-    "hy_v3": 128, "step3p5": 128, "muse_glimmer_text": 128, "nemotron_h": 128,
-}  # fmt: skip
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "gemma3n_text": 256,
+    "gemma4_text": 256,
+    "gemma4_unified_text": 256,
+    "qwen3": 128,
+    "qwen3_vl_text": 128,
+    "qwen3_next": 256,
+    "qwen3_5_text": 256,
+    "qwen3_5_moe_text": 256,
+    "gpt_oss": 64,
+    "ministral3": 128,
+    "glm4": 128,
+    "seed_oss": 128,
+    "ernie4_5": 128,
+    "minimax_m2": 128,
+    "afmoe": 128,
+    "laguna": 128,
+    "hy_v3": 128,
+    "step3p5": 128,
+    "muse_glimmer_text": 128,
+    "nemotron_h": 128,
+}
 # Of families whose default is a number; in all others it is num_attention_heads.
 DEFAULT_KV_HEADS = {
-    "mistral": 8, "ministral3": 8, "mixtral": 8, "seed_oss": 8, "gpt_oss": 8, "glm4_moe": 8, "qwen2": 32, "qwen3": 32,
-    "exaone4": 32, "gemma": 16, "qwen2_moe": 16, "gemma2": 4, "gemma3_text": 4, "gemma4_text": 4, "gemma4_unified_text": 4,
-    "gemma3n_text": 2, "smollm3": 4, "qwen3_moe": 4, "glm4": 2, "ernie4_5": 2, "starcoder2": 2, "qwen2_vl_text": 8,
-    "qwen2_5_vl_text": 8, "qwen3_vl_text": 32, "qwen3_vl_moe_text": 16, "minimax_m2": 8, "laguna": 8, "hy_v3": 8,
-    "qwen3_next": 2, "qwen3_5_text": 4, "qwen3_5_moe_text": 2, "step3p5": 8, "muse_glimmer_text": 2, "nemotron_h": 8,
-    "jamba": 8, "lfm2": 8, "lfm2_moe": 8,
-}  # fmt: skip
+    "mistral": 8,
+    "ministral3": 8,
+    "mixtral": 8,
+    "seed_oss": 8,
+    "gpt_oss": 8,
+    "glm4_moe": 8,
+    "qwen2": 32,
+    "qwen3": 32,
+    "exaone4": 32,
+    "gemma": 16,
+    "qwen2_moe": 16,
+    "gemma2": 4,
+    "gemma3_text": 4,
+    "gemma4_text": 4,
+    "gemma4_unified_text": 4,
+    "gemma3n_text": 2,
+    "smollm3": 4,
+    "qwen3_moe": 4,
+    "glm4": 2,
+    "ernie4_5": 2,
+    "starcoder2": 2,
+    "qwen2_vl_text": 8,
+    "qwen2_5_vl_text": 8,
+    "qwen3_vl_text": 32,
+    "qwen3_vl_moe_text": 16,
+    "minimax_m2": 8,
+    "laguna": 8,
+    "hy_v3": 8,
+    "qwen3_next": 2,
+    "qwen3_5_text": 4,
+    "qwen3_5_moe_text": 2,
+    "step3p5": 8,
+    "muse_glimmer_text": 2,
+    "nemotron_h": 8,
+    "jamba": 8,
+    "lfm2": 8,
+    "lfm2_moe": 8,
+}
 
 
-# --- attention, full and sliding -------------------------------------------------------------------------------------
+# --- attention, full and sliding ------------------------------------------------------------------
 
 
 def _attention(text: Config) -> list[LayerMemory]:
@@ -142,26 +197,41 @@ def _windows(text: Config) -> list[int | None]:
         return [None] * count
     pattern = ALTERNATION.get(text["model_type"])
     types = text.get("layer_types")
-    if text["model_type"] == "gpt_oss":  # vllm 0.32 gpt_oss.py:176 looks at the index, not at layer_types
+    if (
+        text["model_type"] == "gpt_oss"
+    ):  # vllm 0.32 gpt_oss.py:176 looks at the index, not at layer_types
         types = None
     if types is None and pattern is None:
         return [int(window)] * count
     if types is None:
         period = int(
-            text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or pattern or 1
+            text.get("sliding_window_pattern")
+            or text.get("_sliding_window_pattern")
+            or pattern
+            or 1
         )
-        types = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)]
+        types = [
+            "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)
+        ]
         if text["model_type"].startswith("gemma4"):
             types[-1] = "full_attention"
     extra = 1 if text["model_type"] == "cohere2" else 0  # vllm 0.32 commandr.py:244
     return [int(window) + extra if kind == "sliding_attention" else None for kind in types[:count]]
 
 
-# Every how many layers one attends to all tokens, where config.json does not say (transformers 5 configurations).
+# Every how many layers one attends to all tokens, where config.json does not say (transformers 5
+# configurations).
 ALTERNATION = {
-    "gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gemma4_unified_text": 6, "cohere2": 4, "gpt_oss": 2,
-    "exaone4": 4, "olmo3": 4,
-}  # fmt: skip
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gemma4_unified_text": 6,
+    "cohere2": 4,
+    "gpt_oss": 2,
+    "exaone4": 4,
+    "olmo3": 4,
+}
 
 
 def _step(text: Config) -> list[LayerMemory]:
@@ -179,7 +249,9 @@ def _step(text: Config) -> list[LayerMemory]:
 
 
 def _muse(text: Config) -> list[LayerMemory]:
-    """Muse Glimmer: a window where a layer has rotary positions (1), all tokens where it has none."""
+    """Muse Glimmer: a window where a layer has rotary positions (1), all tokens where it has
+    none.
+    """
     heads, dim, window = kv_heads(text), head_dim(text), int(text["sliding_window"])
     return [
         LayerMemory(i, "sliding" if rotary else "full", heads, dim, dim, window if rotary else None)
@@ -188,8 +260,9 @@ def _muse(text: Config) -> list[LayerMemory]:
 
 
 def _gemma_shared(text: Config) -> list[LayerMemory]:
-    """Gemma 3n and 4: the last layers read the cache of the last unshared layer of their kind; Gemma 4's full layers
-    have heads of their own size and number (vllm 0.32 gemma4.py:403, gemma3n.py:355)."""
+    """Gemma 3n and 4: the last layers read the cache of the last unshared layer of their kind;
+    Gemma 4's full layers have heads of their own size and number (vllm 0.32 gemma4.py:403,
+    gemma3n.py:355)."""
     is_gemma4 = text["model_type"].startswith("gemma4")
     found = _attention(text)
     if is_gemma4:
@@ -210,7 +283,7 @@ def _gemma4_global(text: Config, layer: LayerMemory) -> LayerMemory:
     return replace(layer, num_kv_heads=heads, head_dim=dim, head_dim_v=dim)
 
 
-# --- latent attention ------------------------------------------------------------------------------------------------
+# --- latent attention -----------------------------------------------------------------------------
 
 
 def _latent(text: Config) -> list[LayerMemory]:
@@ -220,7 +293,7 @@ def _latent(text: Config) -> list[LayerMemory]:
     return [LayerMemory(i, "mla", 1, dim, 0, is_draft=i >= count) for i in range(count + drafts)]
 
 
-# --- recurrent state beside attention --------------------------------------------------------------------------------
+# --- recurrent state beside attention -------------------------------------------------------------
 
 
 def _delta_net(text: Config) -> list[LayerMemory]:
@@ -237,9 +310,11 @@ def _delta_net(text: Config) -> list[LayerMemory]:
         conv_channels=2 * keys * key_dim + values * value_dim,
         conv_rows=int(text["linear_conv_kernel_dim"]) - 1,
         temporal_elements=values * key_dim * value_dim,
-        temporal_bytes=TYPE_BYTES.get(str(text.get("mamba_ssm_dtype")))
-        if "qwen3_5" in text["model_type"]
-        else None,
+        temporal_bytes=(
+            TYPE_BYTES.get(str(text.get("mamba_ssm_dtype")))
+            if "qwen3_5" in text["model_type"]
+            else None
+        ),
     )
     heads, dim = kv_heads(text), head_dim(text)
     found = [_state_or_attention(i, kind, state, heads, dim) for i, kind in enumerate(types)]
@@ -347,13 +422,18 @@ def _jamba(text: Config) -> list[LayerMemory]:
     period, offset = int(text["attn_layer_period"]), int(text["attn_layer_offset"])
     types = ["attention" if i % period == offset else "mamba" for i in range(_count(text))]
     return [
-        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
+        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text))
+        for i, kind in enumerate(types)
     ]
 
 
 def _granite_hybrid(text: Config) -> list[LayerMemory]:
     inner = int(text["mamba_expand"]) * int(text["hidden_size"])
-    heads, dim, size = int(text["mamba_n_heads"]), int(text["mamba_d_head"]), int(text["mamba_d_state"])
+    heads, dim, size = (
+        int(text["mamba_n_heads"]),
+        int(text["mamba_d_head"]),
+        int(text["mamba_d_state"]),
+    )
     state = State(
         "mamba2",
         inner,
@@ -364,7 +444,8 @@ def _granite_hybrid(text: Config) -> list[LayerMemory]:
     )
     types = text.get("layer_types") or text["layers_block_type"]
     return [
-        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
+        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text))
+        for i, kind in enumerate(types)
     ]
 
 
@@ -376,17 +457,47 @@ def _short_conv(text: Config) -> list[LayerMemory]:
         "full_attention" if i in text["full_attn_idxs"] else "conv" for i in range(_count(text))
     ]
     return [
-        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text)) for i, kind in enumerate(types)
+        _state_or_attention(i, kind, state, kv_heads(text), head_dim(text))
+        for i, kind in enumerate(types)
     ]
 
 
 FAMILIES: Mapping[str, Callable[[Config], list[LayerMemory]]] = {
     **dict.fromkeys(
         (
-            "llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text",
-            "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "phi3", "granite", "granitemoe", "glm4",
-            "glm4_moe", "minimax_m2", "gemma", "gemma2", "gemma3_text", "gpt_oss", "afmoe", "laguna", "olmoe", "cohere2",
-            "exaone4", "nemotron", "hy_v3", "seed_oss", "cloverlm",
+            "llama",
+            "mistral",
+            "ministral3",
+            "mixtral",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "qwen2_vl",
+            "qwen2_vl_text",
+            "qwen2_5_vl",
+            "qwen2_5_vl_text",
+            "qwen3_vl_text",
+            "qwen3_vl_moe_text",
+            "phi3",
+            "granite",
+            "granitemoe",
+            "glm4",
+            "glm4_moe",
+            "minimax_m2",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt_oss",
+            "afmoe",
+            "laguna",
+            "olmoe",
+            "cohere2",
+            "exaone4",
+            "nemotron",
+            "hy_v3",
+            "seed_oss",
+            "cloverlm",
         ),
         _attention,
     ),
@@ -404,4 +515,4 @@ FAMILIES: Mapping[str, Callable[[Config], list[LayerMemory]]] = {
     "jamba": _jamba,
     "granitemoehybrid": _granite_hybrid,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _short_conv),
-}  # fmt: skip
+}

@@ -1,6 +1,8 @@
-"""What a checkpoint seems to lack, by the names of its tensors: a suspicion, which vLLM's own check while loading decides. Pure.
+"""What a checkpoint seems to lack, by the names of its tensors: a suspicion, which vLLM's own check
+while loading decides. Pure.
 
-vLLM 0.32 looks for parameters that no tensor filled in unquantized models only, unless it is told to (default_loader.py:507).
+vLLM 0.32 looks for parameters that no tensor filled in unquantized models only, unless it is told
+to (default_loader.py:507).
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ Stack = Mapping[str, Set[int]]  # what follows `layers.N.`: the layers that have
 def missing_tensors(
     names: Iterable[str], num_layers: int | None, index: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Tensors that no file has: of `index`, of single layers, whole layers (`model.layers.7`), embedding and last norm.
+    """Tensors that no file has: of `index`, of single layers, whole layers (`model.layers.7`),
+    embedding and last norm.
 
-    `index` are the names in the checkpoint's index. Without `num_layers` it alone is held against the tensors. Only those
-    layers are looked at that surely are the decoder's: not vision towers, not drafts (MTP).
+    `index` are the names in the checkpoint's index. Without `num_layers` it alone is held against
+    the tensors. Only those layers are looked at that surely are the decoder's: not vision towers,
+    not drafts (MTP).
     """
     stored = set(names)
     promised = set(index) - stored
     if promised:
         forms = {PACKING.sub("", name) for name in stored}
-        promised = {name for name in promised if PACKING.sub("", name) not in forms and _BUFFER not in name}
+        promised = {
+            name for name in promised if PACKING.sub("", name) not in forms and _BUFFER not in name
+        }
     named = stored | promised
     found = sorted(promised)
     prefix, stack = _decoder(named, num_layers or 0)
@@ -51,7 +57,9 @@ def some_of(missing: Sequence[str]) -> str:
 
 
 def _decoder(names: Iterable[str], num_layers: int) -> tuple[str, Stack]:
-    """The prefix and what it holds of the one stack that has most layers of the text model; nothing where that is not one."""
+    """The prefix and what it holds of the one stack that has most layers of the text model;
+    nothing where that is not one.
+    """
     stacks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         if (match := _LAYER.search(name)) and int(match[1]) < num_layers:  # those above are drafts
@@ -80,7 +88,8 @@ def _layers(prefix: str, stack: Stack, num_layers: int) -> Iterator[str]:
         (number, end)
         for layers in ends
         for number in _holes(layers, present)
-        # A layer of another kind (attention among Mamba layers, dense among experts) has what the others have not.
+        # A layer of another kind (attention among Mamba layers, dense among experts) has what the
+        # others have not.
         if not any(number in other and other.isdisjoint(layers) for other in ends)
         for end in ends[layers]
     ]
@@ -88,7 +97,9 @@ def _layers(prefix: str, stack: Stack, num_layers: int) -> Iterator[str]:
 
 
 def _holes(layers: Set[int], present: Set[int]) -> list[int]:
-    """The few layers between others that lack what most have; the first and the last layers of a model may differ."""
+    """The few layers between others that lack what most have; the first and the last layers of a
+    model may differ.
+    """
     if len(layers) < 3 or 2 * len(layers) <= len(present):
         return []
     found = [number for number in range(min(layers), max(layers)) if number in present - layers]
@@ -96,10 +107,16 @@ def _holes(layers: Set[int], present: Set[int]) -> list[int]:
 
 
 def _ends(names: Set[str]) -> Iterator[str]:
-    """What a model has beside its layers. A draft in its own repository takes both from its target."""
+    """What a model has beside its layers. A draft in its own repository takes both from its
+    target.
+    """
     if "fc.weight" in names:
         return
-    beside = [name for name in names if not _LAYER.search(name) and kind_of(name) not in ("vision", "draft")]
+    beside = [
+        name
+        for name in names
+        if not _LAYER.search(name) and kind_of(name) not in ("vision", "draft")
+    ]
     if not any(_IS_EMBEDDING.search(name) for name in beside):
         yield EMBEDDING
     if any(map(_IS_NORM.search, names)) and not any(map(_IS_NORM.search, beside)):

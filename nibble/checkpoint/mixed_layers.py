@@ -1,4 +1,6 @@
-"""MIXED_PRECISION: the map of quantized layers against the tensors. What it does not name, vLLM 0.32 builds unquantized."""
+"""MIXED_PRECISION: the map of quantized layers against the tensors. What it does not name, vLLM
+0.32 builds unquantized.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,16 @@ from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
 
-_ALIASES = ("model.language_model.", "language_model.model.")  # in files, and in vLLM (modelopt.py:1795)
+_ALIASES = (
+    "model.language_model.",
+    "language_model.model.",
+)  # in files, and in vLLM (modelopt.py:1795)
 
 
 def algorithm_of(weight: TensorInfo, tensors: Mapping[str, TensorInfo]) -> str:
-    """ModelOpt's name for how a quantized weight is stored; empty where its tensors do not say it."""
+    """ModelOpt's name for how a quantized weight is stored; empty where its tensors do not say
+    it.
+    """
     stem = weight.name.removesuffix(".weight")
     joint = "." if stem != weight.name else "_"
     prefix = "weight_" if stem == weight.name else ""
@@ -20,7 +27,9 @@ def algorithm_of(weight: TensorInfo, tensors: Mapping[str, TensorInfo]) -> str:
         return ""
     if weight.dtype == "U8" and scale.dtype == "F8_E4M3":
         return "NVFP4" if f"{stem}{joint}input_scale" in tensors else "W4A16_NVFP4"
-    return "FP8" if weight.dtype == "F8_E4M3" and scale.dtype == "F32" and scale.elements == 1 else ""
+    return (
+        "FP8" if weight.dtype == "F8_E4M3" and scale.dtype == "F32" and scale.elements == 1 else ""
+    )
 
 
 def corrected_map(
@@ -28,7 +37,8 @@ def corrected_map(
 ) -> tuple[dict[str, Any], list[str]] | None:
     """(a map that agrees with the tensors, the modules the old one was wrong about).
 
-    `quantized`: module -> algorithm by its tensors. None where a module is missing whose algorithm they do not tell.
+    `quantized`: module -> algorithm by its tensors. None where a module is missing whose algorithm
+    they do not tell.
     """
     named = {_plain_name(name) for name in layers}
     experts = {name.partition(".experts.")[0] + ".experts" for name in named if ".experts." in name}
@@ -43,11 +53,16 @@ def corrected_map(
 
 
 def labels(layers: Mapping[str, Any]) -> Callable[[str], str]:
-    """How the map labels a module: its own entry, or for experts any of their layer, as vLLM looks it up."""
+    """How the map labels a module: its own entry, or for experts any of their layer, as vLLM
+    looks it up.
+    """
     own = {
-        _plain_name(name): str((entry or {}).get("quant_algo", "")).upper() for name, entry in layers.items()
+        _plain_name(name): str((entry or {}).get("quant_algo", "")).upper()
+        for name, entry in layers.items()
     }
-    of_experts = {name.partition(".experts")[0]: label for name, label in own.items() if ".experts" in name}
+    of_experts = {
+        name.partition(".experts")[0]: label for name, label in own.items() if ".experts" in name
+    }
 
     def label(module: str) -> str:
         name = _plain_name(module)
@@ -62,4 +77,8 @@ def _plain_name(name: str) -> str:
 
 
 def _entry(algorithm: str) -> dict[str, Any]:
-    return {"quant_algo": algorithm} if algorithm == "FP8" else {"quant_algo": algorithm, "group_size": 16}
+    return (
+        {"quant_algo": algorithm}
+        if algorithm == "FP8"
+        else {"quant_algo": algorithm, "group_size": 16}
+    )

@@ -1,8 +1,10 @@
-"""The NVFP4 weights of a checkpoint by their headers: which tensors belong together, and what is wrong with them.
+"""The NVFP4 weights of a checkpoint by their headers: which tensors belong together, and what is
+wrong with them.
 
-A linear weight [N, K] is two E2M1 codes a byte [N, K/2], one E4M3 scale for 16 of them [N, K/16], one fp32 scale for all, and
-for W4A4 one for the activations (formats.md 3.1, 4.6, 1.2). Experts are stored one by one, or all of a layer in three
-dimensions with K in the middle: codes [E, K/2, N], scales [E, K/16, N] (formats.md 3.3).
+A linear weight [N, K] is two E2M1 codes a byte [N, K/2], one E4M3 scale for 16 of them [N, K/16],
+one fp32 scale for all, and for W4A4 one for the activations (formats.md 3.1, 4.6, 1.2). Experts are
+stored one by one, or all of a layer in three dimensions with K in the middle: codes [E, K/2, N],
+scales [E, K/16, N] (formats.md 3.3).
 """
 
 from __future__ import annotations
@@ -27,15 +29,21 @@ STACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 LEAVES: Mapping[str, tuple[str, str, str, str]] = {
     "modelopt": (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"),
     "stacked": ("", "_weight_scale", "_weight_scale_2", "_input_scale"),
-    "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"),
+    "compressed-tensors": (
+        ".weight_packed",
+        ".weight_scale",
+        ".weight_global_scale",
+        ".input_global_scale",
+    ),
 }
 
 
 class Nvfp4Weight(NamedTuple):
     """One NVFP4 weight [rows, columns], or `experts` of them stacked (0: not stacked).
 
-    `scale`, `global_scale` and `input_scale` are None where the checkpoint has no such tensor; `leaves` are the ends of
-    their names. `global_scale` is a multiplier, in compressed-tensors a divisor.
+    `scale`, `global_scale` and `input_scale` are None where the checkpoint has no such tensor;
+    `leaves` are the ends of their names. `global_scale` is a multiplier, in compressed-tensors a
+    divisor.
     """
 
     module: str
@@ -52,13 +60,16 @@ class Nvfp4Weight(NamedTuple):
 
     @property
     def tiles_evenly(self) -> bool:
-        """Whether the scales fill whole 128x4 tiles, so that tiled and row-major ones take the same bytes."""
+        """Whether the scales fill whole 128x4 tiles, so that tiled and row-major ones take the
+        same bytes.
+        """
         return self.rows % TILE_ROWS == 0 and self.columns % (GROUP_SIZE * TILE_COLUMNS) == 0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a checkpoint cannot be served: a tensor, its file, what is wrong with it, and how many `others` are like it.
+    """Why a checkpoint cannot be served: a tensor, its file, what is wrong with it, and how many
+    `others` are like it.
 
     `is_draft`: only multi-token prediction would load the tensor.
     """
@@ -73,7 +84,9 @@ class Problem:
     others: int = 0
 
     @classmethod
-    def of(cls, kind: str, tensor: TensorInfo, what: str, expected: str, is_draft: bool = False) -> Problem:
+    def of(
+        cls, kind: str, tensor: TensorInfo, what: str, expected: str, is_draft: bool = False
+    ) -> Problem:
         """A damaged tensor."""
         return cls(kind, ExitCode.MODEL, tensor.name, tensor.file, what, expected, is_draft)
 
@@ -84,15 +97,22 @@ class Problem:
         action = "download the model again, or report it to its publisher"
         if self.code is ExitCode.CONFIG:
             action = "choose another export of this model"
-        return NibbleError(self.code, f"{self.tensor} in {place} {self.what}{more}", self.expected, action)
+        return NibbleError(
+            self.code, f"{self.tensor} in {place} {self.what}{more}", self.expected, action
+        )
 
 
 def find_weights(
-    tensors: Mapping[str, TensorInfo], *, is_quartet2: bool, only_nvfp4: bool, num_layers: int | None
+    tensors: Mapping[str, TensorInfo],
+    *,
+    is_quartet2: bool,
+    only_nvfp4: bool,
+    num_layers: int | None,
 ) -> tuple[Nvfp4Weight, ...]:
     """The NVFP4 weights among `tensors`.
 
-    `only_nvfp4`: the config declares no other packed format, so that codes whose scales are missing are NVFP4 too.
+    `only_nvfp4`: the config declares no other packed format, so that codes whose scales are missing
+    are NVFP4 too.
     """
     found = []
     for tensor in tensors.values():
@@ -131,13 +151,16 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def header_problems(weights: Iterable[Nvfp4Weight], w4a4: Container[str]) -> tuple[Problem, ...]:
-    """What the headers alone show: missing tensors, wrong types and shapes. One problem a kind, the first of it named.
+    """What the headers alone show: missing tensors, wrong types and shapes. One problem a kind, the
+    first of it named.
 
-    `w4a4`: modules whose activations are NVFP4 too, so that vLLM 0.32 would take uninitialised memory for a missing activation
-    scale (modelopt.py KNvfp4Static: torch.empty).
+    `w4a4`: modules whose activations are NVFP4 too, so that vLLM 0.32 would take uninitialised
+    memory for a missing activation scale (modelopt.py KNvfp4Static: torch.empty).
     """
     known = list(weights)
-    found = [problem for weight in known for problem in _weight_problems(weight, weight.module in w4a4)]
+    found = [
+        problem for weight in known for problem in _weight_problems(weight, weight.module in w4a4)
+    ]
     return gather([*found, *_expert_problems(known)])
 
 
@@ -171,7 +194,9 @@ def _weight_problems(weight: Nvfp4Weight, needs_input_scale: bool) -> Iterator[P
         what = f"has {weight.columns} input features"
         yield problem("columns", ExitCode.CONFIG, codes.name, what, "a multiple of 16")
     if weight.scale is None:
-        yield problem("no scale", ExitCode.MODEL, scale, "is missing", f"block scales beside {codes.name}")
+        yield problem(
+            "no scale", ExitCode.MODEL, scale, "is missing", f"block scales beside {codes.name}"
+        )
     else:
         yield from _scale_problems(weight, weight.scale)
     count = max(1, weight.experts)
@@ -181,11 +206,17 @@ def _weight_problems(weight: Nvfp4Weight, needs_input_scale: bool) -> Iterator[P
     ):
         leaf = name.rpartition(".")[2]
         if tensor is None and needed:
-            yield problem(f"no {leaf}", ExitCode.MODEL, name, "is missing", f"a scale beside {codes.name}")
+            yield problem(
+                f"no {leaf}", ExitCode.MODEL, name, "is missing", f"a scale beside {codes.name}"
+            )
         if tensor is not None and (tensor.dtype != "F32" or tensor.elements not in (1, count)):
             what = f"is {tensor.dtype} of shape {list(tensor.shape)}"
             yield problem(
-                f"{leaf} shape", ExitCode.MODEL, name, what, f"F32 of {count} element{'s' * (count > 1)}"
+                f"{leaf} shape",
+                ExitCode.MODEL,
+                name,
+                what,
+                f"F32 of {count} element{'s' * (count > 1)}",
             )
 
 
@@ -201,17 +232,30 @@ def _scale_problems(weight: Nvfp4Weight, scale: TensorInfo) -> Iterator[Problem]
     if scale.shape == expected or weight.columns % GROUP_SIZE:
         return
     stored = (
-        scale.shape[-2] if weight.experts and len(scale.shape) == 3 else scale.shape[-1] if scale.shape else 1
+        scale.shape[-2]
+        if weight.experts and len(scale.shape) == 3
+        else scale.shape[-1]
+        if scale.shape
+        else 1
     )
     if scale.shape == (_up(rows, TILE_ROWS), _up(blocks, TILE_COLUMNS)):
         what = f"has shape {list(scale.shape)}, that of scales padded for the 128x4 tiled layout"
-        yield problem("scale tiles", ExitCode.CONFIG, what, f"row-major scales of shape {list(expected)}")
-    elif stored and stored != blocks and weight.columns % stored == 0 and scale.shape[:1] == expected[:1]:
+        yield problem(
+            "scale tiles", ExitCode.CONFIG, what, f"row-major scales of shape {list(expected)}"
+        )
+    elif (
+        stored
+        and stored != blocks
+        and weight.columns % stored == 0
+        and scale.shape[:1] == expected[:1]
+    ):
         size = weight.columns // stored
         what = f"has one scale for {size} weights (shape {list(scale.shape)})"
         yield problem("group size", ExitCode.CONFIG, what, f"groups of 16, shape {list(expected)}")
     else:
-        yield problem("scale shape", ExitCode.MODEL, f"has shape {list(scale.shape)}", f"{list(expected)}")
+        yield problem(
+            "scale shape", ExitCode.MODEL, f"has shape {list(scale.shape)}", f"{list(expected)}"
+        )
 
 
 def _up(value: int, unit: int) -> int:
@@ -224,7 +268,9 @@ def dense_weights(weights: Iterable[Nvfp4Weight]) -> list[Nvfp4Weight]:
 
 
 def _expert_problems(weights: Iterable[Nvfp4Weight]) -> Iterator[Problem]:
-    """Experts missing from the middle of a layer: vLLM 0.32 allocates all of them and checks none."""
+    """Experts missing from the middle of a layer: vLLM 0.32 allocates all of them and checks
+    none.
+    """
     layers: defaultdict[tuple[str, str], dict[int, Nvfp4Weight]] = defaultdict(dict)
     for weight in weights:
         if match := EXPERT.match(weight.module):
@@ -237,6 +283,16 @@ def _expert_problems(weights: Iterable[Nvfp4Weight]) -> Iterator[Problem]:
         if absent is not None:
             some = next(iter(experts.values()))
             name = f"{layer}.{absent}.{projection}{some.leaves[0]}"
-            what = f"is missing or not NVFP4, as {len(experts)} of {sizes[layer]} experts of its layer are"
-            yield Problem("expert", ExitCode.MODEL, name, some.weight.file, what, "all experts of a layer in one format",
-                          some.is_draft)  # fmt: skip
+            what = (
+                f"is missing or not NVFP4, as {len(experts)} of {sizes[layer]} experts of its"
+                " layer are"
+            )
+            yield Problem(
+                "expert",
+                ExitCode.MODEL,
+                name,
+                some.weight.file,
+                what,
+                "all experts of a layer in one format",
+                some.is_draft,
+            )

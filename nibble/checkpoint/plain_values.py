@@ -1,4 +1,6 @@
-"""NaN and infinities in what is not quantized and small: norms, biases, routers, which every token meets."""
+"""NaN and infinities in what is not quantized and small: norms, biases, routers, which every
+token meets.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,8 @@ from nibble.checkpoint.nvfp4 import Problem, gather
 from nibble.checkpoint.scale_values import TensorFiles
 from nibble.checkpoint.weights import is_scale, kind_of
 
-SMALL_BYTES = (
-    4 << 20
-)  # embeddings and heads are left to the canary: reading them would take a start's seconds
+# Embeddings and heads are left to the canary: reading them would take a start's seconds
+SMALL_BYTES = 4 << 20
 _LEAVES = (".weight", ".bias")  # masks, which may hold infinities, have other names
 _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
 
@@ -21,7 +22,9 @@ _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
 def check_plain_values(
     folder: Path, tensors: Iterable[TensorInfo], num_layers: int | None
 ) -> tuple[Problem, ...]:
-    """The first of `tensors` in `folder` that holds NaN or infinity, and how many more there are."""
+    """The first of `tensors` in `folder` that holds NaN or infinity, and how many more there
+    are.
+    """
     small = [tensor for tensor in tensors if _is_looked_at(tensor)]
     small.sort(key=lambda tensor: (tensor.file, tensor.offset))
     problems = []
@@ -47,7 +50,9 @@ def first_not_finite(data: bytes, dtype: str) -> int | None:
     if dtype == "F16":
         found = re.search(rb"[\x7c-\x7f\xfc-\xff]", first)
         return found.start() if found else None
-    if b"\x7f" not in first and b"\xff" not in first:  # as good as always; five times as fast as the search
+    if (
+        b"\x7f" not in first and b"\xff" not in first
+    ):  # as good as always; five times as fast as the search
         return None
     second = data[width - 2 :: width]
     places = (match.start() for match in re.finditer(rb"[\x7f\xff]", first))

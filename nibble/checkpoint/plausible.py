@@ -1,7 +1,9 @@
-"""Scales and norms that are numbers and cannot be meant: a scale's reciprocal, zeros, a scale far from its neighbours.
+"""Scales and norms that are numbers and cannot be meant: a scale's reciprocal, zeros, a scale far
+from its neighbours.
 
-An NVFP4 weight's largest value is 6 · its largest block scale · its global scale. Models in BF16 have weights of 0.01 to some
-hundreds; a reciprocal in the place of a global scale makes it 10^5 to 10^9, whatever the block scales. Bounds lie between.
+An NVFP4 weight's largest value is 6 · its largest block scale · its global scale. Models in BF16
+have weights of 0.01 to some hundreds; a reciprocal in the place of a global scale makes it 10^5 to
+10^9, whatever the block scales. Bounds lie between.
 """
 
 from __future__ import annotations
@@ -28,18 +30,22 @@ FAR = 200.0  # from the median of a weight's namesakes in other layers
 FAR_CACHE = 100.0  # a cache's scale
 MIN_NEIGHBOURS = 3
 _START_BYTES = 4096  # nearly all tensors have a value other than 0 there
-# The names that vLLM takes for scales of the KV cache (vllm 0.32 model_loader/weight_utils.py:1622).
+# The names that vLLM takes for scales of the KV cache (vllm 0.32
+# model_loader/weight_utils.py:1622).
 _CACHE_SCALE = re.compile(r"\.(?:[kvq]|kv)_scale$|\.(?:q|[kv]_cache)\.scale$")
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 _NORM = re.compile(r"norm[^.]*\.weight$")
-# Norms that multiply by 1 + weight, where 0 is the value they begin with (vllm 0.32 layernorm.py GemmaRMSNorm).
+# Norms that multiply by 1 + weight, where 0 is the value they begin with (vllm 0.32 layernorm.py
+# GemmaRMSNorm).
 ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 _EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
 class Plausibility:
-    """`problems` no exporter means; `doubts` are sentences, with the figures, about what is unlikely."""
+    """`problems` no exporter means; `doubts` are sentences, with the figures, about what is
+    unlikely.
+    """
 
     problems: tuple[Problem, ...]
     doubts: tuple[str, ...]
@@ -52,10 +58,14 @@ def check_plausible(
     model_type: str,
     num_layers: int | None = None,
 ) -> Plausibility:
-    """Read the scales of the KV cache, the global scales of `weights`, and norms; block scales where a global scale is large."""
+    """Read the scales of the KV cache, the global scales of `weights`, and norms; block scales
+    where a global scale is large.
+    """
     with TensorFiles(folder) as files:
         cache = {
-            name: _values(files, tensor) for name, tensor in tensors.items() if _CACHE_SCALE.search(name)
+            name: _values(files, tensor)
+            for name, tensor in tensors.items()
+            if _CACHE_SCALE.search(name)
         }
         multipliers = {weight.module: _multipliers(files, weight) for weight in weights}
         norms = _zero_norms(files, tensors, num_layers)
@@ -67,7 +77,9 @@ def check_plausible(
             *_scale_problems(scales, weights),
         ]
     largest = {
-        module: LARGEST_CODE * LARGEST_SCALE * max(found) for module, found in multipliers.items() if found
+        module: LARGEST_CODE * LARGEST_SCALE * max(found)
+        for module, found in multipliers.items()
+        if found
     }
     doubts = (
         *_far({name: max(values) for name, values in cache.items() if values}, FAR_CACHE, ""),
@@ -79,11 +91,17 @@ def check_plausible(
 
 
 def _values(files: TensorFiles, tensor: TensorInfo) -> tuple[float, ...]:
-    return numbers(files.read(tensor, 0, tensor.nbytes), tensor.dtype) if tensor.nbytes <= SMALL_BYTES else ()
+    return (
+        numbers(files.read(tensor, 0, tensor.nbytes), tensor.dtype)
+        if tensor.nbytes <= SMALL_BYTES
+        else ()
+    )
 
 
 def _cache_problems(
-    cache: Mapping[str, tuple[float, ...]], tensors: Mapping[str, TensorInfo], num_layers: int | None
+    cache: Mapping[str, tuple[float, ...]],
+    tensors: Mapping[str, TensorInfo],
+    num_layers: int | None,
 ) -> Iterator[Problem]:
     for name, values in cache.items():
         if bad := [value for value in values if not 0 < value < math.inf]:
@@ -94,7 +112,9 @@ def _cache_problems(
 
 
 def _multipliers(files: TensorFiles, weight: Nvfp4Weight) -> tuple[float, ...]:
-    """The global scale of a weight, or of each of its experts; nothing for one that other checks refuse."""
+    """The global scale of a weight, or of each of its experts; nothing for one that other checks
+    refuse.
+    """
     if weight.global_scale is None or weight.global_scale.dtype != "F32":
         return ()
     stored = floats(files.read(weight.global_scale, 0, weight.global_scale.nbytes))
@@ -114,8 +134,12 @@ def _too_large(
             largest *= largest_scale(files.chunks(weight.scale)) / LARGEST_SCALE
         if largest > LARGEST_WEIGHT:
             value = floats(files.read(weight.global_scale, 0, 4))[0]
-            what = f"is {value:.4g}, which makes weights of up to {largest:.3g} with its block scales"
-            expected = f"weights of at most {LARGEST_WEIGHT:g}; the scale may be stored as its reciprocal"
+            what = (
+                f"is {value:.4g}, which makes weights of up to {largest:.3g} with its block scales"
+            )
+            expected = (
+                f"weights of at most {LARGEST_WEIGHT:g}; the scale may be stored as its reciprocal"
+            )
             yield Problem.of("global scale", weight.global_scale, what, expected, weight.is_draft)
 
 
@@ -133,32 +157,48 @@ def _zero_norms(
     ]
 
 
-def _norm_problems(norms: Iterable[TensorInfo], model_type: str, num_layers: int | None) -> Iterator[Problem]:
+def _norm_problems(
+    norms: Iterable[TensorInfo], model_type: str, num_layers: int | None
+) -> Iterator[Problem]:
     """Of families whose norms multiply by their weight."""
     if model_type in families() and model_type not in ONE_PLUS:
         for norm in norms:
             is_draft = kind_of(norm.name, num_layers) == "draft"
-            yield Problem.of("zero norm", norm, "holds only zeros", "factors other than 0", is_draft)
+            yield Problem.of(
+                "zero norm", norm, "holds only zeros", "factors other than 0", is_draft
+            )
 
 
 def _norm_doubts(
     norms: Sequence[TensorInfo], tensors: Mapping[str, TensorInfo], model_type: str
 ) -> Iterator[str]:
-    """Of other families, whose norms may multiply by 1 + weight: all of them zero are unlikely after training."""
+    """Of other families, whose norms may multiply by 1 + weight: all of them zero are unlikely
+    after training.
+    """
     count = sum(_NORM.search(name) is not None and kind_of(name) != "vision" for name in tensors)
     if model_type not in families() and len(norms) == count > 1:
         yield f"{norms[0].name} and the {count - 1} other norms hold only zeros"
 
 
-def _scale_problems(zeros: Sequence[Nvfp4Weight], weights: Sequence[Nvfp4Weight]) -> Iterator[Problem]:
-    if zeros and len(zeros) == sum(weight.scale is not None for weight in weights) and zeros[0].scale:
+def _scale_problems(
+    zeros: Sequence[Nvfp4Weight], weights: Sequence[Nvfp4Weight]
+) -> Iterator[Problem]:
+    if (
+        zeros
+        and len(zeros) == sum(weight.scale is not None for weight in weights)
+        and zeros[0].scale
+    ):
         what, expected = "holds only zeros, as all block scales do", "scales above 0"
-        yield Problem.of("zero scales", zeros[0].scale, what, expected, all(w.is_draft for w in weights))
+        yield Problem.of(
+            "zero scales", zeros[0].scale, what, expected, all(w.is_draft for w in weights)
+        )
 
 
 def _scale_doubts(zeros: Iterable[Nvfp4Weight]) -> Iterator[str]:
     """An expert that no token reached in training may be zero."""
-    found = [weight.scale.name for weight in zeros if weight.scale and _EXPERTS not in weight.module]
+    found = [
+        weight.scale.name for weight in zeros if weight.scale and _EXPERTS not in weight.module
+    ]
     if found:
         yield f"{found[0]} holds only zeros{_more(found)}, so that the weight is 0"
 

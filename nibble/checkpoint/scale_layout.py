@@ -1,15 +1,22 @@
-"""Are block scales stored in the layout their label says: row by row, or in tiles of 128x4 (formats.md 6.4)?
+"""Are block scales stored in the layout their label says: row by row, or in tiles of 128x4
+(formats.md 6.4)?
 
-Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no error. Three tests, two of them
-on the first rows of some tensors:
+Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no
+error. Three tests, two of them on the first rows of some tensors:
 
-- Four-over-six. A block scaled to 4 has no code of 6, and only such blocks have scales above 256 (formats.md 2.1). In the right
+- Four-over-six. A block scaled to 4 has no code of 6, and only such blocks have scales above 256
+  (formats.md 2.1). In the right
   layout that holds for every block with such a scale, in the wrong one for some half of them.
-- The largest product, of a CloverLM. Four-over-six gives the block with the largest weight the code 6 and the scale 256, or 4 and
-  384, so that code times scale is 1536 somewhere and nowhere more. This reads all of every tensor; one block decides.
-- Rows and columns. Weights differ in size by output and by input channel. In the right layout the variance of the rows' means
-  and that of the columns' means of log2(scale), both without the noise of averaging, are largest in sum; the wrong layout mixes
-  them. (The rows' variance alone, formats.md 7, is larger in the wrong layout where heads or blocks of input channels differ.)
+- The largest product, of a CloverLM. Four-over-six gives the block with the largest weight the code
+  6 and the scale 256, or 4 and
+  384, so that code times scale is 1536 somewhere and nowhere more. This reads all of every tensor;
+  one block decides.
+- Rows and columns. Weights differ in size by output and by input channel. In the right layout the
+  variance of the rows' means
+  and that of the columns' means of log2(scale), both without the noise of averaging, are largest in
+  sum; the wrong layout mixes
+  them. (The rows' variance alone, formats.md 7, is larger in the wrong layout where heads or blocks
+  of input channels differ.)
 
 Random weights without such structure pass undecided: nothing is refused on weak evidence.
 """
@@ -24,7 +31,14 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Literal
 
-from nibble.checkpoint.nvfp4 import GROUP_SIZE, TILE_COLUMNS, TILE_ROWS, Nvfp4Weight, Problem, gather
+from nibble.checkpoint.nvfp4 import (
+    GROUP_SIZE,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Nvfp4Weight,
+    Problem,
+    gather,
+)
 from nibble.checkpoint.scale_values import TensorFiles, e4m3_value
 from nibble.errors import ExitCode
 
@@ -36,7 +50,8 @@ MIN_BLOCKS, MAX_BLOCKS = 16, 256  # for the test of four-over-six
 LARGEST = 1536.0  # code times scale
 FROM_256 = range(0x78, 0x7F)  # E4M3; a smaller scale times 6 is below LARGEST
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGER_CODE = bytes(max(pair & 7, pair >> 4 & 7) for pair in range(256))  # of the two in a byte, without sign
+# Of the two in a byte, without sign
+LARGER_CODE = bytes(max(pair & 7, pair >> 4 & 7) for pair in range(256))
 ZERO_CODES = b"\x00\x08\x80\x88"
 MIN_EFFECT = 0.003  # octaves squared
 MIN_RATIO = 3.0
@@ -46,7 +61,9 @@ Verdict = Literal["right", "wrong", "unclear"]
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """How many tensors were looked at, how many spoke for and against their label, and the problem if it is one."""
+    """How many tensors were looked at, how many spoke for and against their label, and the
+    problem if it is one.
+    """
 
     tensors: int
     right: int
@@ -54,8 +71,11 @@ class LayoutCheck:
     problem: Problem | None
 
 
-def check_layout(folder: Path, weights: Iterable[Nvfp4Weight], is_cloverlm: bool = False) -> LayoutCheck:
-    """Look at up to 16 tensors spread over the checkpoint. A problem needs two that are wrong and none that is right.
+def check_layout(
+    folder: Path, weights: Iterable[Nvfp4Weight], is_cloverlm: bool = False
+) -> LayoutCheck:
+    """Look at up to 16 tensors spread over the checkpoint. A problem needs two that are wrong and
+    none that is right.
 
     Of a packed CloverLM look at every tensor, and one that is wrong is a problem.
     """
@@ -95,7 +115,9 @@ def _by_product(files: TensorFiles, weight: Nvfp4Weight) -> Verdict | Problem:
             f"is [{weight.rows}, {weight.columns}]",
             "whole 128x4 tiles of scales: multiples of 128 and 64",
         )
-        return Problem("tiles", ExitCode.CONFIG, weight.weight.name, weight.weight.file, what, expected)
+        return Problem(
+            "tiles", ExitCode.CONFIG, weight.weight.name, weight.weight.file, what, expected
+        )
     blocks = weight.columns // GROUP_SIZE
     if weight.scale.nbytes != weight.rows * blocks:  # its header is a problem of its own
         return "unclear"
@@ -109,12 +131,20 @@ def _by_product(files: TensorFiles, weight: Nvfp4Weight) -> Verdict | Problem:
     if not largest and not (stored.strip(b"\0") and codes.translate(None, ZERO_CODES)):
         return "unclear"
     what = f"has {largest:g}" if largest > LARGEST else "has less than 1536"
-    return Problem("product", ExitCode.MODEL, weight.scale.name, weight.scale.file,
-                   f"{what} as its largest code times scale", "1536, as Quartet II makes it")  # fmt: skip
+    return Problem(
+        "product",
+        ExitCode.MODEL,
+        weight.scale.name,
+        weight.scale.file,
+        f"{what} as its largest code times scale",
+        "1536, as Quartet II makes it",
+    )
 
 
 def _largest_product(stored: bytes, codes: bytes, block_of: Callable[[int], int]) -> float:
-    """The largest code times scale of blocks with scales from 256 up; `block_of` is the block that a scale belongs to."""
+    """The largest code times scale of blocks with scales from 256 up; `block_of` is the block
+    that a scale belongs to.
+    """
     largest = 0.0
     for byte in FROM_256:
         index = stored.find(byte)
@@ -167,7 +197,8 @@ def untile(stored: bytes, blocks: int) -> bytes:
 
 
 def effect(scales: bytes, blocks: int) -> float:
-    """Variance of row means plus that of column means of log2(scale), in octaves squared, less what noise alone gives.
+    """Variance of row means plus that of column means of log2(scale), in octaves squared, less what
+    noise alone gives.
 
     An E4M3 byte is log2 of its value times 8 and a constant, within 0.09 octaves.
     """
@@ -191,13 +222,18 @@ def _variance(scales: bytes) -> float:
 def _four_over_six(
     files: TensorFiles, weight: Nvfp4Weight, stored: bytes
 ) -> tuple[float, float] | tuple[None, None]:
-    """Of the blocks with a scale above 256, how many have 4 as their largest code: read row by row, and read in tiles."""
+    """Of the blocks with a scale above 256, how many have 4 as their largest code: read row by
+    row, and read in tiles.
+    """
     large = [match.start() for match in ABOVE_256.finditer(stored)]
     if len(large) < MIN_BLOCKS:
         return None, None
     large = large[:: -(-len(large) // MAX_BLOCKS)]
     blocks = weight.columns // GROUP_SIZE
-    places = ([divmod(index, blocks) for index in large], [_tiled_place(index, blocks) for index in large])
+    places = (
+        [divmod(index, blocks) for index in large],
+        [_tiled_place(index, blocks) for index in large],
+    )
     linear, tiled = (
         sum(_is_four(files, weight, *place) for place in listed) / len(large) for listed in places
     )

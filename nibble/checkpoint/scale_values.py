@@ -13,8 +13,8 @@ from pathlib import Path
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
 from nibble.checkpoint.source import FolderSource, Source
-from nibble.disk import not_readable
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.disk import not_readable
 
 NAN = 0x7F
 FINITE = bytes(range(NAN))  # E4M3 bytes that are finite and not negative; 0x00 is a block of zeros
@@ -59,7 +59,9 @@ class TensorFiles:
             raise not_readable(path) from None
         except OSError as error:
             what = f"{path} cannot be read ({error.strerror})"
-            raise NibbleError(ExitCode.MODEL, what, "", "check the disk, or download it again") from None
+            raise NibbleError(
+                ExitCode.MODEL, what, "", "check the disk, or download it again"
+            ) from None
         if len(data) < stop - start:
             what = f"{path} ends within {tensor.name}"
             raise NibbleError(ExitCode.MODEL, what, "the whole tensor", "download the file again")
@@ -72,7 +74,9 @@ class TensorFiles:
 
 
 def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
-    """Read every scale of `weights` in `folder`: block scales finite and not negative, fp32 ones finite and above 0."""
+    """Read every scale of `weights` in `folder`: block scales finite and not negative, fp32 ones
+    finite and above 0.
+    """
     scales: list[tuple[TensorInfo, bool]] = []
     divisors: set[str] = set()
     for weight in weights:
@@ -90,7 +94,9 @@ def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
     return ScaleCheck(gather(problems), len(scales), sum(tensor.nbytes for tensor, _ in scales))
 
 
-def _damage(tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool) -> tuple[str, str, str] | None:
+def _damage(
+    tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool
+) -> tuple[str, str, str] | None:
     """(kind, what, expected) of the first value that no exporter means."""
     start = 0
     for data in chunks:
@@ -104,11 +110,17 @@ def _damage(tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool) -> tu
             if bad:
                 return "fp32 scale", f"is {bad[0]}", "a finite number above 0"
             bad = [
-                value for value in floats(data) if is_divisor and not LEAST_F32 <= 1 / value <= LARGEST_F32
+                value
+                for value in floats(data)
+                if is_divisor and not LEAST_F32 <= 1 / value <= LARGEST_F32
             ]
             if bad:
                 what = f"is a divisor of {bad[0]:.4g}, whose reciprocal is not a normal float32"
-                return "divisor", what, f"a number from {1 / LARGEST_F32:.3g} to {1 / LEAST_F32:.3g}"
+                return (
+                    "divisor",
+                    what,
+                    f"a number from {1 / LARGEST_F32:.3g} to {1 / LEAST_F32:.3g}",
+                )
         start += len(data)
     return None
 
@@ -124,8 +136,9 @@ def first_damaged(data: bytes) -> tuple[int, int] | None:
 def marlin_flushes(folder: Path, weights: Iterable[Nvfp4Weight]) -> int:
     """Of how many weights Marlin would set the smallest block scales to 0.
 
-    It multiplies all by the largest power of two that keeps them within 448 and drops what is then below 2^-6 (vllm 0.32
-    marlin_utils_fp4.py): 13 to 14 octaves below the largest. That a fused layer is scaled as one is left out.
+    It multiplies all by the largest power of two that keeps them within 448 and drops what is then
+    below 2^-6 (vllm 0.32 marlin_utils_fp4.py): 13 to 14 octaves below the largest. That a fused
+    layer is scaled as one is left out.
     """
     count = 0
     with TensorFiles(folder) as files:
@@ -161,11 +174,17 @@ def numbers(data: bytes, dtype: str) -> tuple[float, ...]:
 def largest_scale(chunks: Iterable[bytes]) -> float:
     """The largest E4M3 value of scales that are finite and not negative."""
     stored = list(chunks)
-    return next((e4m3_value(b) for b in range(NAN - 1, 0, -1) if any(b in data for data in stored)), 0.0)
+    return next(
+        (e4m3_value(b) for b in range(NAN - 1, 0, -1) if any(b in data for data in stored)), 0.0
+    )
 
 
-def read_floats(source: Source, tensors: Iterable[TensorInfo]) -> Mapping[str, tuple[float, ...]] | None:
-    """The values of F32 `tensors` by name; None where the Hub would have to be asked too often for them."""
+def read_floats(
+    source: Source, tensors: Iterable[TensorInfo]
+) -> Mapping[str, tuple[float, ...]] | None:
+    """The values of F32 `tensors` by name; None where the Hub would have to be asked too often
+    for them.
+    """
     runs = list(_runs(tensors))
     if not isinstance(source, FolderSource) and len(runs) > MAX_HUB_REQUESTS:
         return None
@@ -180,7 +199,9 @@ def read_floats(source: Source, tensors: Iterable[TensorInfo]) -> Mapping[str, t
 
 
 def _runs(tensors: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """F32 tensors that lie near each other, to be read at once: writers put small ones side by side."""
+    """F32 tensors that lie near each other, to be read at once: writers put small ones side by
+    side.
+    """
     by_file: defaultdict[str, list[TensorInfo]] = defaultdict(list)
     for tensor in tensors:
         if tensor.dtype == "F32":

@@ -1,6 +1,8 @@
-"""How the weights of a checkpoint are quantized: by what its config says and by the tensors that are there.
+"""How the weights of a checkpoint are quantized: by what its config says and by the tensors that
+are there.
 
-Formats and their traps: reference formats.md 3-4; what vLLM 0.32 accepts: its model_executor/layers/quantization.
+Formats and their traps: reference formats.md 3-4; what vLLM 0.32 accepts: its
+model_executor/layers/quantization.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ Config = Mapping[str, Any]
 Tensors = Mapping[str, TensorInfo]
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-# ModelOpt algorithm -> (our name, vLLM's --quantization, bits, activations); vllm 0.32 modelopt.py LINEAR_ALGOS.
+# ModelOpt algorithm -> (our name, vLLM's --quantization, bits, activations); vllm 0.32 modelopt.py
+# LINEAR_ALGOS.
 MODELOPT: Mapping[str, tuple[str, str, int, str]] = {
     "NVFP4": ("NVFP4", "modelopt_fp4", 4, "fp4"),
     "W4A16_NVFP4": ("W4A16_NVFP4", "modelopt_fp4", 4, "bf16"),
@@ -35,7 +38,8 @@ NOT_IN_VLLM = (
     "W4A8_MXFP4_FP8",
     "INT8_SQ",
 )
-# quant_method in config.json of other tools -> (bits or None: read them, activations, supported by vLLM 0.32)
+# quant_method in config.json of other tools -> (bits or None: read them, activations, supported by
+# vLLM 0.32)
 OTHER_METHODS: Mapping[str, tuple[int | None, str, bool]] = {
     "fp8": (8, "fp8", True),
     "fbgemm_fp8": (8, "fp8", True),
@@ -60,10 +64,11 @@ VLLM_NAMES = {"auto-round": "inc", "fp-quant": "fp_quant"}
 class Scheme:
     """The quantization of a checkpoint.
 
-    `vllm_quantization` is the value vLLM's --quantization would resolve to (None: not quantized). `weight_bits` are
-    those of the bulk of the linear layers; `activations` the type they are multiplied in; `kv_cache` the vLLM
-    dtype the checkpoint declares. `notes` are contradictions and traps; `unsupported_reason` is empty when vLLM
-    0.32 can load it. `is_relabelled`: W4A4 by its config, weight-only by its tensors.
+    `vllm_quantization` is the value vLLM's --quantization would resolve to (None: not quantized).
+    `weight_bits` are those of the bulk of the linear layers; `activations` the type they are
+    multiplied in; `kv_cache` the vLLM dtype the checkpoint declares. `notes` are contradictions and
+    traps; `unsupported_reason` is empty when vLLM 0.32 can load it. `is_relabelled`: W4A4 by its
+    config, weight-only by its tensors.
     """
 
     name: str
@@ -78,8 +83,12 @@ class Scheme:
     is_relabelled: bool = False
 
 
-def detect_scheme(config: Config, hf_quant_config: Config | None, tensors: Tensors | None) -> Scheme:
-    """The scheme of a checkpoint from config.json, hf_quant_config.json and, where known, its tensors."""
+def detect_scheme(
+    config: Config, hf_quant_config: Config | None, tensors: Tensors | None
+) -> Scheme:
+    """The scheme of a checkpoint from config.json, hf_quant_config.json and, where known, its
+    tensors.
+    """
     declared = quantization_config(config)
     is_cloverlm = _text_value(config, "model_type") == "cloverlm"
     if QUARTET2_PRODUCER in (_producer(hf_quant_config), _producer(declared)):
@@ -101,7 +110,9 @@ def _declared(
     if _is_modelopt(declared):
         return _modelopt(declared, tensors)
     method = _method(declared)
-    return _compressed_tensors(declared) if method == COMPRESSED_TENSORS else _other(method, declared)
+    return (
+        _compressed_tensors(declared) if method == COMPRESSED_TENSORS else _other(method, declared)
+    )
 
 
 def _method(declared: Config) -> str:
@@ -135,9 +146,11 @@ def is_w4a4(scheme: Scheme) -> bool:
 
 
 def weight_only(scheme: Scheme) -> Scheme:
-    """A W4A4 scheme whose checkpoint has no activation scale at all: served with activations in the model's type.
+    """A W4A4 scheme whose checkpoint has no activation scale at all: served with activations in the
+    model's type.
 
-    ModelOpt before 0.45 gave weight-only exports the label NVFP4; vLLM 0.32 would take uninitialised memory for the scales.
+    ModelOpt before 0.45 gave weight-only exports the label NVFP4; vLLM 0.32 would take
+    uninitialised memory for the scales.
     """
     names = {"NVFP4": "W4A16_NVFP4" if scheme.vllm_quantization == "modelopt_fp4" else "NVFP4A16"}
     name = "+".join(names.get(part, part) for part in scheme.name.split("+"))
@@ -151,7 +164,9 @@ def weight_only(scheme: Scheme) -> Scheme:
 
 
 def quantization_config(config: Config) -> Config | None:
-    """`quantization_config` (or the old `compression_config`) of a config, also one nested with the text model."""
+    """`quantization_config` (or the old `compression_config`) of a config, also one nested with
+    the text model.
+    """
     for place in (config, config.get("text_config"), config.get("llm_config")):
         for key in ("quantization_config", "compression_config"):
             if isinstance(place, Mapping) and isinstance(place.get(key), Mapping) and place[key]:
@@ -164,25 +179,31 @@ def _text_value(config: Config, key: str) -> Any:
     return config.get(key) or (nested.get(key) if isinstance(nested, Mapping) else None)
 
 
-# --- not quantized ---------------------------------------------------------------------------------------------------
+# --- not quantized --------------------------------------------------------------------------------
 
 
 def _unquantized(config: Config, tensors: Tensors | None) -> Scheme:
-    declared = str(_text_value(config, "dtype") or _text_value(config, "torch_dtype") or "").removeprefix(
-        "torch."
-    )
+    declared = str(
+        _text_value(config, "dtype") or _text_value(config, "torch_dtype") or ""
+    ).removeprefix("torch.")
     names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     if tensors is None:
         name = names.get(declared, "bf16")
         return Scheme(
-            name, None, 32 if name == "fp32" else 16, name, detail="by config.json; weights not seen"
+            name,
+            None,
+            32 if name == "fp32" else 16,
+            name,
+            detail="by config.json; weights not seen",
         )
     present = Counter[str]()
     for tensor in tensors.values():
         present[tensor.dtype] += tensor.nbytes
     main = present.most_common(1)[0][0] if present else "BF16"
     if packed := [t.name for t in tensors.values() if _is_packed_nvfp4(t, tensors)]:
-        note = f"tensors such as {packed[0]} are packed NVFP4 and no file says how they were quantized"
+        note = (
+            f"tensors such as {packed[0]} are packed NVFP4 and no file says how they were quantized"
+        )
         return Scheme("NVFP4", None, 4, "unknown", notes=(note,), is_nvfp4=True,
                       unsupported_reason="its config.json has no quantization_config")  # fmt: skip
     if main not in PLAIN:
@@ -203,13 +224,17 @@ def _is_packed_nvfp4(tensor: TensorInfo, tensors: Tensors) -> bool:
     return scale is not None and scale.dtype == "F8_E4M3"
 
 
-# --- ModelOpt --------------------------------------------------------------------------------------------------------
+# --- ModelOpt -------------------------------------------------------------------------------------
 
 
 def _from_hf_quant_config(hf: Config, tensors: Tensors | None) -> Scheme:
-    """Only hf_quant_config.json, as ModelOpt <= 0.29 exports; what vLLM does not read of it, vllm_config.py rewrites."""
+    """Only hf_quant_config.json, as ModelOpt <= 0.29 exports; what vLLM does not read of it,
+    vllm_config.py rewrites.
+    """
     scheme = _modelopt(hf, tensors)
-    note = "only hf_quant_config.json says how it is quantized; config.json has no quantization_config"
+    note = (
+        "only hf_quant_config.json says how it is quantized; config.json has no quantization_config"
+    )
     return replace(scheme, notes=(note, *scheme.notes))
 
 
@@ -231,8 +256,15 @@ def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
         bits = 4 if "4" in algorithm else 8
         reads = f"vLLM 0.32 reads these ModelOpt algorithms: {known}"
         reason = reads if algorithm else f"its quantization config names no quant_algo; {reads}"
-        return Scheme(algorithm or "modelopt", None, bits, "unknown", kv_cache, is_nvfp4="NVFP4" in algorithm,
-                      unsupported_reason=reason)  # fmt: skip
+        return Scheme(
+            algorithm or "modelopt",
+            None,
+            bits,
+            "unknown",
+            kv_cache,
+            is_nvfp4="NVFP4" in algorithm,
+            unsupported_reason=reason,
+        )
     name, vllm_name, bits, activations = MODELOPT[algorithm]
     scheme = Scheme(name, vllm_name, bits, activations, kv_cache, is_nvfp4="NVFP4" in name)
     if scheme.is_nvfp4 and not _is_16(place.get("group_size")):
@@ -247,7 +279,9 @@ def _modelopt(declared: Config, tensors: Tensors | None) -> Scheme:
 
 
 def _is_16(group_size: Any) -> bool:
-    """As vLLM 0.32 reads it (modelopt.py:380): nothing is NVFP4's own size, and text is a number."""
+    """As vLLM 0.32 reads it (modelopt.py:380): nothing is NVFP4's own size, and text is a
+    number.
+    """
     try:
         return group_size is None or int(group_size) == 16
     except (TypeError, ValueError, OverflowError):
@@ -259,7 +293,10 @@ def _without_activations(scheme: Scheme, declared: Config) -> Scheme:
     groups = (declared.get("config_groups") or {}).values()
     if groups and not any(isinstance(g, Mapping) and g.get("input_activations") for g in groups):
         return replace(
-            scheme, name="W4A16_NVFP4", activations="bf16", detail="no config group quantizes activations"
+            scheme,
+            name="W4A16_NVFP4",
+            activations="bf16",
+            detail="no config group quantizes activations",
         )
     return scheme
 
@@ -270,15 +307,23 @@ def _mixed(place: Config, kv_cache: str | None) -> Scheme:
     detail = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     unknown = [name for name in counts if name not in MODELOPT]
     reason = f"it mixes in {unknown[0]}, which vLLM 0.32 does not know" if unknown else ""
-    activations = "+".join(sorted({MODELOPT[name][3] for name in counts if name in MODELOPT})) or "unknown"
+    activations = (
+        "+".join(sorted({MODELOPT[name][3] for name in counts if name in MODELOPT})) or "unknown"
+    )
     bits = 4 if any("4" in name for name in counts) else 8
-    notes = () if layers else ("MIXED_PRECISION without quantized_layers: they are taken from the tensors",)
+    notes = (
+        ()
+        if layers
+        else ("MIXED_PRECISION without quantized_layers: they are taken from the tensors",)
+    )
     return Scheme("MIXED_PRECISION", "modelopt_mixed", bits, activations, kv_cache, detail, notes,
                   any("NVFP4" in name for name in counts), reason)  # fmt: skip
 
 
 def modelopt_kv_cache(declared: Config) -> str | None:
-    """vLLM's KV cache dtype for what ModelOpt declares (vllm 0.32 torch_utils.py:457); None without a declaration."""
+    """vLLM's KV cache dtype for what ModelOpt declares (vllm 0.32 torch_utils.py:457); None
+    without a declaration.
+    """
     inner = declared.get("quantization")
     place: Config = inner if isinstance(inner, Mapping) else declared
     for found in (
@@ -297,30 +342,43 @@ def modelopt_kv_cache(declared: Config) -> str | None:
     return None
 
 
-# --- compressed-tensors ----------------------------------------------------------------------------------------------
+# --- compressed-tensors ---------------------------------------------------------------------------
 
 
 def _compressed_tensors(declared: Config) -> Scheme:
-    groups = [group for group in (declared.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    groups = [
+        group
+        for group in (declared.get("config_groups") or {}).values()
+        if isinstance(group, Mapping)
+    ]
     kinds = [group_kind(group) for group in groups]
     scheme_kv = declared.get("kv_cache_scheme")
     # vllm 0.32 attention.py:263: any scheme there turns an `auto` cache into fp8.
     kv_cache = "fp8" if isinstance(scheme_kv, Mapping) else None
     if not kinds:
         note = "compressed-tensors without config_groups: nothing is quantized"
-        return Scheme("compressed-tensors", "compressed-tensors", 16, "bf16", kv_cache, notes=(note,))
+        return Scheme(
+            "compressed-tensors", "compressed-tensors", 16, "bf16", kv_cache, notes=(note,)
+        )
     names = list(dict.fromkeys(name for name, _, _ in kinds))
     is_nvfp4 = any(name.startswith("NVFP4") for name in names)
     activations = "+".join(sorted({activation for _, _, activation in kinds}))
     name = names[0] if len(names) == 1 else "+".join(sorted(names))
     detail = str(declared.get("format", ""))
-    scheme = Scheme(name, "compressed-tensors", min(bits for _, bits, _ in kinds), activations, kv_cache, detail,
-                    is_nvfp4=is_nvfp4)  # fmt: skip
+    scheme = Scheme(
+        name,
+        "compressed-tensors",
+        min(bits for _, bits, _ in kinds),
+        activations,
+        kv_cache,
+        detail,
+        is_nvfp4=is_nvfp4,
+    )
     reason = next((reason for group in groups if (reason := unread_weights(group, detail))), "")
     return replace(scheme, unsupported_reason=reason)
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def _other(method: str, declared: Config) -> Scheme:
@@ -334,7 +392,11 @@ def _other(method: str, declared: Config) -> Scheme:
         name, detail = f"int{bits}-{method}", f"groups of {declared.get('group_size', '?')}"
     if method == "fp8":
         block = declared.get("weight_block_size")
-        detail = f"blocks of {block[0]}x{block[1]}" if isinstance(block, list) and len(block) == 2 else ""
+        detail = (
+            f"blocks of {block[0]}x{block[1]}"
+            if isinstance(block, list) and len(block) == 2
+            else ""
+        )
         dynamic = declared.get("activation_scheme", "dynamic")
         detail = f"{detail}, {dynamic} activations".lstrip(", ")
     vllm_name = VLLM_NAMES.get(method, method) if is_supported else None
@@ -352,18 +414,32 @@ def _bits(declared: Config) -> int:
 
 
 def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Scheme:
-    """CloverLM: BF16, or packed with tiled scales that share ModelOpt's names (formats.md 1.2, 1.3)."""
+    """CloverLM: BF16, or packed with tiled scales that share ModelOpt's names (formats.md 1.2,
+    1.3).
+    """
     packed = tensors is not None and any(name.endswith(".weight_scale_2") for name in tensors)
     if tensors is None:
         packed = hf is not None
     if not packed:
         return Scheme(
-            "quartet2-bf16", "quartet2", 16, "fp4", detail="BF16 weights, quantized when they are loaded"
+            "quartet2-bf16",
+            "quartet2",
+            16,
+            "fp4",
+            detail="BF16 weights, quantized when they are loaded",
         )
-    note = "its weight_scale tensors are in the 128x4 tiled layout: a ModelOpt reader would permute them silently"
-    reason = "" if _text_value(config, "model_type") == "cloverlm" else (
-        "its scales are in the 128x4 tiled layout, which vLLM 0.32 reads for no such model; `nibble convert` makes it ModelOpt's"
-    )  # fmt: skip
+    note = (
+        "its weight_scale tensors are in the 128x4 tiled layout: a ModelOpt reader would permute"
+        " them silently"
+    )
+    reason = (
+        ""
+        if _text_value(config, "model_type") == "cloverlm"
+        else (
+            "its scales are in the 128x4 tiled layout, which vLLM 0.32 reads for no such model;"
+            " `nibble convert` makes it ModelOpt's"
+        )
+    )
     return Scheme("quartet2-packed", "quartet2", 4, "fp4", detail="F4 weights, tiled E4M3 scales",
                   notes=(note,), is_nvfp4=True, unsupported_reason=reason)  # fmt: skip
 

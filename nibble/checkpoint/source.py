@@ -1,7 +1,8 @@
-"""Where a checkpoint is: a folder, a snapshot in the Hugging Face cache, or the Hub; and what can be read of it.
+"""Where a checkpoint is: a folder, a snapshot in the Hugging Face cache, or the Hub; and what can
+be read of it.
 
-Only JSON files and safetensors headers are read. From the Hub they come by range requests into memory: looking
-at a model writes nothing and downloads no weights.
+Only JSON files and safetensors headers are read. From the Hub they come by range requests into
+memory: looking at a model writes nothing and downloads no weights.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
-from nibble.disk import is_folder, not_readable, unreadable_file
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub import Access, access, hub_error, is_model_id, not_an_id, not_cached
-from nibble.model_files import COMMIT, RemoteFile, cached_snapshot, select, storage_folder
+from nibble.hub.access import Access, access, hub_error, is_model_id, not_an_id, not_cached
+from nibble.hub.files import COMMIT, RemoteFile, cached_snapshot, select, storage_folder
+from nibble.machine.disk import is_folder, not_readable, unreadable_file
 
 FIRST_READ_BYTES = 128 << 10  # holds most headers: one request a shard
 REQUEST_SECONDS = 20
@@ -93,7 +94,9 @@ class HubSource:
         token = self.hub.token if self.hub.token else False
         headers = build_hf_headers(token=token) | {"Range": f"bytes={start}-{stop - 1}"}
         try:
-            with get_session().stream("GET", url, headers=headers, timeout=REQUEST_SECONDS) as response:
+            with get_session().stream(
+                "GET", url, headers=headers, timeout=REQUEST_SECONDS
+            ) as response:
                 if response.status_code >= 400:
                     response.read()
                 hf_raise_for_status(response)
@@ -106,7 +109,9 @@ Source = FolderSource | HubSource
 
 
 def _take(response: Any, skip: int, count: int) -> bytes:
-    """`count` bytes of a streamed answer after `skip`; a server that ignores Range must not send us a shard."""
+    """`count` bytes of a streamed answer after `skip`; a server that ignores Range must not send
+    us a shard.
+    """
     data = bytearray()
     for chunk in response.iter_bytes():
         data += chunk
@@ -118,10 +123,12 @@ def _take(response: Any, skip: int, count: int) -> bytes:
 def open_source(
     model: str, revision: str | None, environ: Mapping[str, str], path: Path | None = None
 ) -> Source:
-    """Find `model`: the folder `path`, a folder named `model`, the cache, or the Hub, in this order.
+    """Find `model`: the folder `path`, a folder named `model`, the cache, or the Hub, in this
+    order.
 
-    The cache is used when it needs no question (offline, or `revision` is a commit that is there) and when the Hub
-    cannot be reached. Raises MODEL (4); `unreachable` is set on the error where a network connection would fix it.
+    The cache is used when it needs no question (offline, or `revision` is a commit that is there)
+    and when the Hub cannot be reached. Raises MODEL (4); `unreachable` is set on the error where a
+    network connection would fix it.
     """
     if path is not None:
         return _folder(model, path, "cache")  # an id whose snapshot the caller has fetched
@@ -152,7 +159,9 @@ def _folder(model: str, path: Path, kind: Literal["local", "cache"]) -> FolderSo
 
 
 def _partial_snapshot(model: str, revision: str | None, hub: Access) -> FolderSource:
-    """Offline with an incomplete snapshot: config.json still tells most. Raises MODEL without one."""
+    """Offline with an incomplete snapshot: config.json still tells most. Raises MODEL without
+    one.
+    """
     storage = storage_folder(hub.cache, model)
     commit = revision
     if not COMMIT.fullmatch(revision or ""):
@@ -165,7 +174,7 @@ def _partial_snapshot(model: str, revision: str | None, hub: Access) -> FolderSo
 
 
 def _from_hub(model: str, revision: str | None, hub: Access, cached: Path | None) -> Source:
-    from nibble.pull import list_files
+    from nibble.hub.pull import list_files
 
     try:
         commit, files = list_files(model, revision, hub)
@@ -179,18 +188,25 @@ def _from_hub(model: str, revision: str | None, hub: Access, cached: Path | None
 
 
 def read_json(source: Source, file: str) -> dict[str, Any] | None:
-    """The JSON object in `file`, or None when there is no such file. Raises MODEL, naming it, when it is not one."""
+    """The JSON object in `file`, or None when there is no such file. Raises MODEL, naming it,
+    when it is not one.
+    """
     size = source.files.get(file)
     if size is None:
         return None
     try:
         # UTF-8 alone, as vLLM reads it: json would guess UTF-16 too.
-        data = json.loads((source.read(file, 0, min(size, MAX_JSON_BYTES)) if size else b"").decode())
+        data = json.loads(
+            (source.read(file, 0, min(size, MAX_JSON_BYTES)) if size else b"").decode()
+        )
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
         raise NibbleError(
-            ExitCode.MODEL, f"{_name(source, file)} is not JSON", "a JSON object", "download it again"
+            ExitCode.MODEL,
+            f"{_name(source, file)} is not JSON",
+            "a JSON object",
+            "download it again",
         )
     return data
 
@@ -202,7 +218,9 @@ def read_index(source: Source) -> Index | None:
         return None
     index = read_json(source, indexes[0]) or {}
     weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
         what = f"{_name(source, indexes[0])} has no weight_map"
         raise NibbleError(ExitCode.MODEL, what, "a map from tensor to file", "download it again")
     return indexes[0], weight_map
@@ -218,12 +236,16 @@ def weight_files(source: Source, index: Index | None) -> tuple[str, ...] | None:
     file, weight_map = index
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in source.files]
-    if (source.kind == "cache" and missing) or (source.kind == "hub" and len(missing) == len(shards)):
+    if (source.kind == "cache" and missing) or (
+        source.kind == "hub" and len(missing) == len(shards)
+    ):
         return None  # an unfinished download, or a repository of an index alone: unknown until pull
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         what = f"{_name(source, file)} names {missing[0]}{more}, which is not there"
-        raise NibbleError(ExitCode.MODEL, what, f"{len(shards)} shards", "copy or download the folder again")
+        raise NibbleError(
+            ExitCode.MODEL, what, f"{len(shards)} shards", "copy or download the folder again"
+        )
     return tuple(shards)
 
 
@@ -234,7 +256,8 @@ def _root_files(source: Source) -> list[str]:
 
 
 def read_tensors(source: Source, index: Index | None) -> Tensors | None:
-    """Every tensor of the checkpoint by name, or None when there are no safetensors headers to read.
+    """Every tensor of the checkpoint by name, or None when there are no safetensors headers to
+    read.
 
     Raises MODEL, naming the file, for a corrupt or truncated one.
     """
@@ -252,7 +275,9 @@ def read_tensors(source: Source, index: Index | None) -> Tensors | None:
 
 
 def _check_copies(source: Source, one: TensorInfo, other: TensorInfo) -> None:
-    """Raise MODEL for a tensor that two files hold with different values; those of a repository on the Hub are not read."""
+    """Raise MODEL for a tensor that two files hold with different values; those of a repository
+    on the Hub are not read.
+    """
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     starts = range(0, one.nbytes if same and source.path else 0, COPY_CHUNK_BYTES)
     for start in starts:
@@ -260,8 +285,12 @@ def _check_copies(source: Source, one: TensorInfo, other: TensorInfo) -> None:
         parts = [source.read(t.file, t.offset + start, t.offset + stop) for t in (one, other)]
         same = same and parts[0] == parts[1]
     if not same:
-        what = f"{one.name} is in {_name(source, one.file)} and in {other.file}, with different values"
-        raise NibbleError(ExitCode.MODEL, what, "each tensor once", "remove the file that is not the model's")
+        what = (
+            f"{one.name} is in {_name(source, one.file)} and in {other.file}, with different values"
+        )
+        raise NibbleError(
+            ExitCode.MODEL, what, "each tensor once", "remove the file that is not the model's"
+        )
 
 
 def _read_header(source: Source, file: str) -> Tensors:
@@ -282,4 +311,6 @@ def _name(source: Source, file: str) -> str:
 
 def download_bytes(source: Source) -> int:
     """Bytes a complete download of what a server needs takes."""
-    return sum(f.size for f in select([RemoteFile(p, s, None, None) for p, s in source.files.items()]))
+    return sum(
+        f.size for f in select([RemoteFile(p, s, None, None) for p, s in source.files.items()])
+    )

@@ -1,9 +1,13 @@
-"""The quantization config vLLM 0.32 needs to load a checkpoint right, where that is not the one the checkpoint has.
+"""The quantization config vLLM 0.32 needs to load a checkpoint right, where that is not the one the
+checkpoint has.
 
-- `hf_quant_config.json` alone (ModelOpt before 0.31): vLLM raises for algorithms it did not know then, for other producers and
-  for a missing key (transformers_utils/model_arch_config_convertor.py:285, modelopt.py _from_config). The form of config.json
+- `hf_quant_config.json` alone (ModelOpt before 0.31): vLLM raises for algorithms it did not know
+  then, for other producers and
+  for a missing key (transformers_utils/model_arch_config_convertor.py:285, modelopt.py
+  _from_config). The form of config.json
   says the same and is read.
-- W4A4 by its label and weight-only by its tensors (ModelOpt before 0.45): vLLM computes with uninitialised activation scales.
+- W4A4 by its label and weight-only by its tensors (ModelOpt before 0.45): vLLM computes with
+  uninitialised activation scales.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ class VllmConfig:
     reasons: tuple[str, ...] = ()
 
 
-def config_for_vllm(config: Config, hf_quant_config: Config | None, scheme: Scheme) -> VllmConfig | None:
+def config_for_vllm(
+    config: Config, hf_quant_config: Config | None, scheme: Scheme
+) -> VllmConfig | None:
     """The config for a checkpoint of `scheme`; None where it declares no quantization."""
     declared = declared_config(config, hf_quant_config)
     if declared is None:
@@ -51,9 +57,11 @@ def declared_config(config: Config, hf_quant_config: Config | None) -> Config | 
     """In vLLM's order: transformers_utils/config.py:890-902, then weight_utils.py:235-242."""
     text = config.get("text_config")
     places = (
-        config.get("quantization_config"), hf_quant_config,
-        text.get("quantization_config") if isinstance(text, Mapping) else None, config.get("compression_config"),
-    )  # fmt: skip
+        config.get("quantization_config"),
+        hf_quant_config,
+        text.get("quantization_config") if isinstance(text, Mapping) else None,
+        config.get("compression_config"),
+    )
     return next((place for place in places if isinstance(place, Mapping) and place), None)
 
 
@@ -68,7 +76,9 @@ def _inner(declared: Config) -> Config:
 
 
 def _is_unread(legacy: Config) -> bool:
-    """Whether vLLM 0.32 would refuse, or ignore, a known algorithm in hf_quant_config.json alone."""
+    """Whether vLLM 0.32 would refuse, or ignore, a known algorithm in hf_quant_config.json
+    alone.
+    """
     name, producer = algorithm(legacy), legacy.get("producer")
     if name not in (*MODELOPT, "MIXED_PRECISION"):
         return False
@@ -100,9 +110,15 @@ def modern(legacy: Config) -> dict[str, Any]:
 
 
 def _with_layers(declared: Config, hf_quant_config: Config) -> Config:
-    """MIXED_PRECISION before ModelOpt 0.43 has its map of layers in hf_quant_config.json only, where vLLM looks for it."""
+    """MIXED_PRECISION before ModelOpt 0.43 has its map of layers in hf_quant_config.json only,
+    where vLLM looks for it.
+    """
     layers = _inner(hf_quant_config).get("quantized_layers")
-    if algorithm(declared) != "MIXED_PRECISION" or "quantized_layers" in _inner(declared) or not layers:
+    if (
+        algorithm(declared) != "MIXED_PRECISION"
+        or "quantized_layers" in _inner(declared)
+        or not layers
+    ):
         return declared
     return {**declared, "quantized_layers": layers}
 
@@ -110,8 +126,8 @@ def _with_layers(declared: Config, hf_quant_config: Config) -> Config:
 def one_expert_a_layer(layers: Mapping[str, Any]) -> dict[str, Any]:
     """A map of quantized layers that names one expert for all of a layer where they are alike.
 
-    vLLM asks for the experts of a layer as a whole and takes the first entry below it (modelopt.py:1755); a map of every
-    expert would not fit a command line.
+    vLLM asks for the experts of a layer as a whole and takes the first entry below it
+    (modelopt.py:1755); a map of every expert would not fit a command line.
     """
     kinds: dict[str, set[str]] = {}
     for name, entry in layers.items():
@@ -133,7 +149,10 @@ def weight_only(declared: Config) -> dict[str, Any]:
     """The same config with activations left in the model's type, where weights are NVFP4."""
     if re.sub("_", "-", str(declared.get("quant_method", ""))) == "compressed-tensors":
         groups = declared.get("config_groups") or {}
-        return {**declared, "config_groups": {name: _group(group) for name, group in groups.items()}}
+        return {
+            **declared,
+            "config_groups": {name: _group(group) for name, group in groups.items()},
+        }
     inner = dict(_inner(declared))
     if algorithm(declared) == "MIXED_PRECISION":
         layers = inner.get("quantized_layers") or {}

@@ -1,4 +1,6 @@
-"""Bytes, parameters and bytes read per decode step of a checkpoint, from its tensor names, types and shapes."""
+"""Bytes, parameters and bytes read per decode step of a checkpoint, from its tensor names, types
+and shapes.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,31 @@ from typing import Any
 from nibble.checkpoint.headers import TensorInfo
 
 KINDS = (
-    "attention", "linear_attention", "mlp", "moe_experts", "shared_experts", "router", "embedding", "lm_head",
-    "norm", "vision", "draft", "scales", "other",
-)  # fmt: skip
+    "attention",
+    "linear_attention",
+    "mlp",
+    "moe_experts",
+    "shared_experts",
+    "router",
+    "embedding",
+    "lm_head",
+    "norm",
+    "vision",
+    "draft",
+    "scales",
+    "other",
+)
 
-# Ends of names that hold scales, zero points and global factors of a quantized weight, in any dtype.
+# Ends of names that hold scales, zero points and global factors of a quantized weight, in any
+# dtype.
 SCALE = re.compile(
     r"(_scale(_2|_inv)?|_scales|scale_inv|\.scales|qzeros|g_idx|zero_point|_global_scale|input_scale|absmax"
     r"|quant_map|weight_shape|k_scale|v_scale|q_scale|SCB)$"
 )
 # What a packed format adds to the name of a weight.
 PACKING = re.compile(r"(?:_packed|_blocks)$|(?<=\.)q(?=weight$)")
-# Weights vLLM divides along their input (its RowParallelLinear), by the names checkpoints give them.
+# Weights vLLM divides along their input (its RowParallelLinear), by the names checkpoints give
+# them.
 SPLIT_ALONG_INPUT = re.compile(
     r"\.(o_proj|down_proj|out_proj|wo|w2|c_proj|dense|dense_4h_to_h|fc2)\.weight(_packed)?$"
 )
@@ -37,7 +52,10 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"|embed_audio|patch_merger|sound_\w+|mlp1)(\.|$)",
         ),
         ("draft", r"(^|\.)(mtp|mtp_\w+|nextn|eagle\w*|draft\w*)(\.|$)"),
-        ("lm_head", r"(^|\.)(lm_head|output_head|embed_out)\.|^output\.weight|^transformer\.linear\."),
+        (
+            "lm_head",
+            r"(^|\.)(lm_head|output_head|embed_out)\.|^output\.weight|^transformer\.linear\.",
+        ),
         (
             "embedding",
             r"(^|\.)(embed_tokens\w*|wte|tok_embeddings|word_embeddings|embeddings?|emb)\.|(^|\.)embed_tokens_per_layer",
@@ -66,12 +84,12 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 class Weights:
     """What the tensors of a checkpoint add up to.
 
-    Bytes are of the files and so of the memory before vLLM repacks them. `parameters` counts packed weights one by
-    one and leaves scales out. `active_parameters` are those a token of the language model uses; vision and draft
-    are in neither. `decode_bytes_per_step` is what one decode step of one sequence reads: active weights with their
-    scales and the whole output head, of the embedding one row only (None: expert count unknown).
-    `split_inputs` are the input features (K) of those packed 4-bit weights that tensor parallelism divides along K,
-    experts left out.
+    Bytes are of the files and so of the memory before vLLM repacks them. `parameters` counts packed
+    weights one by one and leaves scales out. `active_parameters` are those a token of the language
+    model uses; vision and draft are in neither. `decode_bytes_per_step` is what one decode step of
+    one sequence reads: active weights with their scales and the whole output head, of the embedding
+    one row only (None: expert count unknown). `split_inputs` are the input features (K) of those
+    packed 4-bit weights that tensor parallelism divides along K, experts left out.
     """
 
     total_bytes: int
@@ -85,7 +103,9 @@ class Weights:
     split_inputs: tuple[int, ...] = ()
 
     def bytes_per_gpu(self, tensor_parallel_size: int) -> int:
-        """Bytes on one of `tensor_parallel_size` GPUs: norms and routers are on each, the rest is divided."""
+        """Bytes on one of `tensor_parallel_size` GPUs: norms and routers are on each, the rest
+        is divided.
+        """
         replicated = self.bytes_by_kind.get("norm", 0) + self.bytes_by_kind.get("router", 0)
         return replicated + -(-(self.total_bytes - replicated) // tensor_parallel_size)
 
@@ -97,7 +117,9 @@ def measure(
     num_experts: int | None,
     experts_per_token: int | None,
 ) -> Weights:
-    """Add up `tensors`. Layers from `num_layers` on are draft (MTP) layers, as DeepSeek and GLM store them."""
+    """Add up `tensors`. Layers from `num_layers` on are draft (MTP) layers, as DeepSeek and GLM
+    store them.
+    """
     size: defaultdict[str, int] = defaultdict(int)
     scales: defaultdict[str, int] = defaultdict(int)
     count: defaultdict[str, int] = defaultdict(int)
@@ -140,15 +162,17 @@ def _split_inputs(tensors: Mapping[str, TensorInfo], num_layers: int | None) -> 
     )
 
 
-def _active_share(expert_bytes: int, num_experts: int | None, experts_per_token: int | None) -> float | None:
+def _active_share(
+    expert_bytes: int, num_experts: int | None, experts_per_token: int | None
+) -> float | None:
     if not expert_bytes:
         return 1.0
     return experts_per_token / num_experts if num_experts and experts_per_token else None
 
 
 def _active(amount: Mapping[str, int], expert_share: float | None) -> int | None:
-    """Bytes or parameters one token of the language model uses. Without an output head of its own it reads the
-    embedding as one (tied), else one row of it, which is nothing."""
+    """Bytes or parameters one token of the language model uses. Without an output head of its own
+    it reads the embedding as one (tied), else one row of it, which is nothing."""
     if expert_share is None:
         return None
     idle = {"vision", "draft", "embedding", "moe_experts"}
@@ -183,13 +207,17 @@ def _classify(name: str, num_layers: int | None) -> tuple[str, bool]:
 
 @lru_cache(maxsize=4096)
 def _classify_skeleton(name: str) -> tuple[str, bool]:
-    """`_classify` without layer and expert numbers: 190,000 tensors have some dozens of such names."""
+    """`_classify` without layer and expert numbers: 190,000 tensors have some dozens of such
+    names.
+    """
     kind = next((kind for kind, pattern in PATTERNS if pattern.search(name)), "other")
     return kind, bool(SCALE.search(name))
 
 
 def unpacked_elements(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
-    """Weights in `tensor`: two per U8 of a 4-bit format, eight per I32 of a GPTQ or AWQ 4-bit one."""
+    """Weights in `tensor`: two per U8 of a 4-bit format, eight per I32 of a GPTQ or AWQ 4-bit
+    one.
+    """
     if tensor.dtype == "U8" and is_packed(tensor, tensors):
         return 2 * tensor.elements
     if tensor.dtype == "I32" and tensor.name.endswith(("qweight", "weight_packed")):
@@ -198,7 +226,9 @@ def unpacked_elements(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> 
 
 
 def is_packed(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a U8 tensor holds two 4-bit weights a byte: it is named so or a block scale stands beside it."""
+    """Whether a U8 tensor holds two 4-bit weights a byte: it is named so or a block scale stands
+    beside it.
+    """
     if tensor.name.endswith(("weight_packed", "_blocks")):
         return True
     ends = (
@@ -212,7 +242,9 @@ def is_packed(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def _integer_bits(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
-    """4 or 8 by the rows of the scales beside it: input features are elements along the packed axis times 32/bits."""
+    """4 or 8 by the rows of the scales beside it: input features are elements along the packed
+    axis times 32/bits.
+    """
     shape = tensors.get(tensor.name.replace("weight_packed", "weight_shape"))
     zeros = tensors.get(tensor.name.replace("qweight", "qzeros"))
     scales = tensors.get(tensor.name.replace("qweight", "scales"))
@@ -224,10 +256,24 @@ def _integer_bits(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
 def expert_counts(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """(experts, experts a token uses) of a text config; (None, None) for a dense model."""
     experts = _first(
-        config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"
+        config,
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "num_moe_experts",
     )
-    chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk",
-                    "experts_per_token", "num_selected_experts", "moe_k")  # fmt: skip
+    chosen = _first(
+        config,
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_top_k",
+        "moe_topk",
+        "experts_per_token",
+        "num_selected_experts",
+        "moe_k",
+    )
     nested = config.get("moe")
     if experts is None and isinstance(nested, Mapping):  # params.json of Mistral
         return _first(nested, "num_experts"), _first(nested, "num_experts_per_tok")
@@ -237,6 +283,8 @@ def expert_counts(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
 def _first(config: Mapping[str, Any], *keys: str) -> int | None:
     values = [config[key] for key in keys if config.get(key) is not None]
     found = values[0] if values else None
-    if isinstance(found, (list, tuple)):  # one number a layer in some configs: all the same where it matters
+    if isinstance(
+        found, (list, tuple)
+    ):  # one number a layer in some configs: all the same where it matters
         found = max(found) if found else None
     return int(found) if isinstance(found, (int, float)) else None

@@ -1,1 +1,3 @@
-"""Several machines that serve one model: who they are, whether they fit together, and what happens when one is lost."""
+"""Several machines that serve one model: who they are, whether they fit together, and what
+happens when one is lost.
+"""

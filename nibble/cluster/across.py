@@ -11,31 +11,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nibble.cluster.agent import Agent
-from nibble.cluster.files import Offers
+from nibble.cluster.coordinator import Cluster, Say
+from nibble.cluster.file_server import Offers
 from nibble.cluster.head import head_handlers, running
 from nibble.cluster.member import Member
 from nibble.cluster.network import is_here, resolve
 from nibble.cluster.node import find_place, node_handlers
 from nibble.cluster.roster import Roster
-from nibble.cluster.session import Cluster, Say
 from nibble.cluster.token import heads_token, members_token
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.errors import ExitCode, NibbleError
-from nibble.processes import stop_signals
+from nibble.machine.processes import stop_signals
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
+    from nibble.plan.plan import Plan
 
-RESTARTS = (
-    5  # after lost nodes; then the exit code says it, and the restart policy and the crash-loop breaker act
-)
+# after lost nodes; then the exit code says it, and the restart policy and the crash-loop breaker
+# act
+RESTARTS = 5
 
 
 @contextlib.contextmanager
 def open_cluster(
     plan: Plan, environ: Mapping[str, str], say: Say, stop: threading.Event
 ) -> Iterator[Cluster]:
-    """The cluster of `plan`; without Ray this process is its head. `stop` ends whatever it waits for."""
+    """The cluster of `plan`; without Ray this process is its head. `stop` ends whatever it waits
+    for.
+    """
     settings, topology = plan.settings, plan.topology
     with tempfile.TemporaryDirectory(prefix="nibble-cluster-") as folder:
         if topology.mode == "ray":
@@ -45,7 +47,9 @@ def open_cluster(
             return
         if not is_here(resolve(str(topology.head), "HEAD_IP")):
             what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
-            raise NibbleError(ExitCode.CLUSTER, what, "rank 0 on the head", "set NIBBLE_NODE_RANK or HEAD_IP")
+            raise NibbleError(
+                ExitCode.CLUSTER, what, "rank 0 on the head", "set NIBBLE_NODE_RANK or HEAD_IP"
+            )
         token, where = heads_token(settings, environ)
         place = find_place(settings, environ, None)
         roster = Roster(secrets.token_hex(8), expects=topology.nodes)
@@ -56,7 +60,9 @@ def open_cluster(
         agent = Agent(place.address, token, handlers, offers.senders(), environ)
         gpus = len(plan.hardware.gpus)
         member = Member(place.address, token, place.address, "serve", 0, gpus, environ, place.facts)
-        say(f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}")
+        say(
+            f"head of {topology.nodes} nodes at {place.address} ({place.interface}); token: {where}"
+        )
         with running(agent), running(member):
             member.beat()
             yield Cluster(plan, place, token, roster, Path(folder), say, stop, offers)
@@ -68,10 +74,12 @@ def serve_across(
     say: Say,
     run: Callable[[Mapping[str, str], Watch, Callable[[], None]], int],
 ) -> int:
-    """Serve on several machines; the exit code of the whole. `run` starts vLLM: (environment, watch, on ready) -> exit code.
+    """Serve on several machines; the exit code of the whole. `run` starts vLLM: (environment,
+    watch, on ready) -> exit code.
 
-    A lost node ends the run; with the node back there is a new one, up to RESTARTS times. A stop signal between two runs ends
-    the waiting: process 1 of a container would never see one that nobody handles.
+    A lost node ends the run; with the node back there is a new one, up to RESTARTS times. A stop
+    signal between two runs ends the waiting: process 1 of a container would never see one that
+    nobody handles.
     """
     stop = threading.Event()
     with (

@@ -1,6 +1,7 @@
 """nibble's own port on every node (AGENT_PORT): JSON over HTTP for whoever has the cluster's token.
 
-`call` is the client. With RAY_USE_TLS=1 both ends use Ray's certificates, and the client must show one too.
+`call` is the client. With RAY_USE_TLS=1 both ends use Ray's certificates, and the client must show
+one too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from nibble.cluster.ports import AGENT_PORT
 from nibble.errors import ExitCode, NibbleError
-from nibble.json_http import JsonHandler, Server
+from nibble.plan.cluster_ports import AGENT_PORT
+from nibble.serve.json_http import JsonHandler, Server
 
 Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 Sender = Callable[[BaseHTTPRequestHandler, str], None]
@@ -25,7 +26,8 @@ Sender = Callable[[BaseHTTPRequestHandler, str], None]
 _MAX_BODY_BYTES = 1 << 20
 _READ_TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
-# An answer may take an hour (a model's checksums); a peer that is gone is noticed within half a minute all the same.
+# An answer may take an hour (a model's checksums); a peer that is gone is noticed within half a
+# minute all the same.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -45,9 +47,9 @@ class AgentError(Exception):
 class Agent:
     """Binds at once; answers after `start`.
 
-    `handlers` maps a path to a function from the request's JSON object to the reply's. A handler's ValueError is 400 with
-    its text, what fails on this machine (OSError, NibbleError) is 500. Raises CLUSTER where the port is taken or the address is
-    not this machine's.
+    `handlers` maps a path to a function from the request's JSON object to the reply's. A handler's
+    ValueError is 400 with its text, what fails on this machine (OSError, NibbleError) is 500.
+    Raises CLUSTER where the port is taken or the address is not this machine's.
     """
 
     def __init__(
@@ -62,7 +64,10 @@ class Agent:
             self._server = _Server((address, AGENT_PORT), _Handler)
         except OSError as error:
             what = f"port {AGENT_PORT} of {address} cannot be opened ({error.strerror or error})"
-            action = "stop the other node there, or set HEAD_IP or WORKER_IP to an address of this machine"
+            action = (
+                "stop the other node there, or set HEAD_IP or WORKER_IP to an address of this"
+                " machine"
+            )
             raise NibbleError(
                 ExitCode.CLUSTER, what, "one node of a cluster on each address", action
             ) from None
@@ -101,8 +106,13 @@ def call(
             connection.request("POST", path, json.dumps(body or {}, default=str), headers)
             response = connection.getresponse()
             data = json.loads(response.read())
-    except (OSError, http.client.HTTPException) as error:  # a certificate that is refused is a ValueError too
-        raise AgentError(0, str(getattr(error, "strerror", None) or error) or type(error).__name__) from None
+    except (
+        OSError,
+        http.client.HTTPException,
+    ) as error:  # a certificate that is refused is a ValueError too
+        raise AgentError(
+            0, str(getattr(error, "strerror", None) or error) or type(error).__name__
+        ) from None
     except ValueError:
         raise AgentError(0, "what answers there is none of nibble's nodes") from None
     if response.status != 200:
@@ -110,11 +120,17 @@ def call(
     return data
 
 
-def connect(address: str, timeout_s: float, environ: Mapping[str, str] | None) -> http.client.HTTPConnection:
-    """An open connection to the agent at `address`; `timeout_s` is for each read. Raises OSError."""
+def connect(
+    address: str, timeout_s: float, environ: Mapping[str, str] | None
+) -> http.client.HTTPConnection:
+    """An open connection to the agent at `address`; `timeout_s` is for each read. Raises
+    OSError.
+    """
     wait_s = min(timeout_s, _CONNECT_TIMEOUT_S)
     if context := tls_context(environ or {}, server=False):
-        connection = http.client.HTTPSConnection(address, AGENT_PORT, timeout=wait_s, context=context)
+        connection = http.client.HTTPSConnection(
+            address, AGENT_PORT, timeout=wait_s, context=context
+        )
     else:
         connection = http.client.HTTPConnection(address, AGENT_PORT, timeout=wait_s)
     connection.connect()
@@ -125,14 +141,19 @@ def connect(address: str, timeout_s: float, environ: Mapping[str, str] | None) -
 
 
 def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | None:
-    """TLS with Ray's own variables (ray 2.60 _common/tls_utils.py), both sides authenticated; None where it is off."""
+    """TLS with Ray's own variables (ray 2.60 _common/tls_utils.py), both sides authenticated;
+    None where it is off.
+    """
     if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
     certificate, key, authority = (environ.get(name) for name in names)
     if not (certificate and key and authority):
         raise NibbleError(
-            ExitCode.CONFIG, "RAY_USE_TLS is set", "also " + ", ".join(names), "set them on every node"
+            ExitCode.CONFIG,
+            "RAY_USE_TLS is set",
+            "also " + ", ".join(names),
+            "set them on every node",
         )
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)

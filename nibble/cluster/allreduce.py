@@ -1,7 +1,9 @@
-"""One rank of the all-reduce between nodes: `python -m nibble.cluster.allreduce RANK WORLD HEAD PORT`.
+"""One rank of the all-reduce between nodes: `python -m nibble.cluster.allreduce RANK WORLD HEAD
+PORT`.
 
-NCCL on the first GPU where there is one, else Gloo. Prints one JSON object: `gb_per_s` is the bus bandwidth, 2 (n-1)/n times
-the bytes of the buffer a second (10^9), as nccl-tests count it; `library` is the NCCL that was really loaded.
+NCCL on the first GPU where there is one, else Gloo. Prints one JSON object: `gb_per_s` is the bus
+bandwidth, 2 (n-1)/n times the bytes of the buffer a second (10^9), as nccl-tests count it;
+`library` is the NCCL that was really loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nibble.processes import die_with_parent
+from nibble.machine.processes import die_with_parent
 
 TIMEOUT_S = 60
 GPU_BYTES, CPU_BYTES = 64 << 20, 8 << 20

@@ -30,10 +30,12 @@ class Caller:
 
 
 def ask_all(
-    nodes: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], Any], over: threading.Event
+    nodes: Sequence[Mapping[str, Any]],
+    ask: Callable[[Mapping[str, Any]], Any],
+    over: threading.Event,
 ) -> list[tuple[Mapping[str, Any], Any]]:
-    """Ask all nodes at the same time: (node, its answer or the AgentError) in the order of the answers, so far as they came
-    before `over` was set.
+    """Ask all nodes at the same time: (node, its answer or the AgentError) in the order of the
+    answers, so far as they came before `over` was set.
     """
     answers: queue.SimpleQueue[tuple[Mapping[str, Any], Any]] = queue.SimpleQueue()
 
@@ -43,7 +45,9 @@ def ask_all(
         except Exception as error:
             answers.put((node, error))
 
-    for node in nodes:  # daemons: one that still waits for its answer must not hold up the end of the process
+    for node in (
+        nodes
+    ):  # daemons: one that still waits for its answer must not hold up the end of the process
         threading.Thread(target=work, args=(node,), name="preflight", daemon=True).start()
     found: list[tuple[Mapping[str, Any], Any]] = []
     while len(found) < len(nodes) and not over.is_set():

@@ -1,7 +1,9 @@
-"""What a model folder holds, as names and short digests: equal for equal content, wherever the folder lies.
+"""What a model folder holds, as names and short digests: equal for equal content, wherever the
+folder lies.
 
-Configuration and tokenizer files count in full. Of weights the size, every tensor's header and samples of the values count, for
-whole files would be read for minutes: two revisions of one model have the same headers and other values nearly everywhere.
+Configuration and tokenizer files count in full. Of weights the size, every tensor's header and
+samples of the values count, for whole files would be read for minutes: two revisions of one model
+have the same headers and other values nearly everywhere.
 """
 
 from __future__ import annotations
@@ -12,24 +14,27 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nibble.build_id import digest
 from nibble.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from nibble.checkpoint.source import FolderSource, read_index, weight_files
+from nibble.engine.installed import digest
 from nibble.errors import NibbleError
-from nibble.model_files import COMMIT
+from nibble.hub.files import COMMIT
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 WHOLE_BYTES = 32 << 20  # smaller files are read in full: an embedded demo, a vocabulary
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# What vLLM reads beside the weights. Not pages for people, and not the canary's answers, which are the server's.
+# What vLLM reads beside the weights. Not pages for people, and not the canary's answers, which are
+# the server's.
 CONFIGURATION = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".yaml", ".yml")
 NOT_READ = ("nibble-canary", "LICENSE", "README", "NOTICE")
 
 
 def checkpoint_facts(folder: str) -> dict[str, str]:
-    """Name -> digest or words: files ("config.json"), tensors ("tensor w in model.safetensors") and samples of values.
+    """Name -> digest or words: files ("config.json"), tensors ("tensor w in model.safetensors") and
+    samples of values.
 
-    Raises OSError where a file cannot be read, NibbleError (MODEL) for a header that no loader would take.
+    Raises OSError where a file cannot be read, NibbleError (MODEL) for a header that no loader
+    would take.
     """
     place = Path(folder)
     files = sorted({*_configuration(place), *_weights(place)})
@@ -43,7 +48,9 @@ def _configuration(folder: Path) -> list[Path]:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Those that vLLM would load: a folder may hold the same weights in another form beside them."""
+    """Those that vLLM would load: a folder may hold the same weights in another form beside
+    them.
+    """
     source = FolderSource(str(folder), "local", folder, None)
     loaded = weight_files(source, read_index(source))
     if loaded is not None:
@@ -53,10 +60,14 @@ def _weights(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=8)
 def _facts(stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """Kept as long as no file changes its size or time: a server asks again after each lost node."""
+    """Kept as long as no file changes its size or time: a server asks again after each lost
+    node.
+    """
     found: dict[str, str] = {}
     for path, size, _ in stamps:
-        found.update(_of_weights(Path(path), size) if path.endswith(WEIGHTS) else _of_file(Path(path)))
+        found.update(
+            _of_weights(Path(path), size) if path.endswith(WEIGHTS) else _of_file(Path(path))
+        )
     return found
 
 
@@ -77,7 +88,10 @@ def _tensors(path: Path, size: int) -> Iterator[tuple[str, str]]:
         header = file.read(length)
     for name, tensor in parse_header(path.name, header, size).items():
         where = f"{tensor.offset}+{tensor.nbytes}"
-        yield f"tensor {name} in {path.name}", f"{tensor.dtype} {json.dumps(tensor.shape)} at {where}"
+        yield (
+            f"tensor {name} in {path.name}",
+            f"{tensor.dtype} {json.dumps(tensor.shape)} at {where}",
+        )
 
 
 def _sample(path: Path, size: int) -> str:
@@ -93,7 +107,8 @@ def _sample(path: Path, size: int) -> str:
 
 
 def summary(folder: str) -> dict[str, str]:
-    """The folder, the digest of its facts and its revision (empty: unknown); or why there is no digest.
+    """The folder, the digest of its facts and its revision (empty: unknown); or why there is no
+    digest.
 
     A pinned revision, an unpinned one and a copy without one are equal where their content is.
     """
@@ -106,4 +121,6 @@ def summary(folder: str) -> dict[str, str]:
     except NibbleError as error:
         return found | {"problem": error.what}
     except OSError as error:
-        return found | {"problem": f"{error.filename or folder} cannot be read ({error.strerror or error})"}
+        return found | {
+            "problem": f"{error.filename or folder} cannot be read ({error.strerror or error})"
+        }

@@ -1,4 +1,5 @@
-"""Are all nodes there? Pure: from the head's list and what the model needs to what is missing, in words.
+"""Are all nodes there? Pure: from the head's list and what the model needs to what is missing, in
+words.
 
 A start and `nibble cluster check` ask the same questions.
 """
@@ -18,8 +19,8 @@ SEE_NODE = "see that node's log"
 GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
 INTO_THE_HEAD = (
-    "run `serve` beside a Ray node: in containers inside the head's (`docker exec HEAD /opt/nibble/entrypoint.sh serve …`),"
-    " else after `ray-head` or `ray-worker` on this machine"
+    "run `serve` beside a Ray node: in containers inside the head's (`docker exec HEAD"
+    " /opt/nibble/entrypoint.sh serve …`), else after `ray-head` or `ray-worker` on this machine"
 )
 
 Nodes = Sequence[dict[str, Any]]
@@ -39,11 +40,15 @@ def living(nodes: Nodes) -> list[dict[str, Any]]:
 
 
 def missing_ranks(alive: Nodes, count: int) -> Missing | None:
-    """Without Ray: a node for each rank from 0 to `count` - 1, none of which still ends an earlier run."""
+    """Without Ray: a node for each rank from 0 to `count` - 1, none of which still ends an
+    earlier run.
+    """
     ranks = {node["rank"] for node in alive}
     absent = [str(rank) for rank in range(count) if rank not in ranks]
     if absent:
-        return Missing(f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}")
+        return Missing(
+            f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
+        )
     # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
     busy = [node["name"] for node in alive if node["busy"]]
     return Missing(f"node {busy[0]} still ends its part of the last run") if busy else None
@@ -62,7 +67,9 @@ def missing_nodes(alive: Nodes, count: int) -> Missing | None:
     """So many nodes, whatever they are."""
     if len(alive) >= count:
         return None
-    return Missing(f"{count} nodes are expected, and {_names(alive)} answer{'' if alive[1:] else 's'}")
+    return Missing(
+        f"{count} nodes are expected, and {_names(alive)} answer{'' if alive[1:] else 's'}"
+    )
 
 
 def _names(nodes: Nodes) -> str:
@@ -71,23 +78,30 @@ def _names(nodes: Nodes) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a check may rely on: how many nodes, and with Ray how many GPUs; None where it is not known."""
+    """What a check may rely on: how many nodes, and with Ray how many GPUs; None where it is not
+    known.
+    """
 
     nodes: int | None
     gpus: int | None
 
 
 def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | None:
-    """As a start would miss it. Where nothing is known, two nodes and all that the head has heard of."""
+    """As a start would miss it. Where nothing is known, two nodes and all that the head has
+    heard of.
+    """
     alive = living(nodes)
     if expected.nodes is None and expected.gpus is None:
         for node in nodes:
             if node["age_s"] >= LOST_S:
                 return Missing(
-                    f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s", SEE_NODE
+                    f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s",
+                    SEE_NODE,
                 )
         if len(alive) < LEAST_NODES:
-            return Missing(f"only {_names(alive)} answers" if alive else "no node has joined", GIVE_NUMBER)
+            return Missing(
+                f"only {_names(alive)} answers" if alive else "no node has joined", GIVE_NUMBER
+            )
         return None
     if expected.nodes is not None and not has_ray:
         return missing_ranks(alive, expected.nodes)
@@ -96,7 +110,9 @@ def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | Non
 
 
 class Reminder:
-    """Of a line that is due once, again when it changes, and every AGAIN_S while it stays. Numbers in it are no change."""
+    """Of a line that is due once, again when it changes, and every AGAIN_S while it stays.
+    Numbers in it are no change.
+    """
 
     def __init__(self) -> None:
         self._last, self._said_at = "", float("-inf")

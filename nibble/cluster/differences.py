@@ -1,6 +1,7 @@
 """How nodes differ that have to be equal, in words: flags, environment, code, checkpoints. Pure.
 
-The first node is the one that the others are compared with. Digests say whether, `entries` (what a digest is made of) say where.
+The first node is the one that the others are compared with. Digests say whether, `entries` (what a
+digest is made of) say where.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ SHOWN = 3  # names of files or tensors in a line
 SAME_SETTINGS = "give every rank the same flags and variables"
 SAME_IMAGE = "run the same image on every node"
 SAME_MODEL = (
-    "give every node the same files (`nibble pull MODEL --revision …`), or set NIBBLE_CLUSTER_MODEL=head"
+    "give every node the same files (`nibble pull MODEL --revision …`), or set"
+    " NIBBLE_CLUSTER_MODEL=head"
 )
 # Part of a build (build_id.py) -> how it is called, and what one of its entries is.
 PARTS: Mapping[str, tuple[str, str]] = {
@@ -27,25 +29,35 @@ PARTS: Mapping[str, tuple[str, str]] = {
 UNSET = "unset"
 
 
-def settings_problems(nodes: Sequence[Node], server: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Flags of ranks that have a plan each, and the environment of all. With Ray `server` has the environment that vLLM copies to
-    its workers, where a node's own variable stays as it is (vllm 0.32 v1/executor/ray_executor_v2.py:175).
+def settings_problems(
+    nodes: Sequence[Node], server: Mapping[str, Any] | None = None
+) -> list[Problem]:
+    """Flags of ranks that have a plan each, and the environment of all. With Ray `server` has the
+    environment that vLLM copies to its workers, where a node's own variable stays as it is (vllm
+    0.32 v1/executor/ray_executor_v2.py:175).
     """
     first, *others = nodes
     copied = dict((server or {}).get("environment") or {})
     found: list[Problem] = []
     for node in others:
         one, other = node["facts"], first["facts"]
-        found += _flags(node["name"], one.get("flags") or {}, first["name"], other.get("flags") or {})
+        found += _flags(
+            node["name"], one.get("flags") or {}, first["name"], other.get("flags") or {}
+        )
         there = {**copied, **(other.get("environment") or {})}
         here = {**copied, **(one.get("environment") or {})}
         for name in _differing(here, there):
-            what = f"the variable {name} is {here.get(name, UNSET)} and {there.get(name, UNSET)} on {first['name']}"
+            what = (
+                f"the variable {name} is {here.get(name, UNSET)} and {there.get(name, UNSET)} on"
+                f" {first['name']}"
+            )
             found.append(Problem(node["name"], what, SAME_SETTINGS))
     return found
 
 
-def _flags(name: str, here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> Iterator[Problem]:
+def _flags(
+    name: str, here: Mapping[str, Any], first: str, there: Mapping[str, Any]
+) -> Iterator[Problem]:
     """A flag of JSON is named with its key."""
 
     def said(flags: Mapping[str, Any], flag: str) -> str:
@@ -61,7 +73,9 @@ def _values(flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing_parts(node: Node, first: Node) -> list[str]:
-    """Parts of the build whose digests or versions differ, without those that are facts of their own (facts.SAME)."""
+    """Parts of the build whose digests or versions differ, without those that are facts of their
+    own (facts.SAME).
+    """
     here, there = node["facts"].get("code") or {}, first["facts"].get("code") or {}
     return [part for part in _differing(here, there) if part not in SAME]
 
@@ -69,13 +83,21 @@ def differing_parts(node: Node, first: Node) -> list[str]:
 def part_problem(
     node: Node, first: Node, part: str, here: Mapping[str, str], there: Mapping[str, str]
 ) -> Problem:
-    """Which files or patches differ; without entries (a compiler, or a node that does not tell) which versions do."""
+    """Which files or patches differ; without entries (a compiler, or a node that does not tell)
+    which versions do.
+    """
     called, kind = PARTS.get(part, (part, ""))
     code, other = node["facts"].get("code") or {}, first["facts"].get("code") or {}
     if not kind:
-        what = f"{part} is {code.get(part, 'absent')} and {other.get(part, 'absent')} on {first['name']}"
+        what = (
+            f"{part} is {code.get(part, 'absent')} and {other.get(part, 'absent')} on"
+            f" {first['name']}"
+        )
     elif differing := _differing(here, there):
-        what = f"{called} differs from that of {first['name']}: {_listed(differing, here, there, kind)}"
+        what = (
+            f"{called} differs from that of {first['name']}:"
+            f" {_listed(differing, here, there, kind)}"
+        )
     else:
         what = f"{called} differs from that of {first['name']}"
     return Problem(node["name"], what, SAME_IMAGE)
@@ -84,20 +106,29 @@ def part_problem(
 def checkpoint_problem(
     node: Node, first: Node, label: str, here: Mapping[str, str], there: Mapping[str, str]
 ) -> Problem:
-    """Why the folder of `label` ("model", "draft" or the folder that all have) is not the first node's."""
+    """Why the folder of `label` ("model", "draft" or the folder that all have) is not the first
+    node's.
+    """
     one, other = node["checkpoints"].get(label), first["checkpoints"].get(label)
     if one is None or other is None:
-        what = f"it has {'no' if one is None else 'a'} {label}, and {first['name']} has {'none' if other is None else 'one'}"
+        what = (
+            f"it has {'no' if one is None else 'a'} {label}, and {first['name']} has"
+            f" {'none' if other is None else 'one'}"
+        )
         return Problem(node["name"], what, SAME_SETTINGS)
     for summary, owner in ((one, node), (other, first)):
         if summary["problem"]:
             return Problem(
-                owner["name"], f"the {_called(label)} {summary['folder']}: {summary['problem']}", SAME_MODEL
+                owner["name"],
+                f"the {_called(label)} {summary['folder']}: {summary['problem']}",
+                SAME_MODEL,
             )
     where = f"the {_called(label)} {_place(one)} is not {_place(other)} of {first['name']}"
     differing = _differing(here, there)
     return Problem(
-        node["name"], f"{where}: {_listed(differing, here, there)}" if differing else where, SAME_MODEL
+        node["name"],
+        f"{where}: {_listed(differing, here, there)}" if differing else where,
+        SAME_MODEL,
     )
 
 
@@ -113,14 +144,22 @@ def _place(summary: Mapping[str, str]) -> str:
 
 
 def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Names whose values differ or that one side lacks; configuration before tensors, which depend on it."""
+    """Names whose values differ or that one side lacks; configuration before tensors, which
+    depend on it.
+    """
     names = [name for name in {*here, *there} if here.get(name) != there.get(name)]
-    return sorted(names, key=lambda name: (name.startswith("values "), name.startswith("tensor "), name))
+    return sorted(
+        names, key=lambda name: (name.startswith("values "), name.startswith("tensor "), name)
+    )
 
 
-def _listed(names: Sequence[str], here: Mapping[str, str], there: Mapping[str, str], kind: str = "") -> str:
+def _listed(
+    names: Sequence[str], here: Mapping[str, str], there: Mapping[str, str], kind: str = ""
+) -> str:
     """The first names, each with what is the matter, and how many more there are."""
-    shown = [f"{_noun(name, kind)} {_matter(here.get(name), there.get(name))}" for name in names[:SHOWN]]
+    shown = [
+        f"{_noun(name, kind)} {_matter(here.get(name), there.get(name))}" for name in names[:SHOWN]
+    ]
     more = len(names) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
 

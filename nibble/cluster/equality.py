@@ -1,4 +1,6 @@
-"""Are code and checkpoints of all nodes the same? Digests are asked first; what they are made of only where they differ."""
+"""Are code and checkpoints of all nodes the same? Digests are asked first; what they are made of
+only where they differ.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nibble.build_id import part_files
 from nibble.cluster.agent import AgentError
 from nibble.cluster.caller import Caller, ask_all
 from nibble.cluster.differences import PARTS, checkpoint_problem, differing_parts, part_problem
 from nibble.cluster.facts import Problem
+from nibble.engine.installed import part_files
 
 # A large checkpoint on a network disk: some ten thousand reads (checkpoint_facts.py).
 CHECKPOINT_TIMEOUT_S = 300.0
@@ -21,14 +23,16 @@ Node = Mapping[str, Any]
 def compare_code(
     caller: Caller, nodes: Sequence[Node], server: Mapping[str, Any] | None = None
 ) -> list[Problem]:
-    """Each part of the build of each node against the first node's, and the first node's against that of a server through Ray,
-    which runs beside a node and may be of another image.
+    """Each part of the build of each node against the first node's, and the first node's against
+    that of a server through Ray, which runs beside a node and may be of another image.
     """
     first, *others = nodes
     found = _unlike_server(caller, first, server) if server else []
     for node in others:
         for part in differing_parts(node, first):
-            here, there = _entries(caller, (node, first), {"part": part}) if part in PARTS else ({}, {})
+            here, there = (
+                _entries(caller, (node, first), {"part": part}) if part in PARTS else ({}, {})
+            )
             found.append(part_problem(node, first, part, here, there))
     return found
 
@@ -48,10 +52,14 @@ def _unlike_server(caller: Caller, node: Node, server: Mapping[str, Any]) -> lis
 def compare_checkpoints(
     caller: Caller, nodes: Sequence[Node], folders: Sequence[str], over: threading.Event
 ) -> list[Problem]:
-    """Model and draft of each node against the first node's: `folders` where all load from one place, else each rank's own."""
+    """Model and draft of each node against the first node's: `folders` where all load from one
+    place, else each rank's own.
+    """
 
     def ask(node: Node) -> dict[str, Any]:
-        return caller.ask(node["address"], "/checkpoints", {"folders": list(folders)}, CHECKPOINT_TIMEOUT_S)
+        return caller.ask(
+            node["address"], "/checkpoints", {"folders": list(folders)}, CHECKPOINT_TIMEOUT_S
+        )
 
     told: dict[str, Node] = {}
     problems: list[Problem] = []
@@ -89,7 +97,9 @@ def _entries(
     body: Mapping[str, str],
     of_first: Mapping[str, str] | None = None,
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """What the digests of a node and of the first one are made of; nothing where one does not tell, as an older nibble."""
+    """What the digests of a node and of the first one are made of; nothing where one does not
+    tell, as an older nibble.
+    """
     try:
         here = caller.ask(nodes[0]["address"], "/entries", body)["entries"]
         return here, caller.ask(nodes[1]["address"], "/entries", of_first or body)["entries"]

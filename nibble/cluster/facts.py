@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nibble.budget import memory_bytes
-from nibble.build_id import build_id, build_parts
 from nibble.cluster.network import mtu, rdma_devices
 from nibble.cluster.rank_settings import compared_environment
-from nibble.disk import free_bytes, gib
+from nibble.engine.installed import build_id, build_parts
 from nibble.errors import NibbleError
-from nibble.hardware import Hardware, detect
-from nibble.hub import access
-from nibble.memory_plan import show_gib
-from nibble.model_files import cached_snapshot, missing_weights
-from nibble.pull_plan import plan_pull
-from nibble.targets import Target, load_target, target_for_capability
+from nibble.hub.access import access
+from nibble.hub.dry_run import plan_pull
+from nibble.hub.files import cached_snapshot, missing_weights
+from nibble.machine.disk import free_bytes, gib
+from nibble.machine.hardware import Hardware, detect
+from nibble.machine.targets import Target, load_target, target_for_capability
+from nibble.plan.budget import memory_bytes
+from nibble.plan.memory import show_gib
 
 GIB = 1 << 30
 LARGEST_SKEW_S = 5.0  # tokens have no date; logs, caches and TLS certificates have
@@ -52,8 +52,11 @@ class Problem:
     action: str
 
 
-def collect(address: str, interface: str, environ: Mapping[str, str], cache: Path) -> dict[str, Any]:
-    """This node's facts, as plain data. The first call reads nibble's and the kernels' files (0.1 s).
+def collect(
+    address: str, interface: str, environ: Mapping[str, str], cache: Path
+) -> dict[str, Any]:
+    """This node's facts, as plain data. The first call reads nibble's and the kernels' files (0.1
+    s).
 
     `cache` is nibble's cache folder.
     """
@@ -97,7 +100,9 @@ def target_of(here: Hardware) -> Target | None:
 
 
 def nccl_library(environ: Mapping[str, str]) -> str | None:
-    """The NCCL that vLLM would load: VLLM_NCCL_SO_PATH, else the wheel's beside torch. None where there is neither."""
+    """The NCCL that vLLM would load: VLLM_NCCL_SO_PATH, else the wheel's beside torch. None
+    where there is neither.
+    """
     if given := environ.get("VLLM_NCCL_SO_PATH"):
         return given
     found = importlib.util.find_spec("nvidia")
@@ -116,23 +121,32 @@ def model_state(folder: str) -> str:
 
 
 def hub_state(model: str, revision: str | None, environ: Mapping[str, str]) -> str:
-    """ "here", "downloadable" or "absent, and …" for a model of the Hub's on this node. Fetches nothing but listings."""
+    """ "here", "downloadable" or "absent, and …" for a model of the Hub's on this node. Fetches
+    nothing but listings.
+    """
     try:
         if cached_snapshot(model, revision, access(environ).cache):
             return "here"
         plan = plan_pull(model, revision, environ)
     except NibbleError as error:
         return f"absent, and {error.what}"
-    return "downloadable" if plan.fits else f"absent, and {gib(plan.fetch_bytes)} do not fit in {plan.cache}"
+    return (
+        "downloadable"
+        if plan.fits
+        else f"absent, and {gib(plan.fetch_bytes)} do not fit in {plan.cache}"
+    )
 
 
 def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> list[Problem]:
-    """What keeps `nodes` (as the roster gives them) from serving together. The first is the one the others are held to."""
+    """What keeps `nodes` (as the roster gives them) from serving together. The first is the one
+    the others are held to.
+    """
     first, *others = nodes
     problems = [
         Problem(
             node["name"],
-            f"{fact} is {node['facts'].get(fact)!r} and {first['facts'].get(fact)!r} on {first['name']}",
+            f"{fact} is {node['facts'].get(fact)!r} and {first['facts'].get(fact)!r} on"
+            f" {first['name']}",
             action,
         )
         for node in others
@@ -146,12 +160,15 @@ def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> 
 
 
 def usable_rdma(facts: Mapping[str, Any]) -> list[str]:
-    """The ports of RDMA devices that NCCL would take here: InfiniBand's, and RoCE's with the GID of the node's address."""
+    """The ports of RDMA devices that NCCL would take here: InfiniBand's, and RoCE's with the GID
+    of the node's address.
+    """
     if facts.get("rdma_is_off") or not facts.get("gpus"):
         return []
     found = facts.get("rdma") or ()
     return [
-        f"{one['name']}:{one['port']}" + ("" if one["gid_index"] is None else f" (GID {one['gid_index']})")
+        f"{one['name']}:{one['port']}"
+        + ("" if one["gid_index"] is None else f" (GID {one['gid_index']})")
         for one in found
         if one["gid_index"] is not None or one["link"] == "InfiniBand"
     ]
@@ -165,11 +182,14 @@ def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
     first = having[0]
     where = f"{', '.join(usable_rdma(first['facts']))} on {first['name']}"
     action = (
-        "bring up RDMA with the node's address there (`show_gids`), or set NCCL_IB_DISABLE=1 on every node"
+        "bring up RDMA with the node's address there (`show_gids`), or set NCCL_IB_DISABLE=1 on"
+        " every node"
     )
     return [
         Problem(
-            node["name"], f"it has no RDMA device with a GID of its address, and there is {where}", action
+            node["name"],
+            f"it has no RDMA device with a GID of its address, and there is {where}",
+            action,
         )
         for node in nodes
         if node not in having
@@ -181,7 +201,9 @@ def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
     if abs(skew := float(node.get("skew_s") or 0)) > LARGEST_SKEW_S:
         found.append(
             Problem(
-                name, f"its clock differs by {skew:.0f} s from the head's", "synchronise the clocks (NTP)"
+                name,
+                f"its clock differs by {skew:.0f} s from the head's",
+                "synchronise the clocks (NTP)",
             )
         )
     disk = facts.get("disk_free_bytes")
@@ -189,6 +211,9 @@ def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
         found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free some"))
     memory = facts.get("memory_available_bytes")
     if memory is not None and memory < least_memory_bytes:
-        what = f"{show_gib(memory)} of memory are available and {show_gib(least_memory_bytes)} are needed"
+        what = (
+            f"{show_gib(memory)} of memory are available and {show_gib(least_memory_bytes)} are"
+            " needed"
+        )
         found.append(Problem(name, what, "stop other programs there"))
     return found

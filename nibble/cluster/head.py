@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from nibble.cluster.agent import Handler
 from nibble.cluster.member import Member
-from nibble.cluster.ports import AGENT_PORT
 from nibble.cluster.roster import Roster
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan.cluster_ports import AGENT_PORT
 
 
 class Running(Protocol):
@@ -33,7 +33,9 @@ def running(one: Running) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving(member: Member) -> Iterator[None]:
-    """A member that says goodbye at the end, and why where that is an error; somebody else starts it."""
+    """A member that says goodbye at the end, and why where that is an error; somebody else
+    starts it.
+    """
     why = ""
     try:
         yield
@@ -87,14 +89,20 @@ def refuse(member: Member) -> None:
     if error.status == 401:
         what = f"the head at {member.head} refused this node's token"
         raise NibbleError(
-            ExitCode.CLUSTER, what, "the head's token", "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
+            ExitCode.CLUSTER,
+            what,
+            "the head's token",
+            "set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if error.status == 404:
         what = f"the node at {member.head} is no head"
         raise NibbleError(ExitCode.CLUSTER, what, "rank 0 or `ray-head` there", "correct HEAD_IP")
     what = f"the head at {member.head} refused this node: {error}"
     raise NibbleError(
-        ExitCode.CLUSTER, what, "one node for each rank", "correct NIBBLE_NODE_RANK or stop the other one"
+        ExitCode.CLUSTER,
+        what,
+        "one node for each rank",
+        "correct NIBBLE_NODE_RANK or stop the other one",
     )
 
 
@@ -105,4 +113,6 @@ def lost_head(member: Member) -> str | None:
     if not member.has_lost_head:
         return None
     why = f": {member.error}" if member.error else ""
-    return f"no answer from the head at {member.head}:{AGENT_PORT} for {member.silence_s:.0f} s{why}"
+    return (
+        f"no answer from the head at {member.head}:{AGENT_PORT} for {member.silence_s:.0f} s{why}"
+    )

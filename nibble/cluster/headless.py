@@ -1,4 +1,6 @@
-"""A machine with ranks of the model and no API: its part of vLLM runs while rank 0's does, and no longer."""
+"""A machine with ranks of the model and no API: its part of vLLM runs while rank 0's does, and
+no longer.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,38 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibble.canary.verification import FOLDER
 from nibble.cluster.agent import Agent
 from nibble.cluster.head import leaving, lost_head, refuse, running
 from nibble.cluster.member import End, Member
 from nibble.cluster.node import find_place, node_handlers, proof_handlers
 from nibble.cluster.roster import BEAT_S
 from nibble.cluster.token import members_token
-from nibble.control import ControlServer
-from nibble.engine import Ended, Engine, Event, Failed, Stop, Told
+from nibble.engine.log import ErrorReader
+from nibble.engine.process import Ended, Engine, Event, Failed, Stop, Told
 from nibble.errors import ExitCode, NibbleError
-from nibble.failures import engine_died, part_ended, stopped_for_memory
-from nibble.governor import Action, Governor
-from nibble.memory import MemorySource
-from nibble.phases import ErrorReader
-from nibble.processes import once_a_second, signal_name, stop_signals
-from nibble.proof import FOLDER
+from nibble.machine.memory import MemorySource
+from nibble.machine.processes import once_a_second, signal_name, stop_signals
+from nibble.serve.control import ControlServer
+from nibble.serve.failures import engine_died, part_ended, stopped_for_memory
+from nibble.serve.watchdog import Action, Governor
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Say
-    from nibble.plan import Plan
+    from nibble.cluster.coordinator import Say
+    from nibble.plan.plan import Plan
 
 CODE_S = 1.0
-NEW_RUN_S = 30.0  # after its part of vLLM ended: for so long rank 0 may take to notice and begin a new run
+NEW_RUN_S = (
+    30.0  # after its part of vLLM ended: for so long rank 0 may take to notice and begin a new run
+)
 
 
 def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
     """Serve this machine's ranks until told to stop or until rank 0 stops (0).
 
-    Raises CLUSTER where the head does not take this node or never begins, ENGINE_DIED where vLLM ends by itself or the head
-    stays away, NO_FIT where memory runs short here. What its workers prove is judged by rank 0.
+    Raises CLUSTER where the head does not take this node or never begins, ENGINE_DIED where vLLM
+    ends by itself or the head stays away, NO_FIT where memory runs short here. What its workers
+    prove is judged by rank 0.
     """
     settings = plan.settings
     head = str(plan.topology.head)
@@ -85,7 +90,13 @@ class _Headless:
         events: queue.SimpleQueue[Event],
         say: Say,
     ) -> None:
-        self._plan, self._member, self._environ, self._events, self._say = plan, member, environ, events, say
+        self._plan, self._member, self._environ, self._events, self._say = (
+            plan,
+            member,
+            environ,
+            events,
+            say,
+        )
         self._engine: Engine | None = None
         self._governor: Governor | None = None
         self._over = threading.Event()  # of the run that is followed
@@ -160,7 +171,10 @@ class _Headless:
                 why = lost_head(member) or f"the head at {member.head} began nothing"
                 code = ExitCode.ENGINE_DIED if self._began else ExitCode.CLUSTER
                 raise NibbleError(
-                    code, f"{why} within {limit_s} s", "a server with rank 0", "start or restart rank 0"
+                    code,
+                    f"{why} within {limit_s} s",
+                    "a server with rank 0",
+                    "start or restart rank 0",
                 )
 
     def _start(self) -> None:
@@ -173,13 +187,19 @@ class _Headless:
         limit = self._plan.memory_limits
 
         def on_memory(action: Action, why: str) -> None:
-            """In the watchdog's thread: nothing here may wait. There is no admission to pause; that is rank 0's."""
+            """In the watchdog's thread: nothing here may wait. There is no admission to pause;
+            that is rank 0's.
+            """
             if action == "stop":
-                self._events.put(Failed(stopped_for_memory("headless", why, limit, self._plan.ladder)))
+                self._events.put(
+                    Failed(stopped_for_memory("headless", why, limit, self._plan.ladder))
+                )
                 engine.kill_at_once()
 
         def follow() -> None:
-            """Also so that `Engine.kill_at_once` knows whom to kill. An event, so that an error put before is told before."""
+            """Also so that `Engine.kill_at_once` knows whom to kill. An event, so that an error
+            put before is told before.
+            """
             if lost := engine.first_death(over):
                 self._lost, self._lost_at = lost, time.monotonic()
                 self._events.put(Told(lost))
@@ -229,12 +249,16 @@ class _Headless:
         return engine_died("headless", how, self._errors.cause, self._lost, ladder)
 
     def _tell_head(self) -> None:
-        """The head waits for nothing that this rank knows already. vLLM logs the exit code just after the end."""
+        """The head waits for nothing that this rank knows already. vLLM logs the exit code just
+        after the end.
+        """
         deadline = self._lost_at + CODE_S
         while self._errors.exit_code is None and time.monotonic() < deadline:
             time.sleep(0.02)
         has_killed = self._governor is not None and self._governor.kernel_has_killed()
-        why = part_ended(self._lost or "vLLM", self._errors.cause, has_killed, self._errors.exit_code)
+        why = part_ended(
+            self._lost or "vLLM", self._errors.cause, has_killed, self._errors.exit_code
+        )
         if not self._member.ended:
             self._member.tell_end(End(self._run, 0, why, self._lost_at))
 
@@ -249,7 +273,9 @@ class _Headless:
         if isinstance(event, Ended):
             self._ended = event
             self._lost_at = self._lost_at or time.monotonic()
-        if isinstance(event, Told | Ended) and self._engine is not None:  # else its end was our doing
+        if (
+            isinstance(event, Told | Ended) and self._engine is not None
+        ):  # else its end was our doing
             self._tell_head()
         if isinstance(event, Stop):
             self._say(f"{signal_name(event.signum)}: ending this machine's ranks")

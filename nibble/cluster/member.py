@@ -1,4 +1,6 @@
-"""A node's side of the cluster: it tells the head that it lives, and learns what the head is doing."""
+"""A node's side of the cluster: it tells the head that it lives, and learns what the head is
+doing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.roster import BEAT_S, LOST_S
 from nibble.errors import NibbleError
-from nibble.processes import family
+from nibble.machine.processes import family
 
 _KEPT_ENDS = 16  # a run that ends takes all of them with it
 _LAST_BEAT_S = 5.0  # an unanswered call and the facts
@@ -22,7 +24,9 @@ PART_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # of the 15 bytes that /proc 
 
 @dataclass(frozen=True)
 class End:
-    """A process of vLLM's that a run needs and that ended by itself here, at `at` (monotonic). `run` is 0 with Ray."""
+    """A process of vLLM's that a run needs and that ended by itself here, at `at` (monotonic).
+    `run` is 0 with Ray.
+    """
 
     run: int
     pid: int
@@ -73,7 +77,8 @@ class Member:
         }
         now = time.monotonic()
         message["ended"] = [
-            {"run": one.run, "pid": one.pid, "why": one.why, "ago_s": now - one.at} for one in self.ended
+            {"run": one.run, "pid": one.pid, "why": one.why, "ago_s": now - one.at}
+            for one in self.ended
         ]
         try:
             if self.reply.get("wants_facts", True):
@@ -117,7 +122,9 @@ class Member:
     def leave(self, why: str = "") -> None:
         """Say goodbye, and `why` where it is an error, where the head still listens."""
         self.close()
-        if self._thread is not None:  # a beat after the goodbye would make a node that is silent for ever
+        if (
+            self._thread is not None
+        ):  # a beat after the goodbye would make a node that is silent for ever
             self._thread.join(_LAST_BEAT_S)
         with contextlib.suppress(AgentError):
             call(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
+    from nibble.plan.plan import Plan
 
 
 def model_folders(plan: Plan) -> list[str]:
@@ -18,7 +18,9 @@ def model_folders(plan: Plan) -> list[str]:
 
 
 def least_memory_bytes(plan: Plan) -> int:
-    """What each node needs: weights, engine and the smallest KV cache; 0 where the weights are not known."""
+    """What each node needs: weights, engine and the smallest KV cache; 0 where the weights are
+    not known.
+    """
     budget = plan.budget
     if budget.weights_bytes is None:
         return 0

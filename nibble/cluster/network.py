@@ -1,4 +1,6 @@
-"""This node in the network: its address, the interface that has it, and the RDMA devices behind that interface."""
+"""This node in the network: its address, the interface that has it, and the RDMA devices behind
+that interface.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings
+from nibble.settings.options import Settings
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 RESOLVE_S = 2.0
@@ -24,7 +26,9 @@ _SYS = Path("/sys")
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """One RDMA port that is up. `gid_index` is that of RoCE v2 with the node's IPv4 address, None where there is none."""
+    """One RDMA port that is up. `gid_index` is that of RoCE v2 with the node's IPv4 address,
+    None where there is none.
+    """
 
     name: str
     port: int
@@ -36,8 +40,8 @@ class RdmaDevice:
 def node_address(settings: Settings, head: str | None) -> str:
     """Where the other nodes reach this one:
 
-    WORKER_IP, on the head (`head` None) HEAD_IP, else the address of NIBBLE_CLUSTER_INTERFACE, else that of the route to the
-    head. Raises CLUSTER for a name that nobody knows.
+    WORKER_IP, on the head (`head` None) HEAD_IP, else the address of NIBBLE_CLUSTER_INTERFACE, else
+    that of the route to the head. Raises CLUSTER for a name that nobody knows.
     """
     if settings.worker_ip:
         return resolve(settings.worker_ip, "WORKER_IP")
@@ -59,7 +63,8 @@ def node_address(settings: Settings, head: str | None) -> str:
 
 
 def resolve(name: str, variable: str) -> str:
-    """The IPv4 address of `name`. Raises CLUSTER for a name that is not known, and for name servers that are silent.
+    """The IPv4 address of `name`. Raises CLUSTER for a name that is not known, and for name servers
+    that are silent.
 
     The C library alone would ask silent ones for 10 s and more, and takes no limit from its caller.
     """
@@ -68,7 +73,10 @@ def resolve(name: str, variable: str) -> str:
     def ask() -> None:
         try:
             found.put(socket.gethostbyname(name))
-        except (OSError, UnicodeError) as error:  # a name with an empty part cannot even be asked for
+        except (
+            OSError,
+            UnicodeError,
+        ) as error:  # a name with an empty part cannot even be asked for
             found.put(error)
 
     threading.Thread(target=ask, name="resolve", daemon=True).start()
@@ -116,7 +124,9 @@ def mtu(interface: str) -> int | None:
 
 
 def rdma_devices(address: str, sys: Path = _SYS) -> tuple[RdmaDevice, ...]:
-    """RDMA ports that are up, those of RoCE with the GID of `address` (its index differs from node to node)."""
+    """RDMA ports that are up, those of RoCE with the GID of `address` (its index differs from
+    node to node).
+    """
     found: list[RdmaDevice] = []
     for port in sorted(sys.glob("class/infiniband/*/ports/*")):
         state, link = _read(port / "state"), _read(port / "link_layer")
@@ -124,7 +134,9 @@ def rdma_devices(address: str, sys: Path = _SYS) -> tuple[RdmaDevice, ...]:
             continue
         interface = _read(port / "gid_attrs/ndevs/0")
         found.append(
-            RdmaDevice(port.parent.parent.name, int(port.name), link, interface, _gid_index(port, address))
+            RdmaDevice(
+                port.parent.parent.name, int(port.name), link, interface, _gid_index(port, address)
+            )
         )
     return tuple(found)
 
@@ -135,7 +147,9 @@ def _gid_index(port: Path, address: str) -> int | None:
         wanted = socket.inet_aton(address).hex()
         for entry in sorted((port / "gids").iterdir(), key=lambda path: int(path.name)):
             gid = re.sub(r"[^0-9a-f]", "", _read(entry))
-            if gid.endswith("ffff" + wanted) and "v2" in _read(port / "gid_attrs/types" / entry.name):
+            if gid.endswith("ffff" + wanted) and "v2" in _read(
+                port / "gid_attrs/types" / entry.name
+            ):
                 return int(entry.name)
     return None
 
@@ -148,13 +162,16 @@ def _read(path: Path) -> str:
 
 
 def find_interface(asked: str | None, address: str) -> str:
-    """The interface of the cluster's traffic: the one that was asked for, else that of `address`. Raises CLUSTER for none."""
+    """The interface of the cluster's traffic: the one that was asked for, else that of
+    `address`. Raises CLUSTER for none.
+    """
     if asked:
         here = [name for _, name in socket.if_nameindex()]
         if asked not in here:
             what = f"this node has no network interface {asked}"
             action = (
-                "correct NIBBLE_CLUSTER_INTERFACE, or unset it: the one that has this node's address is taken"
+                "correct NIBBLE_CLUSTER_INTERFACE, or unset it: the one that has this node's"
+                " address is taken"
             )
             raise NibbleError(ExitCode.CLUSTER, what, "one of " + ", ".join(here), action)
         return asked
@@ -165,15 +182,22 @@ def find_interface(asked: str | None, address: str) -> str:
             ExitCode.CLUSTER,
             what,
             "this node's own address",
-            "set WORKER_IP (HEAD_IP on the head) to an address of this machine, or NIBBLE_CLUSTER_INTERFACE",
+            "set WORKER_IP (HEAD_IP on the head) to an address of this machine, or"
+            " NIBBLE_CLUSTER_INTERFACE",
         )
     return found
 
 
-def network_environ(address: str, interface: str, devices: tuple[RdmaDevice, ...]) -> Mapping[str, str]:
-    """What vLLM, Gloo and NCCL need to meet over `interface`. Fixed names are wrong on the next machine (peers.md 2.4)."""
+def network_environ(
+    address: str, interface: str, devices: tuple[RdmaDevice, ...]
+) -> Mapping[str, str]:
+    """What vLLM, Gloo and NCCL need to meet over `interface`. Fixed names are wrong on the next
+    machine (peers.md 2.4).
+    """
     found = {"VLLM_HOST_IP": address}
-    found |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+    found |= dict.fromkeys(
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface
+    )
     if here := [device for device in devices if device.gid_index is not None]:
         found["NCCL_IB_HCA"] = ",".join(f"{device.name}:{device.port}" for device in here)
         if len(indexes := {device.gid_index for device in here}) == 1:

@@ -1,4 +1,6 @@
-"""What every node's agent answers, whatever the node is for: facts, reachability, its part of an all-reduce."""
+"""What every node's agent answers, whatever the node is for: facts, reachability, its part of an
+all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.build_id import part_files
+from nibble.canary.verification import read_reports
 from nibble.cluster.agent import Handler
 from nibble.cluster.allreduce import TIMEOUT_S
 from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
 from nibble.cluster.rank_settings import checkpoint_folders, rank_facts
-from nibble.paths import cache_dir
-from nibble.proof import read_reports
-from nibble.settings import Settings
+from nibble.engine.installed import part_files
+from nibble.machine.paths import cache_dir
+from nibble.settings.options import Settings
 
 if TYPE_CHECKING:
-    from nibble.plan import Plan
+    from nibble.plan.plan import Plan
 
 REACH_S = 3.0
 _AGAIN_S = 0.1
@@ -36,10 +38,11 @@ _AGAIN_S = 0.1
 
 @dataclass(frozen=True)
 class Place:
-    """This node in the network. A network that was away may come back as another interface, so that is looked for each time.
+    """This node in the network. A network that was away may come back as another interface, so that
+    is looked for each time.
 
-    `asked_interface` is the user's (None: the one that has `address`), `given` the user's environment, `cache` nibble's cache
-    folder here.
+    `asked_interface` is the user's (None: the one that has `address`), `given` the user's
+    environment, `cache` nibble's cache folder here.
     """
 
     address: str
@@ -63,10 +66,14 @@ class Place:
 
 
 def find_place(settings: Settings, environ: Mapping[str, str], head: str | None) -> Place:
-    """`head` is its address, None on the head itself. Raises CLUSTER where this node has no usable address."""
+    """`head` is its address, None on the head itself. Raises CLUSTER where this node has no
+    usable address.
+    """
     address = node_address(settings, head)
     find_interface(settings.cluster_interface, address)
-    return Place(address, settings.cluster_interface, environ, settings.cache_dir or cache_dir(environ))
+    return Place(
+        address, settings.cluster_interface, environ, settings.cache_dir or cache_dir(environ)
+    )
 
 
 def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
@@ -76,7 +83,9 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
         own = rank_facts(plan, plan.vllm_environ(place.environ)) if plan else {}
         models = {one: model_state(one) for one in body.get("models") or ()}
         if asked := body.get("hub"):
-            models[str(asked["model"])] = hub_state(str(asked["model"]), asked["revision"], place.given)
+            models[str(asked["model"])] = hub_state(
+                str(asked["model"]), asked["revision"], place.given
+            )
         return place.facts() | own | {"models": models}
 
     def checkpoints(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +100,9 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
         return {"entries": dict(part_files(str(body["part"])))}
 
     def reach(body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"unreachable": unreachable([(str(host), int(port)) for host, port in body["targets"]])}
+        return {
+            "unreachable": unreachable([(str(host), int(port)) for host, port in body["targets"]])
+        }
 
     rank_here = OneAtATime()
 
@@ -124,18 +135,24 @@ def proof_handlers(folder: Path) -> dict[str, Handler]:
     """The path of a node whose workers' reports are judged by the server on another one."""
 
     def proof(body: Mapping[str, Any]) -> dict[str, Any]:
-        alive = {pid: rank for pid, rank in ranks_by_pid(folder).items() if Path(f"/proc/{pid}").exists()}
+        alive = {
+            pid: rank for pid, rank in ranks_by_pid(folder).items() if Path(f"/proc/{pid}").exists()
+        }
         return {"reports": read_reports(folder, of_the_living=True), "ranks": alive}
 
     return {"/proof": proof}
 
 
 def ranks_by_pid(folder: Path) -> dict[int, int]:
-    """Which rank of the model each worker had that wrote a report into `folder`, whether it still runs or not."""
+    """Which rank of the model each worker had that wrote a report into `folder`, whether it
+    still runs or not.
+    """
     found: dict[int, int] = {}
     for file in folder.glob("worker-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found[int(file.stem.removeprefix("worker-"))] = int(json.loads(file.read_text())["rank"])
+            found[int(file.stem.removeprefix("worker-"))] = int(
+                json.loads(file.read_text())["rank"]
+            )
     return found
 
 
@@ -154,7 +171,9 @@ def listen_on(address: str, ports: list[int]) -> tuple[list[socket.socket], list
 
 
 def unreachable(targets: list[tuple[str, int]]) -> list[str]:
-    """Those of `targets` that take no TCP connection, with why. One that is refused is tried again: Ray's agents start late."""
+    """Those of `targets` that take no TCP connection, with why. One that is refused is tried
+    again: Ray's agents start late.
+    """
     found = []
     deadline = time.monotonic() + REACH_S
     for host, port in targets:
@@ -176,8 +195,8 @@ def _knock(host: str, port: int) -> OSError | None:
 
 
 class OneAtATime:
-    """A process of which there is only the last one: whoever asked for the one before has gone, and it would meet the new
-    one's partners.
+    """A process of which there is only the last one: whoever asked for the one before has gone, and
+    it would meet the new one's partners.
     """
 
     def __init__(self) -> None:
@@ -189,12 +208,16 @@ class OneAtATime:
             if self._child is not None:
                 self._child.kill()
             out = subprocess.PIPE
-            self._child = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=out, text=True)
+            self._child = subprocess.Popen(
+                command, env=dict(environ), stdout=out, stderr=out, text=True
+            )
             return self._child
 
 
 def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str, Any]:
-    """This node's rank, in a process of its own; {"error": …} where it failed. `words` are those of nibble.cluster.allreduce."""
+    """This node's rank, in a process of its own; {"error": …} where it failed. `words` are those
+    of nibble.cluster.allreduce.
+    """
     command = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", *words]
     child = here.start(command, place.environ)
     try:

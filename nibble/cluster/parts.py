@@ -1,4 +1,6 @@
-"""The worker processes of vLLM's on a Ray node: Ray starts them, so only the node itself sees one end."""
+"""The worker processes of vLLM's on a Ray node: Ray starts them, so only the node itself sees
+one end.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ from pathlib import Path
 
 from nibble.cluster.member import PART_TITLES, End, Member
 from nibble.cluster.node import ranks_by_pid
-from nibble.failures import part_ended
-from nibble.governor import Governor
-from nibble.processes import family, first_end
+from nibble.machine.processes import family, first_end
+from nibble.serve.failures import part_ended
+from nibble.serve.watchdog import Governor
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Tells the head which one ended, and its rank; the server knows whether it is one of its own."""
+    """Tells the head which one ended, and its rank; the server knows whether it is one of its
+    own.
+    """
 
     member: Member
     proof: Path
@@ -33,7 +37,9 @@ class Parts:
                 return
             at, ranks = time.monotonic(), ranks_by_pid(self.proof)
             name = (
-                f"rank {ranks[int(pid)]} of the model" if int(pid) in ranks else "a worker process of vLLM's"
+                f"rank {ranks[int(pid)]} of the model"
+                if int(pid) in ranks
+                else "a worker process of vLLM's"
             )
             why = part_ended(f"{name} (pid {pid})", "", governor.kernel_has_killed())
             self.member.tell_end(End(0, int(pid), why, at))

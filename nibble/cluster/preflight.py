@@ -1,4 +1,6 @@
-"""Before any weights load: do the nodes fit together, reach one another, and add up the same numbers fast enough?"""
+"""Before any weights load: do the nodes fit together, reach one another, and add up the same
+numbers fast enough?
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,15 @@ from nibble.cluster.caller import FACTS_TIMEOUT_S, Caller, ask_all
 from nibble.cluster.differences import settings_problems
 from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.facts import Problem, compare
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, GCS_PORT, MASTER_PORT, NODE_PORTS, RAY_PORTS
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan.cluster_ports import (
+    AGENT_PORT,
+    CHECK_PORT,
+    GCS_PORT,
+    MASTER_PORT,
+    NODE_PORTS,
+    RAY_PORTS,
+)
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
@@ -23,7 +32,9 @@ RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]  # stands for the range: the l
 
 @dataclass(frozen=True)
 class Report:
-    """What the preflight found. `reduce` is the slowest rank's all-reduce, None where it was not reached."""
+    """What the preflight found. `reduce` is the slowest rank's all-reduce, None where it was not
+    reached.
+    """
 
     nodes: Sequence[Mapping[str, Any]]
     problems: Sequence[Problem]
@@ -62,13 +73,14 @@ def preflight(
     server: Mapping[str, Any] | None = None,
     over: threading.Event | None = None,
 ) -> Report:
-    """Check `nodes`, the head's own first. Stops at the first group of checks that finds something, and, without a result, as
-    soon as `over` is set.
+    """Check `nodes`, the head's own first. Stops at the first group of checks that finds something,
+    and, without a result, as soon as `over` is set.
 
-    `models` are folders that every node must have; none where each downloads. `hub` is the "model" and "revision" that each must
-    have or be able to download (with Ray, whose workers look in one place, all but the first must have it). With `first_gives`
-    both are asked of the first alone. `ports` are vLLM's own on the head, without Ray.
-    `least_gb_per_s` None takes the default. `server` are the `rank_facts` of a server through Ray.
+    `models` are folders that every node must have; none where each downloads. `hub` is the "model"
+    and "revision" that each must have or be able to download (with Ray, whose workers look in one
+    place, all but the first must have it). With `first_gives` both are asked of the first alone.
+    `ports` are vLLM's own on the head, without Ray. `least_gb_per_s` None takes the default.
+    `server` are the `rank_facts` of a server through Ray.
     """
     over = over or threading.Event()
     asked = {"models": models, "hub": hub}
@@ -94,11 +106,17 @@ def _ask_facts(
     has_ray: bool,
     over: threading.Event,
 ) -> tuple[list[Problem], list[Mapping[str, Any]]]:
-    """The nodes with their facts of this moment; that they answer is the way from here to them. `asked` are the models."""
+    """The nodes with their facts of this moment; that they answer is the way from here to them.
+    `asked` are the models.
+    """
     problems: list[Problem] = []
     fresh: dict[str, Mapping[str, Any]] = {}
     timeout_s = HUB_TIMEOUT_S if asked["hub"] else FACTS_TIMEOUT_S
-    get = f"run `nibble pull {asked['hub']['model']}`" if asked["hub"] else "copy the model to the same path"
+    get = (
+        f"run `nibble pull {asked['hub']['model']}`"
+        if asked["hub"]
+        else "copy the model to the same path"
+    )
 
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
         body = {} if first_gives and node is not nodes[0] else asked
@@ -119,7 +137,9 @@ def _ask_facts(
 
 def _no_answer(node: Mapping[str, Any], error: AgentError) -> Problem:
     if error.status:
-        return Problem(node["name"], f"it cannot say what it is ({error})", "mend that, or see its log")
+        return Problem(
+            node["name"], f"it cannot say what it is ({error})", "mend that, or see its log"
+        )
     action = f"let the cluster's nodes reach each other's port {AGENT_PORT}"
     return Problem(node["name"], f"port {AGENT_PORT} cannot be reached ({error})", action)
 
@@ -131,15 +151,21 @@ def _reach(
     ports: Sequence[int],
     over: threading.Event,
 ) -> list[Problem]:
-    """Every node to every other's fixed ports, so both ways. Where nothing listens yet, the agents do meanwhile."""
+    """Every node to every other's fixed ports, so both ways. Where nothing listens yet, the
+    agents do meanwhile.
+    """
     opened = (
-        {node["address"]: (RAY_WORKER_PORT,) for node in nodes} if has_ray else {nodes[0]["address"]: ports}
+        {node["address"]: (RAY_WORKER_PORT,) for node in nodes}
+        if has_ray
+        else {nodes[0]["address"]: ports}
     )
     problems: list[Problem] = []
     try:
         for node, answer in _listen(caller, nodes, opened, over):
             if isinstance(answer, AgentError):
-                problems.append(Problem(node["name"], f"it cannot listen ({answer})", "see its log"))
+                problems.append(
+                    Problem(node["name"], f"it cannot listen ({answer})", "see its log")
+                )
             elif answer["taken"] and not has_ray:  # with Ray a worker process may have it
                 what = f"another program has port {', '.join(map(str, answer['taken']))} of vLLM's"
                 problems.append(Problem(node["name"], what, "end it"))
@@ -191,11 +217,15 @@ def _reach_all(
 
 
 def _reduce(
-    caller: Caller, nodes: Sequence[Mapping[str, Any]], least_gb_per_s: float | None, over: threading.Event
+    caller: Caller,
+    nodes: Sequence[Mapping[str, Any]],
+    least_gb_per_s: float | None,
+    over: threading.Event,
 ) -> tuple[Mapping[str, Any] | None, list[Problem]]:
     """One rank on each node; the slowest one counts.
 
-    The first problem is that of the node that failed first: the others wait for it until their time is over.
+    The first problem is that of the node that failed first: the others wait for it until their time
+    is over.
     """
     ranks = {node["address"]: rank for rank, node in enumerate(nodes)}
 
@@ -242,8 +272,15 @@ def judge(
     ]
     default = GPU_GB_PER_S if slowest["backend"] == "nccl" else CPU_GB_PER_S
     least = default if least_gb_per_s is None else least_gb_per_s
-    if len(answers) > 1 and slowest["gb_per_s"] < least:  # nothing travels where one node has all ranks
-        what = f"the all-reduce over {len(answers)} nodes ran at {slowest['gb_per_s']} GB/s, below {least}"
-        action = "use the fast network (NIBBLE_CLUSTER_INTERFACE), or lower NIBBLE_CLUSTER_MIN_GB_PER_S"
+    if (
+        len(answers) > 1 and slowest["gb_per_s"] < least
+    ):  # nothing travels where one node has all ranks
+        what = (
+            f"the all-reduce over {len(answers)} nodes ran at {slowest['gb_per_s']} GB/s, below"
+            f" {least}"
+        )
+        action = (
+            "use the fast network (NIBBLE_CLUSTER_INTERFACE), or lower NIBBLE_CLUSTER_MIN_GB_PER_S"
+        )
         problems.append(Problem(slowest["node"], what, action))
     return {**slowest, "least_gb_per_s": least, "nodes": len(answers)}, problems

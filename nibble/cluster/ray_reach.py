@@ -1,9 +1,11 @@
-"""Does Ray's head reach every node? `python -m nibble.cluster.ray_reach SECONDS ADDRESS…` has it place a trace on each.
+"""Does Ray's head reach every node? `python -m nibble.cluster.ray_reach SECONDS ADDRESS…` has it
+place a trace on each.
 
-A head that lost sight of a node may talk into the old connection for minutes after that node is back at the same address. What
-it asks there meanwhile is lost, and ray 2.60 counts it as given: the GPU stays taken in the head's books until something changes
-on the node, and vLLM waits for it for half an hour (ray-project/ray#63723, #65271). The trace takes no GPU, is asked for again
-until it is there, and the change on the node puts the books right.
+A head that lost sight of a node may talk into the old connection for minutes after that node is
+back at the same address. What it asks there meanwhile is lost, and ray 2.60 counts it as given: the
+GPU stays taken in the head's books until something changes on the node, and vLLM waits for it for
+half an hour (ray-project/ray#63723, #65271). The trace takes no GPU, is asked for again until it is
+there, and the change on the node puts the books right.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from nibble.processes import die_with_parent
+from nibble.machine.processes import die_with_parent
 
 REACH_S = 60.0
 TRACE = 0.001  # of the resource that every Ray node has under its address
 _LOOK_S = 0.2
 
 
-def unreached(addresses: Sequence[str], environ: Mapping[str, str], over: threading.Event) -> str | None:
-    """Why Ray's head does not reach all of `addresses`, or None; None too as soon as `over` is set."""
+def unreached(
+    addresses: Sequence[str], environ: Mapping[str, str], over: threading.Event
+) -> str | None:
+    """Why Ray's head does not reach all of `addresses`, or None; None too as soon as `over` is
+    set.
+    """
     command = [sys.executable, "-P", "-m", "nibble.cluster.ray_reach", str(REACH_S), *addresses]
     child = subprocess.Popen(
         command, env=dict(environ), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -41,7 +47,9 @@ def unreached(addresses: Sequence[str], environ: Mapping[str, str], over: thread
 
 
 def place(seconds: float, addresses: Sequence[str]) -> None:
-    """Ends the process with a line where a trace is not everywhere within `seconds`. The job's end takes them away."""
+    """Ends the process with a line where a trace is not everywhere within `seconds`. The job's
+    end takes them away.
+    """
     import ray
     from ray.util.placement_group import placement_group
 

@@ -9,20 +9,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BEAT_S = 1.0
-FORGET_S = 600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+FORGET_S = (
+    600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+)
 SETTLE_S = 0.5
 STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain
 SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
-LOST_S = 10.0  # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said so
+# without a beat for so long a node counts as lost; the issue allows 30 s until the server has said
+# so
+LOST_S = 10.0
 
 
 @dataclass
 class Node:
     """A node as its last beat told.
 
-    `session` is one life of its process, so that a node that was started anew is told from the one that was there.
-    `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's that hold parts of the model. `ended` are
-    those of them that ended by themselves, the last ones: "run", "pid", "why" and "at" (of the roster's clock).
+    `session` is one life of its process, so that a node that was started anew is told from the one
+    that was there. `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's
+    that hold parts of the model. `ended` are those of them that ended by themselves, the last ones:
+    "run", "pid", "why" and "at" (of the roster's clock).
     """
 
     address: str
@@ -47,8 +52,8 @@ class Refused(ValueError):
 
 
 class Roster:
-    """The head's list. `run` counts the server's starts: 0 while there is none. `expects` is how many nodes there have to be,
-    None where the head does not know.
+    """The head's list. `run` counts the server's starts: 0 while there is none. `expects` is how
+    many nodes there have to be, None where the head does not know.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class Roster:
         self.state = "waiting"
 
     def beat(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Note a node's sign of life; the reply it gets. Raises Refused for a rank that another living node has."""
+        """Note a node's sign of life; the reply it gets. Raises Refused for a rank that another
+        living node has.
+        """
         now = self._clock()
         facts = dict(message.get("facts") or {})
         node = Node(
@@ -148,7 +155,8 @@ class Roster:
         now = self._clock()
         with self._lock:
             return max(
-                (limit for asked, limit in self._servers.values() if now - asked < SERVER_S), default=0.0
+                (limit for asked, limit in self._servers.values() if now - asked < SERVER_S),
+                default=0.0,
             )
 
     @property
@@ -158,7 +166,9 @@ class Roster:
             return dict(self._left)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node seen within FORGET_S and not gone in good order, with the age of its last sign of life."""
+        """Every node seen within FORGET_S and not gone in good order, with the age of its last
+        sign of life.
+        """
         now = self._clock()
         with self._lock:
             self._nodes = {
@@ -183,7 +193,9 @@ def lost_node(
     now: list[dict[str, Any]],
     left: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Which node of `before` is gone, and how, in words; None while all are there. `left` is the roster's."""
+    """Which node of `before` is gone, and how, in words; None while all are there. `left` is the
+    roster's.
+    """
     current = {node["address"]: node for node in now}
     for node in before:
         found = current.get(node["address"])
@@ -201,16 +213,21 @@ def ended_process(
     nodes: Sequence[Mapping[str, Any]],
     matters: Callable[[Mapping[str, Any], Mapping[str, Any]], bool],
 ) -> str | None:
-    """Which process of vLLM's on `nodes` ended by itself first, in words: the ends of others may follow from it.
+    """Which process of vLLM's on `nodes` ended by itself first, in words: the ends of others may
+    follow from it.
 
-    None while all run, and until SETTLE_S after the first end that is known, so that each node had the time to tell. None
-    too until every other node that holds parts of the model has given a sign of life since: the end may follow from one
-    that is gone with all its processes, which counts as lost only later.
+    None while all run, and until SETTLE_S after the first end that is known, so that each node had
+    the time to tell. None too until every other node that holds parts of the model has given a sign
+    of life since: the end may follow from one that is gone with all its processes, which counts as
+    lost only later.
 
     `matters` says of a node and one of its `ended` whether it concerns this run.
     """
     ends = [
-        (end["ago_s"], node, end) for node in nodes for end in node.get("ended") or () if matters(node, end)
+        (end["ago_s"], node, end)
+        for node in nodes
+        for end in node.get("ended") or ()
+        if matters(node, end)
     ]
     ago_s, node, end = max(ends, key=lambda one: one[0], default=(0.0, {}, {}))
     silent = [one for one in nodes if one["busy"] and one is not node and one["age_s"] > ago_s]

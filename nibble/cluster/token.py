@@ -1,4 +1,6 @@
-"""The cluster's token: made once on the head, copied to every other node, asked for by Ray and by nibble's agents."""
+"""The cluster's token: made once on the head, copied to every other node, asked for by Ray and
+by nibble's agents.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from nibble.disk import secret_fix, secret_mode
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import cache_dir
-from nibble.redact import is_secret_name
-from nibble.settings import Settings
+from nibble.machine.disk import secret_fix, secret_mode
+from nibble.machine.paths import cache_dir
+from nibble.settings.options import Settings
+from nibble.settings.redact import is_secret_name
 
 TOKEN_FILE = "ray_auth_token"
-# Never in the environment of a node that others can give work to, nor copied from the server to other nodes.
+# Never in the environment of a node that others can give work to, nor copied from the server to
+# other nodes.
 SECRETS = frozenset(
     f"{name}{form}"
     for name in (
@@ -37,7 +40,8 @@ def token_path(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(token, where it is, in words): the given one, else the one in the head's file, made once (mode: `secret_mode`).
+    """(token, where it is, in words): the given one, else the one in the head's file, made once
+    (mode: `secret_mode`).
 
     Raises CONFIG where the file cannot be made or read.
     """
@@ -48,7 +52,9 @@ def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, st
 
 
 def head_token(path: Path) -> str:
-    """The token in `path`, made once (mode: `secret_mode`). Raises CONFIG where the file cannot be made or read."""
+    """The token in `path`, made once (mode: `secret_mode`). Raises CONFIG where the file cannot
+    be made or read.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -58,12 +64,16 @@ def head_token(path: Path) -> str:
                 file.write(secrets.token_hex(32) + "\n")
     except OSError as error:
         what = f"the Ray token file {path} cannot be made ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "a writable cache folder", "set NIBBLE_CACHE_DIR") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a writable cache folder", "set NIBBLE_CACHE_DIR"
+        ) from None
     return _stored_token(path)
 
 
 def members_token(settings: Settings, environ: Mapping[str, str], role: str) -> str:
-    """The given token, else one copied to the token file. Raises USAGE where there is none; `role` completes "… needs"."""
+    """The given token, else one copied to the token file. Raises USAGE where there is none;
+    `role` completes "… needs".
+    """
     if settings.ray_auth_token:
         return settings.ray_auth_token.get_secret_value()
     path = token_path(settings, environ)
@@ -71,7 +81,10 @@ def members_token(settings: Settings, environ: Mapping[str, str], role: str) -> 
         return _stored_token(path)
     what = f"{role} needs the cluster's token"
     raise NibbleError(
-        ExitCode.USAGE, what, "RAY_AUTH_TOKEN_FILE", f"copy the file that the head printed, here to {path}"
+        ExitCode.USAGE,
+        what,
+        "RAY_AUTH_TOKEN_FILE",
+        f"copy the file that the head printed, here to {path}",
     )
 
 
@@ -81,20 +94,31 @@ def _stored_token(path: Path) -> str:
     except OSError as error:
         what = f"the Ray token file {path} cannot be read ({error.strerror})"
         raise NibbleError(ExitCode.CONFIG, what, "", secret_fix(path)) from None
-    if not re.fullmatch(r"[\x21-\x7e]+", token):  # anything else cannot be sent, and the error would show it
+    if not re.fullmatch(
+        r"[\x21-\x7e]+", token
+    ):  # anything else cannot be sent, and the error would show it
         what = f"the Ray token file {path} is empty or holds no token"
-        raise NibbleError(ExitCode.CONFIG, what, "one word", "delete it and start again, or copy the head's")
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one word", "delete it and start again, or copy the head's"
+        )
     return token
 
 
 def withhold_from_ray(environ: Mapping[str, str]) -> None:
-    """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole environment but for the names
-    in this file (vllm 0.32 v1/executor/ray_env_utils.py:12, ray/ray_env.py). Other programs' secrets are known by their names.
+    """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole
+    environment but for the names in this file (vllm 0.32 v1/executor/ray_env_utils.py:12,
+    ray/ray_env.py). Other programs' secrets are known by their names.
     """
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
     folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
     path = folder / "ray_non_carry_over_env_vars.json"
-    ours = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", *SECRETS}
+    ours = {
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+        "NIBBLE_GATE_STATE",
+        "NIBBLE_GATE_INTERNAL",
+        *SECRETS,
+    }
     # vLLM's own have numbers of tokens among them.
     ours |= {name for name in environ if is_secret_name(name) and not name.startswith("VLLM_")}
     try:
@@ -106,5 +130,10 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
         partial.write_text(json.dumps(sorted(names | ours), indent=1))
         partial.rename(path)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        what = f"{path} cannot be read or written ({error}), and without it secrets would go to every node"
-        raise NibbleError(ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT") from None
+        what = (
+            f"{path} cannot be read or written ({error}), and without it secrets would go to every"
+            " node"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT"
+        ) from None

@@ -1,4 +1,6 @@
-"""Looks after the nodes of a server while its vLLM runs: which node is lost, and which process on it."""
+"""Looks after the nodes of a server while its vLLM runs: which node is lost, and which process
+on it.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,25 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.roster import BEAT_S, LOST_S
-from nibble.control import Answers, Turn
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.control import Answers, Turn
 
 if TYPE_CHECKING:
-    from nibble.cluster.session import Cluster
+    from nibble.cluster.coordinator import Cluster
 
 # vllm 0.32 v1/executor/ray_executor_v2.py:522
-_DEAD_WORKER = re.compile(r"RayWorkerProc rank=\[([\d, ]+)\] died unexpectedly, shutting down executor")
+_DEAD_WORKER = re.compile(
+    r"RayWorkerProc rank=\[([\d, ]+)\] died unexpectedly, shutting down executor"
+)
 
 
 class NodeLost(NibbleError):
     """A node that the model needs is gone, or a process on it."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(ExitCode.ENGINE_DIED, why, "", "see what that node says; it may rejoin at any time")
+        super().__init__(
+            ExitCode.ENGINE_DIED, why, "", "see what that node says; it may rejoin at any time"
+        )
 
 
 class Watch:
@@ -38,7 +44,9 @@ class Watch:
         return Turn(self._cluster.control, answers)
 
     def feed(self, line: str) -> None:
-        """Ray's executor says which rank's process ended. vLLM may then end, or wait without end (environment.md 3)."""
+        """Ray's executor says which rank's process ended. vLLM may then end, or wait without end
+        (environment.md 3).
+        """
         if self._dead is None and (match := _DEAD_WORKER.search(line)):
             self._dead = match[1], time.monotonic()
 
@@ -51,11 +59,15 @@ class Watch:
         self._cluster.stop.set()
 
     def died_here(self) -> None:
-        """A process of vLLM's ended on this machine: what ends on other nodes from now on is a consequence."""
+        """A process of vLLM's ended on this machine: what ends on other nodes from now on is a
+        consequence.
+        """
         self._cluster.died_here()
 
     def dead_worker(self) -> str | None:
-        """What Ray's executor said about a worker process of which its node says nothing, in words."""
+        """What Ray's executor said about a worker process of which its node says nothing, in
+        words.
+        """
         if self._dead is None:
             return None
         ranks = [int(rank) for rank in self._dead[0].split(",")]
@@ -66,10 +78,13 @@ class Watch:
         return f"a worker process of vLLM's ended by itself: {names}; all nodes still answer"
 
     def run(
-        self, fail: Callable[[NibbleError], None], drain: Callable[[str], None], over: threading.Event
+        self,
+        fail: Callable[[NibbleError], None],
+        drain: Callable[[str], None],
+        over: threading.Event,
     ) -> None:
-        """Until `over`: `fail` gets the error when a node is lost, or a worker process without its node; `drain` is called
-        when the head of a Ray cluster is about to stop.
+        """Until `over`: `fail` gets the error when a node is lost, or a worker process without its
+        node; `drain` is called when the head of a Ray cluster is about to stop.
 
         Once the server drains the head only hears that it still runs: a drain has its own limit.
         """

@@ -1,6 +1,8 @@
-"""Compute a reference: `python -m nibble.reference.compute REQUEST`, as JSON; a process that imports torch and nothing of vLLM.
+"""Compute a reference: `python -m nibble.reference.compute REQUEST`, as JSON; a process that
+imports torch and nothing of vLLM.
 
-Progress goes to stdout as one JSON object a line; the last one has `done`, or `problem` with the reason why there is none.
+Progress goes to stdout as one JSON object a line; the last one has `done`, or `problem` with the
+reason why there is none.
 """
 
 from __future__ import annotations
@@ -18,20 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibble.canary.asking import NO_THINKING
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.errors import NibbleError
 from nibble.reference.probe import Probe
-from nibble.reference.prompts import PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
+from nibble.reference.prompts import NO_THINKING, PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
 from nibble.reference.store import Request, write_reference
 from nibble.reference.streaming import StreamedModel
 from nibble.reference.weights import Unsupported, Weights
 
 NICE = 10
-LAYER_FILE_BYTES = 256 << 20  # of what goes into layers and their attention; the longer text is cut for it
+# Of what goes into layers and their attention; the longer text is cut for it
+LAYER_FILE_BYTES = 256 << 20
 TOP_SAMPLE = 16  # tokens of a fixed sample of the vocabulary, beside the likeliest one
-UNUSUAL = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError,
-           ValueError)  # fmt: skip
+UNUSUAL = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -78,21 +89,34 @@ def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str,
         model.on_unit = _layers_done(model, on_layer)
         probe = Probe(model, texts[-1].ids, norm_weights(weights))
         ends = _ends(checkpoint, model)
-        passes = [lambda one=one: answer(model, one.ids, request.answer_tokens, ends) for one in texts[:-1]]
+        passes = [
+            lambda one=one: answer(model, one.ids, request.answer_tokens, ends)
+            for one in texts[:-1]
+        ]
         *answers, _ = model.passes([*passes, probe.run])
     tokenizer = _tokenizer(checkpoint)
     cases = [
         {"prompt": text.prompt, "prompt_ids": list(text.ids), **found.to_json(tokenizer)}
         for text, found in zip(texts[:-1], answers, strict=True)
     ]
-    about = {"norms": probe.norms(), "layers": len(model.layers), "template_is_dated": _is_dated(tokenizer)}
+    about = {
+        "norms": probe.norms(),
+        "layers": len(model.layers),
+        "template_is_dated": _is_dated(tokenizer),
+    }
     write_reference(request, {**about, "cases": cases}, probe.tensors())
     tokens = sum(len(case["prompt_ids"]) + len(case["answer_ids"]) for case in cases)
-    return {"seconds": round(time.monotonic() - began, 1), "tokens": tokens, "layers": len(model.layers),
-            "peak_bytes": _peak_bytes()}  # fmt: skip
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "tokens": tokens,
+        "layers": len(model.layers),
+        "peak_bytes": _peak_bytes(),
+    }
 
 
-def _layers_done(model: StreamedModel, on_layer: Callable[[int, int], None]) -> Callable[[str], None]:
+def _layers_done(
+    model: StreamedModel, on_layer: Callable[[int, int], None]
+) -> Callable[[str], None]:
     names = {name: place for place, name in enumerate(model.layer_names)}
 
     def told(unit: str) -> None:
@@ -128,7 +152,8 @@ def make_texts(checkpoint: Checkpoint, request: Request) -> list[Text]:
         texts.append(Text(messages, tuple(ids)))
     plain = PLAIN_TEXT if tokenizer.chat_template else None
     texts += [
-        Text(one, tuple(tokenizer(one).input_ids)) for one in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])
+        Text(one, tuple(tokenizer(one).input_ids))
+        for one in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])
     ]
     window = checkpoint.text_config.get("sliding_window")
     wanted = probe_tokens(window if isinstance(window, int) else None, checkpoint.max_model_len)
@@ -142,12 +167,16 @@ def make_texts(checkpoint: Checkpoint, request: Request) -> list[Text]:
 
 
 def _ends(checkpoint: Checkpoint, model: StreamedModel) -> set[int]:
-    """Tokens after which the model's answer is over, as vLLM reads them from generation_config.json and config.json."""
+    """Tokens after which the model's answer is over, as vLLM reads them from
+    generation_config.json and config.json.
+    """
     found: set[int] = set()
     path = Path(str(checkpoint.path)) / "generation_config.json"
     given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     for value in (given, model.config.get_text_config().eos_token_id):
-        found |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+        found |= (
+            set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+        )
     return found
 
 
@@ -156,7 +185,9 @@ def _ends(checkpoint: Checkpoint, model: StreamedModel) -> set[int]:
 
 @dataclass(frozen=True)
 class Answered:
-    """Greedy answer of a prompt; log-probs of all tokens but the first, and of the likeliest one at each place."""
+    """Greedy answer of a prompt; log-probs of all tokens but the first, and of the likeliest one
+    at each place.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -166,11 +197,15 @@ class Answered:
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
         return {
-            "answer": tokenizer.decode(self.ids, skip_special_tokens=True), "answer_ids": list(self.ids),
-            "logprobs": [round(value, 4) for value in self.logprobs], "best_ids": list(self.best_ids),
+            "answer": tokenizer.decode(self.ids, skip_special_tokens=True),
+            "answer_ids": list(self.ids),
+            "logprobs": [round(value, 4) for value in self.logprobs],
+            "best_ids": list(self.best_ids),
             "best_logprobs": [round(value, 4) for value in self.best_logprobs],
-            "vocabulary_sample": {str(token): round(value, 3) for token, value in self.sample.items()},
-        }  # fmt: skip
+            "vocabulary_sample": {
+                str(token): round(value, 3) for token, value in self.sample.items()
+            },
+        }
 
 
 def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set[int]) -> Answered:
@@ -193,14 +228,23 @@ def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set
     sample = torch.randint(0, table.shape[-1], (TOP_SAMPLE,), generator=generator)
     last = table[len(prompt) - 1]
     return Answered(
-        tuple(found), tuple(own.tolist()), tuple(best.indices.tolist()), tuple(best.values.tolist()),
+        tuple(found),
+        tuple(own.tolist()),
+        tuple(best.indices.tolist()),
+        tuple(best.values.tolist()),
         {int(token): float(last[token]) for token in sample},
-    )  # fmt: skip
+    )
 
 
 def norm_weights(weights: Weights) -> dict[str, Tensor]:
-    """Weights of norms by their names in the checkpoint: a server that exchanged two of them may compute nearly the same."""
-    names = [name for name in weights.names if name.endswith("norm.weight") and len(weights.shape(name)) == 1]
+    """Weights of norms by their names in the checkpoint: a server that exchanged two of them may
+    compute nearly the same.
+    """
+    names = [
+        name
+        for name in weights.names
+        if name.endswith("norm.weight") and len(weights.shape(name)) == 1
+    ]
     return {f"norm:{name}": weights.load(name).float().cpu() for name in names}
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nibble.checkpoint import Checkpoint
-from nibble.hardware import Hardware
+from nibble.machine.hardware import Hardware
 from nibble.reference.prompts import ANSWER_TOKENS, PROBE_TOKENS, QUESTIONS
 
 AUTO_SECONDS = 60.0
 STARTUP_S = 12.0  # imports of torch and transformers, the module
-# Seconds for a weight on one core: 4.2e-9 and 2 / 64e9 were measured (a cloud machine's core, torch 2.13, 2026-11-23).
+# Seconds for a weight on one core: 4.2e-9 and 2 / 64e9 were measured (a cloud machine's core, torch
+# 2.13, 2026-11-23).
 DEQUANTIZE_S = 6e-9
 PRODUCT_S = 2 / 50e9  # a multiplication and an addition, for each token
-# A weight in float32, read for each token of an answer, by all cores together (16 of an H200 machine beside a load, 2026-11-23).
+# A weight in float32, read for each token of an answer, by all cores together (16 of an H200
+# machine beside a load, 2026-11-23).
 WEIGHT_READ_S = 4 / 20e9
 READ_S = 1.0 / (1 << 30)  # a byte of the checkpoint, from a disk of 1 GiB/s
 PROMPT_TOKENS = 40  # of a question with its template
@@ -24,7 +26,9 @@ MEMORY_SHARE = 0.5  # of what is available, at most
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds and memory of a reference with `answer_tokens`; `keeps`: weights stay in memory between those."""
+    """Seconds and memory of a reference with `answer_tokens`; `keeps`: weights stay in memory
+    between those.
+    """
 
     seconds: float
     peak_bytes: int
@@ -32,8 +36,12 @@ class Cost:
     keeps: bool
 
 
-def estimate(checkpoint: Checkpoint, hardware: Hardware, answer_tokens: int = ANSWER_TOKENS) -> Cost | None:
-    """None for a checkpoint whose weights are not known. Whether weights are kept follows from the memory that is available."""
+def estimate(
+    checkpoint: Checkpoint, hardware: Hardware, answer_tokens: int = ANSWER_TOKENS
+) -> Cost | None:
+    """None for a checkpoint whose weights are not known. Whether weights are kept follows from
+    the memory that is available.
+    """
     weights, layers = checkpoint.weights, checkpoint.num_layers
     if weights is None or not layers:
         return None
@@ -61,10 +69,22 @@ def affordable(checkpoint: Checkpoint, hardware: Hardware) -> tuple[Cost | None,
         return None, "the weights are not known"
     for cost in (whole, estimate(checkpoint, hardware, 1)):
         assert cost is not None
-        if cost.seconds <= AUTO_SECONDS and cost.peak_bytes <= hardware.memory_available_bytes * MEMORY_SHARE:
+        if (
+            cost.seconds <= AUTO_SECONDS
+            and cost.peak_bytes <= hardware.memory_available_bytes * MEMORY_SHARE
+        ):
             return cost, f"about {cost.seconds:.0f} s and {cost.peak_bytes / (1 << 30):.1f} GiB"
     least = estimate(checkpoint, hardware, 1)
     assert least is not None
     if least.seconds > AUTO_SECONDS:
-        return None, f"it would take about {least.seconds / 60:.0f} min, more than {AUTO_SECONDS:.0f} s"
-    return None, f"it would take {least.peak_bytes / (1 << 30):.1f} GiB, more than half of what is available"
+        return (
+            None,
+            f"it would take about {least.seconds / 60:.0f} min, more than {AUTO_SECONDS:.0f} s",
+        )
+    return (
+        None,
+        (
+            f"it would take {least.peak_bytes / (1 << 30):.1f} GiB, more than half of what is"
+            " available"
+        ),
+    )

@@ -1,7 +1,8 @@
 """What goes into the products of one decoder layer, kept in a pass and fed to the layer again.
 
-FP4 codes of inputs near a midpoint fall either way with the last bit of BF16, so that a layer's output tells little. With the
-reference's own inputs at each product both sides round the same codes, and what lies between two products is compared alone.
+FP4 codes of inputs near a midpoint fall either way with the last bit of BF16, so that a layer's
+output tells little. With the reference's own inputs at each product both sides round the same
+codes, and what lies between two products is compared alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MIXES_TOKENS = ("attn", "attention", "mixer", "mamba", "conv")  # in the name of
 
 @dataclass
 class Point:
-    """A tensor that modules get: `names` of all that get it, `value` [rows, width] in BF16, `noise`: its own rounding."""
+    """A tensor that modules get: `names` of all that get it, `value` [rows, width] in BF16,
+    `noise`: its own rounding.
+    """
 
     names: list[str]
     value: Tensor
@@ -31,7 +34,9 @@ class Point:
 class Inside:
     """The points of one layer. `is_here` says whether a call belongs to the pass."""
 
-    def __init__(self, layer: nn.Module, count: int, sampled: Tensor, is_here: Callable[[], bool]) -> None:
+    def __init__(
+        self, layer: nn.Module, count: int, sampled: Tensor, is_here: Callable[[], bool]
+    ) -> None:
         self._count, self._sampled, self._is_here = count, sampled, is_here
         self._points: list[Point] = []
         self._feeds = False
@@ -68,17 +73,23 @@ class Inside:
         x[rows] = right
 
     def finish(self) -> None:
-        """The pass has left the layer: of what follows the mixing of tokens, the sampled rows are enough."""
+        """The pass has left the layer: of what follows the mixing of tokens, the sampled rows
+        are enough.
+        """
         parts = [point.names[0].partition(".")[0] for point in self._points]
         for place, (part, point) in enumerate(zip(parts, self._points, strict=True)):
-            before_mixing = part in parts[place + 1 :] and any(word in part for word in MIXES_TOKENS)
+            before_mixing = part in parts[place + 1 :] and any(
+                word in part for word in MIXES_TOKENS
+            )
             point.value = point.value if before_mixing else point.value[self._sampled]
             point.live = None
         self._is_kept = True
 
     @contextmanager
     def fed(self) -> Iterator[None]:
-        """Within it, modules get what was kept in place of what reaches them, whose error becomes the point's noise."""
+        """Within it, modules get what was kept in place of what reaches them, whose error
+        becomes the point's noise.
+        """
         self._feeds = True
         try:
             yield
@@ -87,14 +98,20 @@ class Inside:
 
     def tensors(self) -> dict[str, Tensor]:
         """`NUMBER:NAME,NAME` to values, and `noise` [points]."""
-        found = {f"{number}:{','.join(one.names)}": one.value for number, one in enumerate(self._points)}
+        found = {
+            f"{number}:{','.join(one.names)}": one.value for number, one in enumerate(self._points)
+        }
         return {**found, "noise": torch.tensor([one.noise for one in self._points])}
 
 
 def is_point(name: str, module: nn.Module) -> bool:
-    """Products, and the direct parts of a layer that have parts themselves, such as a mixture of experts."""
+    """Products, and the direct parts of a layer that have parts themselves, such as a mixture of
+    experts.
+    """
     if not name or ".experts." in name:
         return False
     weight = getattr(module, "weight", None)
-    is_product = isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    is_product = (
+        isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    )
     return is_product or ("." not in name and any(True for _ in module.children()))

@@ -1,7 +1,9 @@
-"""Several forward passes of one module that meet at every layer, so that each layer's weights are read once for all of them.
+"""Several forward passes of one module that meet at every layer, so that each layer's weights are
+read once for all of them.
 
-Each pass is the module's own forward in a thread; one of them runs at a time. Passes of different lengths need no padding, and
-the module decides everything about masks, positions and kinds of layers itself.
+Each pass is the module's own forward in a thread; one of them runs at a time. Passes of different
+lengths need no padding, and the module decides everything about masks, positions and kinds of
+layers itself.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Any
 
 
 class Lockstep:
-    """`run` starts all passes; `arrive`, called in a pass, waits until the unit that it names is loaded and it is its turn."""
+    """`run` starts all passes; `arrive`, called in a pass, waits until the unit that it names is
+    loaded and it is its turn.
+    """
 
     def __init__(self, load: Callable[[str], None], free: Callable[[str], None]) -> None:
         self._load, self._free = load, free

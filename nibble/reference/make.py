@@ -14,8 +14,8 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.processes import die_with_parent
+from nibble.machine.paths import root
+from nibble.machine.processes import die_with_parent
 from nibble.reference.store import Request
 
 Say = Callable[[str], None]
@@ -34,7 +34,9 @@ class Ended(Exception):
 def run(
     request: Request, environ: Mapping[str, str], say: Say, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """What the process says at its end. Raises NoReference, Ended, and TimeoutError after `limit_s`."""
+    """What the process says at its end. Raises NoReference, Ended, and TimeoutError after
+    `limit_s`.
+    """
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise NoReference("torch and transformers are not installed beside nibble")
     child = subprocess.Popen(
@@ -109,10 +111,19 @@ def make_request(
     """Raises MODEL where the checkpoint is not on disk, USAGE for an unknown device or type."""
     for name, value, known in (("--device", device, DEVICES), ("--dtype", dtype, DTYPES)):
         if value not in known:
-            raise NibbleError(ExitCode.USAGE, f"{name} is {value!r}", " or ".join(known), f"correct {name}")
+            raise NibbleError(
+                ExitCode.USAGE, f"{name} is {value!r}", " or ".join(known), f"correct {name}"
+            )
     if checkpoint.path is None:
         what = f"{checkpoint.id} is not on this disk"
         raise NibbleError(ExitCode.MODEL, what, "", f"run `nibble pull {checkpoint.id}` first")
     return Request(
-        checkpoint.id, str(checkpoint.path), str(out), activations, dtype, device, answer_tokens, keeps
+        checkpoint.id,
+        str(checkpoint.path),
+        str(out),
+        activations,
+        dtype,
+        device,
+        answer_tokens,
+        keeps,
     )

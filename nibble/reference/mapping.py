@@ -1,4 +1,6 @@
-"""Which tensors of a checkpoint make which parameter of transformers' module, by transformers' own table of conversions."""
+"""Which tensors of a checkpoint make which parameter of transformers' module, by transformers'
+own table of conversions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Source:
-    """Where one parameter comes from: tensors of the checkpoint and, where there is one, the conversion that joins them."""
+    """Where one parameter comes from: tensors of the checkpoint and, where there is one, the
+    conversion that joins them.
+    """
 
     def __init__(self, target: str, converter: Any | None) -> None:
         self.target, self._converter = target, converter
@@ -57,16 +61,20 @@ class Source:
         found: Any = tensors
         for operation in converter.operations:
             found = operation.convert(
-                found, source_patterns=converter.source_patterns, target_patterns=converter.target_patterns,
-                full_layer_name=self.target, config=config,
-            )  # fmt: skip
+                found,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=self.target,
+                config=config,
+            )
         values = list(found.values())
         if len(values) > 1:  # one tensor that makes several parameters
             values = [value for key, value in found.items() if key in self.target]
         result = values[0][0] if isinstance(values[0], list) else values[0]
         known = [one for one in inputs if one is not None]
         if known and len(known) == len(inputs):
-            # gate and up of one expert read one input: kernels take the larger scale (proof/probes.py)
+            # gate and up of one expert read one input: kernels take the larger scale
+            # (proof/probes.py)
             setattr(result, INPUT, (known[0][0], max(scale for _, scale in known)))
         return result
 
@@ -109,7 +117,9 @@ def sources_of(model: Any, weights: Weights) -> dict[str, Source]:
 
 
 def missing(model: Any, sources: dict[str, Source]) -> list[str]:
-    """Parameters that nothing in the checkpoint makes; tied ones are found in what they are tied to."""
+    """Parameters that nothing in the checkpoint makes; tied ones are found in what they are tied
+    to.
+    """
     tied = getattr(model, "all_tied_weights_keys", {})
     return [
         name

@@ -1,4 +1,5 @@
-"""One pass of a reference over its longer text: what goes into each layer and its products, what each layer adds, and logits.
+"""One pass of a reference over its longer text: what goes into each layer and its products, what
+each layer adds, and logits.
 
 The worker feeds the same values to vLLM's layers (nibble_kernels.vllm_plugin.proof.definition).
 """
@@ -23,7 +24,9 @@ SAMPLED = 16  # tokens from the whole text, and as many from its last quarter
 class Probe:
     """`run` is the pass; `tensors` is what it kept."""
 
-    def __init__(self, model: StreamedModel, ids: tuple[int, ...], small: dict[str, Tensor]) -> None:
+    def __init__(
+        self, model: StreamedModel, ids: tuple[int, ...], small: dict[str, Tensor]
+    ) -> None:
         self.model, self.ids, self._small = model, ids, small
         self._inputs: list[Tensor] = []
         self._added: list[Tensor] = []
@@ -36,14 +39,18 @@ class Probe:
         late = torch.linspace(len(ids) * 3 // 4, len(ids) - 1, SAMPLED).long()
         self.tokens = torch.cat((early, late)).unique()
         self.places = torch.linspace(len(ids) // 2, len(ids) - 1, LOGIT_PLACES).long()
-        self._inside = [Inside(layer, len(ids), self.tokens, self._is_here) for layer in model.layers]
+        self._inside = [
+            Inside(layer, len(ids), self.tokens, self._is_here) for layer in model.layers
+        ]
         for layer, inside in zip(model.layers, self._inside, strict=True):
             layer.register_forward_hook(self._after(inside), with_kwargs=True)
 
     def run(self) -> None:
         self._here.is_probe = True
         ids = torch.tensor([self.ids], device=self.model.device)
-        self._logits = self.model.module(input_ids=ids, use_cache=False).logits[0, self.places].float().cpu()
+        self._logits = (
+            self.model.module(input_ids=ids, use_cache=False).logits[0, self.places].float().cpu()
+        )
 
     def _is_here(self) -> bool:
         """Other passes run the same modules in other threads."""
@@ -71,7 +78,9 @@ class Probe:
 
         return hook
 
-    def _rounding(self, layer: nn.Module, args: Any, kwargs: Any, before: Tensor, right: Tensor) -> float:
+    def _rounding(
+        self, layer: nn.Module, args: Any, kwargs: Any, before: Tensor, right: Tensor
+    ) -> float:
         """How far what the layer adds is from itself where products are rounded to BF16."""
         rounded = before.bfloat16().to(before.dtype)
         if "hidden_states" in kwargs:
@@ -88,7 +97,9 @@ class Probe:
         return [round(value, 4) for value in self._norms]
 
     def tensors(self) -> dict[str, Tensor]:
-        """`inputs` [layers + 1, tokens, hidden size]; `noise` [layers, 2]: of a layer as it is, and with fed products."""
+        """`inputs` [layers + 1, tokens, hidden size]; `noise` [layers, 2]: of a layer as it is,
+        and with fed products.
+        """
         if not self._fits or self._logits is None:
             return {}
         inside = {

@@ -1,4 +1,6 @@
-"""Computed references on disk: in nibble's cache, one for each state of a checkpoint's files and kind of activations."""
+"""Computed references on disk: in nibble's cache, one for each state of a checkpoint's files and
+kind of activations.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,24 @@ FORMAT = 2  # of the files; others are not read
 FOLDER = "references"
 LAYERS = ".layers.safetensors"
 # Beside the weights: what decides about tokens and about the module.
-DECIDING = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-            "tokenizer.model", "chat_template.jinja", "chat_template.json", "special_tokens_map.json")  # fmt: skip
+DECIDING = (
+    "config.json",
+    "hf_quant_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the computing process is asked for. `activations`: fp4 or bf16; `keeps`: weights stay in memory once read."""
+    """What the computing process is asked for. `activations`: fp4 or bf16; `keeps`: weights stay
+    in memory once read.
+    """
 
     model: str
     path: str
@@ -49,7 +62,9 @@ def reference_path(cache: Path, checkpoint: Checkpoint, activations: str) -> Pat
 
 
 def identity(checkpoint: Checkpoint) -> str:
-    """A digest of the headers, of each weight file's size and time, of the small files, and of what computes."""
+    """A digest of the headers, of each weight file's size and time, of the small files, and of
+    what computes.
+    """
     assert checkpoint.path is not None
     digest = hashlib.sha256()
     for name, info in sorted(checkpoint.tensors.items()):
@@ -82,8 +97,12 @@ def write_reference(request: Request, found: Mapping[str, Any], tensors: Mapping
 
         save_file(dict(tensors), scratch)
         scratch.replace(layers)
-    head = {"format": FORMAT, "computed": f"nibble reference, {versions()}, {request.dtype}", "activations": request.activations,
-            "layer_file": layers.name if tensors else None}  # fmt: skip
+    head = {
+        "format": FORMAT,
+        "computed": f"nibble reference, {versions()}, {request.dtype}",
+        "activations": request.activations,
+        "layer_file": layers.name if tensors else None,
+    }
     scratch.write_text(json.dumps({**head, **found}, ensure_ascii=False))
     scratch.replace(out)
 
@@ -102,3 +121,11 @@ def read_reference(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+
+
+def layer_files(references: Mapping[str, Path]) -> dict[str, str]:
+    """Activations -> tensors for the workers' comparison."""
+    found = {
+        kind: layer_file(place, read_reference(place) or {}) for kind, place in references.items()
+    }
+    return {kind: str(file.absolute()) for kind, file in found.items() if file is not None}

@@ -1,7 +1,9 @@
-"""transformers' module of a checkpoint's architecture without weights in memory: each layer's come when it is entered.
+"""transformers' module of a checkpoint's architecture without weights in memory: each layer's come
+when it is entered.
 
-The module is made on the `meta` device. Decoder layers are units of Lockstep: loaded when the first pass enters one, freed after
-the last has left it. Stacked experts are read when they are chosen, embeddings by the rows in use, the output head in parts.
+The module is made on the `meta` device. Decoder layers are units of Lockstep: loaded when the first
+pass enters one, freed after the last has left it. Stacked experts are read when they are chosen,
+embeddings by the rows in use, the output head in parts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ HEAD_ROWS = 16384
 
 
 class RoundedInputs(TorchFunctionMode):
-    """Within it, what is multiplied with a weight that says how is rounded as kernels for quantized activations round it."""
+    """Within it, what is multiplied with a weight that says how is rounded as kernels for
+    quantized activations round it.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func is torch.nn.functional.linear and len(args) > 1
@@ -34,7 +38,9 @@ class RoundedInputs(TorchFunctionMode):
 
 
 class InBf16(TorchFunctionMode):
-    """Within it, products take and give BF16, as a server's do, and those of FP8 weights are rounded where they were not."""
+    """Within it, products take and give BF16, as a server's do, and those of FP8 weights are
+    rounded where they were not.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.linear:
@@ -51,7 +57,12 @@ class LazyExperts:
     """Stands where a stacked parameter was: an index reads that expert, once for a layer."""
 
     def __init__(
-        self, source: Source, weights: Weights, config: Any, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        source: Source,
+        weights: Weights,
+        config: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> None:
         self._source, self._weights, self._config, self.shape = source, weights, config, shape
         self.dtype = dtype
@@ -73,13 +84,20 @@ class LazyExperts:
 
 
 class StreamedModel:
-    """`passes` runs functions of the module in lockstep; within them `module` computes as if it were loaded.
+    """`passes` runs functions of the module in lockstep; within them `module` computes as if it
+    were loaded.
 
-    `keeps`: units stay in memory once they were read. Raises Unsupported for what transformers has no module of.
+    `keeps`: units stay in memory once they were read. Raises Unsupported for what transformers has
+    no module of.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device, keeps: bool
+        self,
+        checkpoint: Checkpoint,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeps: bool,
     ) -> None:
         self.checkpoint, self.dtype, self.device, self.keeps = checkpoint, dtype, device, keeps
         self._weights = weights
@@ -102,7 +120,9 @@ class StreamedModel:
         self._prepare()
 
     def passes(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Results of the functions, each called in a thread, without gradients and with rounded inputs."""
+        """Results of the functions, each called in a thread, without gradients and with rounded
+        inputs.
+        """
 
         def ready(function: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
@@ -149,7 +169,9 @@ class StreamedModel:
                 if value.ndim != 3 or source is None or "experts" not in names[module]:
                     continue
                 del module._parameters[leaf]
-                lazy = LazyExperts(source, self._weights, self.config, tuple(value.shape), self.dtype)
+                lazy = LazyExperts(
+                    source, self._weights, self.config, tuple(value.shape), self.dtype
+                )
                 object.__setattr__(module, leaf, lazy)
                 found.append(lazy)
         return found
@@ -199,7 +221,10 @@ class StreamedModel:
         is_layer = unit in self._experts
         for name, owner in module.named_modules() if is_layer else [("", module)]:
             prefix = f"{unit}.{name}" if name else unit
-            for leaf, value in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            for leaf, value in [
+                *owner.named_parameters(recurse=False),
+                *owner.named_buffers(recurse=False),
+            ]:
                 source = self._sources.get(f"{prefix}.{leaf}")
                 if source is None:
                     continue
@@ -260,7 +285,9 @@ def decoder_layers(module: Any) -> list[nn.Module]:
     """The layers of the text model, first to last."""
     count = module.config.get_text_config().num_hidden_layers
     decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
-    lists = [one for one in decoder.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
+    lists = [
+        one for one in decoder.modules() if isinstance(one, nn.ModuleList) and len(one) == count
+    ]
     if not lists:
         raise Unsupported(f"{type(module).__name__} has no list of its {count} layers")
     return list(lists[0])
@@ -268,15 +295,21 @@ def decoder_layers(module: Any) -> list[nn.Module]:
 
 def _is_tower(name: str) -> bool:
     """Parameters for images and sound, which a text never meets."""
-    return any(part in name for part in ("visual", "vision", "audio", "multi_modal", "image", "mtp"))
+    return any(
+        part in name for part in ("visual", "vision", "audio", "multi_modal", "image", "mtp")
+    )
 
 
 def _fill_buffers(module: Any, device: torch.device) -> None:
-    """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers makes them after a load."""
+    """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers
+    makes them after a load.
+    """
     from transformers import PreTrainedModel
 
     models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
-    nearest = {owner: model for model in models for owner in model.modules()}  # inner models come later
+    nearest = {
+        owner: model for model in models for owner in model.modules()
+    }  # inner models come later
     for owner in module.modules():
         buffers = dict(owner.named_buffers(recurse=False))
         if not buffers:

@@ -1,6 +1,8 @@
-"""A checkpoint's tensors as numbers: NVFP4 and FP8 weights dequantized, read one tensor, row range or expert at a time.
+"""A checkpoint's tensors as numbers: NVFP4 and FP8 weights dequantized, read one tensor, row range
+or expert at a time.
 
-Runs in the child process that computes a reference, which is the one place of nibble that imports torch.
+Runs in the child process that computes a reference, which is the one place of nibble that imports
+torch.
 """
 
 from __future__ import annotations
@@ -18,15 +20,35 @@ from nibble.checkpoint.nvfp4 import Nvfp4Weight
 from nibble.checkpoint.scale_values import TensorFiles
 
 DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "F16": torch.float16,
-    "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
-SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".weight_scale_inv", ".weight_global_scale", ".input_global_scale",
-          ".k_scale", ".v_scale", ".output_scale", ".weight_shape", ".weight_zero_point")  # fmt: skip
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+SCALES = (
+    ".weight_scale",
+    ".weight_scale_2",
+    ".input_scale",
+    ".weight_scale_inv",
+    ".weight_global_scale",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+    ".output_scale",
+    ".weight_shape",
+    ".weight_zero_point",
+)
 STACKED_SCALES = ("_weight_scale", "_weight_scale_2", "_input_scale")
-# Attribute of a weight: how what it is multiplied with is rounded. A server may leave the inputs of FP8 weights in BF16, or round
-# those to FP8 for which the checkpoint has no scale (`by token`): that difference is part of a layer's noise.
+# Attribute of a weight: how what it is multiplied with is rounded. A server may leave the inputs of
+# FP8 weights in BF16, or round those to FP8 for which the checkpoint has no scale (`by token`):
+# that difference is part of a layer's noise.
 INPUT, BY_TOKEN = "nibble_input", "fp8 by token"
 FP8_BLOCK = 128  # rows and columns with one scale, where their number does not say otherwise
 
@@ -36,7 +58,8 @@ class Unsupported(Exception):
 
 
 class Weights:
-    """Tensors of a checkpoint on disk by the name that they have without quantization. A context manager.
+    """Tensors of a checkpoint on disk by the name that they have without quantization. A context
+    manager.
 
     `rounds_inputs`: weights carry the scale that their inputs are rounded with (fp4 activations).
     """
@@ -102,7 +125,10 @@ class Weights:
         else:
             end = info.shape[0] if stop is None else min(stop, info.shape[0])
             row = info.nbytes // max(1, info.shape[0])
-            data, shape = self._files.read(info, start * row, end * row), (end - start, *info.shape[1:])
+            data, shape = (
+                self._files.read(info, start * row, end * row),
+                (end - start, *info.shape[1:]),
+            )
         if not data:
             return torch.empty(shape, dtype=DTYPES[info.dtype])
         return torch.frombuffer(bytearray(data), dtype=DTYPES[info.dtype]).reshape(shape)
@@ -120,7 +146,9 @@ class Weights:
         end = weight.experts if stop is None else stop
         found = []
         for expert in range(start, end):
-            codes = self._read(weight.weight, expert, expert + 1)[0].view(torch.uint8).T.contiguous()
+            codes = (
+                self._read(weight.weight, expert, expert + 1)[0].view(torch.uint8).T.contiguous()
+            )
             scales = self._read(weight.scale, expert, expert + 1)[0].T.contiguous()
             scale = self._multiplier(weight, weight.global_scale).flatten()
             found.append(dequantize(Packed(codes, scales, scale[min(expert, len(scale) - 1)])).T)
@@ -139,13 +167,22 @@ class Weights:
 
     def _load_fp8(self, name: str, value: Tensor, start: int) -> Tensor:
         module = name.removesuffix(".weight")
-        info = self._tensors.get(f"{module}.weight_scale") or self._tensors.get(f"{module}.weight_scale_inv")
+        info = self._tensors.get(f"{module}.weight_scale") or self._tensors.get(
+            f"{module}.weight_scale_inv"
+        )
         if info is None:
             raise Unsupported(f"{name} is {value.dtype} without a scale")
         scale, rows = self._read(info).float(), value.shape[0]
         whole = self._tensors[name].shape
-        if len(info.shape) == 2 and len(whole) == 2 and info.shape != (whole[0], 1) and scale.numel() > 1:
-            high, wide = (block_size(size, count) for size, count in zip(whole, info.shape, strict=True))
+        if (
+            len(info.shape) == 2
+            and len(whole) == 2
+            and info.shape != (whole[0], 1)
+            and scale.numel() > 1
+        ):
+            high, wide = (
+                block_size(size, count) for size, count in zip(whole, info.shape, strict=True)
+            )
             scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[
                 start : start + rows, : whole[1]
             ]
@@ -168,21 +205,30 @@ def block_size(size: int, blocks: int) -> int:
 def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
     """x as a kernel for quantized activations reads it, back in x's type.
 
-    A server hands BF16 to its layers; x is rounded to that first, so that both sides meet the same midpoints.
+    A server hands BF16 to its layers; x is rounded to that first, so that both sides meet the same
+    midpoints.
     """
     kind, scale = how
     if not x.numel():
         return x
     if kind in ("fp8", BY_TOKEN):
         limit, value = torch.finfo(torch.float8_e4m3fn).max, x.bfloat16().float()
-        by = value.abs().amax(-1, keepdim=True).clamp(min=1e-12) / limit if kind == BY_TOKEN else scale
+        by = (
+            value.abs().amax(-1, keepdim=True).clamp(min=1e-12) / limit
+            if kind == BY_TOKEN
+            else scale
+        )
         return ((value / by).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * by).to(x.dtype)
     from nibble_kernels.conversions import e2m1_decode, e4m3_decode
     from nibble_kernels.nvfp4_quant import nvfp4_quant
 
     inverse = 1 / torch.tensor(scale, dtype=torch.float32, device=x.device)
-    packed, scales = nvfp4_quant(x.bfloat16().reshape(-1, x.shape[-1]).contiguous(), inverse, tiled=False)
-    values = e2m1_decode(packed).unflatten(-1, (-1, 16)) * (e4m3_decode(scales) / inverse)[..., None]
+    packed, scales = nvfp4_quant(
+        x.bfloat16().reshape(-1, x.shape[-1]).contiguous(), inverse, tiled=False
+    )
+    values = (
+        e2m1_decode(packed).unflatten(-1, (-1, 16)) * (e4m3_decode(scales) / inverse)[..., None]
+    )
     return values.flatten(-2).view(x.shape).to(x.dtype)
 
 
@@ -190,5 +236,7 @@ def float_bytes(tensors: Mapping[str, TensorInfo], itemsize: int) -> int:
     """Bytes of all weights once dequantized."""
     packed = {"U8": 2, "F4": 1}
     return sum(
-        one.elements * packed.get(one.dtype, 1) * itemsize for one in tensors.values() if one.elements > 1
+        one.elements * packed.get(one.dtype, 1) * itemsize
+        for one in tensors.values()
+        if one.elements > 1
     )

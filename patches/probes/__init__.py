@@ -1,1 +1,3 @@
-"""The probes: one file a row of docs/patches.md (nibble.patching.probe says what a probe is)."""
+"""The probes: one file a row of docs/patches.md (nibble.engine.patching.probe says what a probe
+is).
+"""

@@ -1,7 +1,9 @@
-"""FLASHINFER attention is chosen only where FlashInfer's kernels can be had, prebuilt or compiled (vllm attention selection)."""
+"""FLASHINFER attention is chosen only where FlashInfer's kernels can be had, prebuilt or
+compiled (vllm attention selection).
+"""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(
@@ -9,10 +11,15 @@ ROW = Row(
     title="FLASHINFER attention is chosen for an FP8 KV cache on a machine that cannot compile it",
     how="fake CUDA",
     expect={"0.32.0": "defect"},
-    verdict="The attention selector never asks whether FlashInfer's kernels can be had. With an FP8 KV cache, which "
-    "ModelOpt's NVFP4 checkpoints ask for, SM 12.x takes FLASHINFER first, and the first plan() fails where nvcc or "
-    "ninja is missing.",
-    instead="FLASHINFER is refused with the reason where nothing can supply its kernels; TRITON_ATTN is taken.",
+    verdict=(
+        "The attention selector never asks whether FlashInfer's kernels can be had. With an FP8 KV"
+        " cache, which ModelOpt's NVFP4 checkpoints ask for, SM 12.x takes FLASHINFER first, and"
+        " the first plan() fails where nvcc or ninja is missing."
+    ),
+    instead=(
+        "FLASHINFER is refused with the reason where nothing can supply its kernels; TRITON_ATTN is"
+        " taken."
+    ),
     fix=Fix("patch", "vllm/flashinfer-jit-ready"),
     references=(
         "vllm 0.32 v1/attention/backends/flashinfer.py:571",

@@ -1,17 +1,28 @@
-"""FlashInfer is not chosen on SM 12.x with an nvcc older than 12.9, for which it has no target (vllm utils/flashinfer.py)."""
+"""FlashInfer is not chosen on SM 12.x with an nvcc older than 12.9, for which it has no target
+(vllm utils/flashinfer.py).
+"""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(
     id="N3",
-    title="nvcc older than 12.9 on SM 12.x: FlashInfer is chosen and has no architecture to compile for",
+    title=(
+        "nvcc older than 12.9 on SM 12.x: FlashInfer is chosen and has no architecture to"
+        " compile for"
+    ),
     how="fake CUDA",
     expect={"0.32.0": "defect"},
-    verdict='FlashInfer logs "SM 12.x requires CUDA >= 12.9" and goes on without a target; vLLM asks only whether there is an'
-    ' nvcc. Attention, linear and MoE kernels then fail with "FlashInfer requires GPUs with sm75 or higher".',
-    instead="The release of the nvcc that FlashInfer would run is read; below 12.9 FlashInfer is not used on SM 12.x.",
+    verdict=(
+        'FlashInfer logs "SM 12.x requires CUDA >= 12.9" and goes on without a target; vLLM asks'
+        " only whether there is an nvcc. Attention, linear and MoE kernels then fail with"
+        ' "FlashInfer requires GPUs with sm75 or higher".'
+    ),
+    instead=(
+        "The release of the nvcc that FlashInfer would run is read; below 12.9 FlashInfer is not"
+        " used on SM 12.x."
+    ),
     fix=Fix("patch", "vllm/flashinfer-jit-ready"),
     references=(
         "flashinfer 0.7.0.post1 compilation_context.py:74",

@@ -1,7 +1,9 @@
-"""The attention backend of a model with sinks is the same with and without the internet (vllm utils/flashinfer.py)."""
+"""The attention backend of a model with sinks is the same with and without the internet (vllm
+utils/flashinfer.py).
+"""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(
@@ -9,8 +11,11 @@ ROW = Row(
     title="Which attention kernel runs depends on whether NVIDIA's artifactory answers at start",
     how="fake CUDA",
     expect={"0.32.0": "defect"},
-    verdict="supports_trtllm_attention() sends an HTTP request before it allows XQA on SM90 and SM 12.x. XQA is compiled by "
-    "the JIT and needs no download: gpt-oss on SM 12.x runs FLASHINFER online and TRITON_ATTN offline.",
+    verdict=(
+        "supports_trtllm_attention() sends an HTTP request before it allows XQA on SM90 and SM"
+        " 12.x. XQA is compiled by the JIT and needs no download: gpt-oss on SM 12.x runs"
+        " FLASHINFER online and TRITON_ATTN offline."
+    ),
     instead="On SM90 and SM 12.x no request is sent; offline the choice is what it is online.",
     fix=Fix("patch", "vllm/flashinfer-xqa-offline"),
     references=(
@@ -26,7 +31,8 @@ def probe(tree: Tree) -> Finding:
     if not fake_cuda.has_flashinfer_package():
         return not_applicable("FlashInfer is not installed beside this vLLM")
     cases = [
-        selection.Case(fake_cuda.SM121, ["attention sinks"], {"online": online}) for online in (True, False)
+        selection.Case(fake_cuda.SM121, ["attention sinks"], {"online": online})
+        for online in (True, False)
     ]
     online, offline = (answer["attention sinks"] for answer in selection.ask(cases))
     detail = f"SM121, attention sinks: online {online}, offline {offline}"

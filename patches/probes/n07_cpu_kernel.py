@@ -1,11 +1,13 @@
-"""An NVFP4 linear layer must find a kernel on the CPU platform: the emulation is written to be always available."""
+"""An NVFP4 linear layer must find a kernel on the CPU platform: the emulation is written to be
+always available.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 LINEAR = "vllm.model_executor.kernels.linear"
@@ -14,11 +16,19 @@ ROW = Row(
     title="NVFP4 models cannot run on a CPU",
     how="the tree's init_nvfp4_linear_kernel on its CPU platform",
     expect={"0.32.0": "defect"},
-    verdict="The table of NVFP4 kernels has no row for the CPU, though EmulationNvFp4LinearKernel claims to be the last "
-    "resort anywhere.",
-    instead="nibble-kernels' vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a method for experts.",
+    verdict=(
+        "The table of NVFP4 kernels has no row for the CPU, though EmulationNvFp4LinearKernel"
+        " claims to be the last resort anywhere."
+    ),
+    instead=(
+        "nibble-kernels' vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a"
+        " method for experts."
+    ),
     fix=Fix("plugin", "nibble_kernels.vllm_plugin.kernels.register_cpu_kernel"),
-    references=("vllm 0.32 model_executor/kernels/linear/__init__.py:574", "vllm-project/vllm#45779"),
+    references=(
+        "vllm 0.32 model_executor/kernels/linear/__init__.py:574",
+        "vllm-project/vllm#45779",
+    ),
 )
 
 
@@ -35,7 +45,9 @@ def probe(tree: Tree) -> Finding:
 
 
 def remedy(tree: Tree) -> Finding:
-    """Ask the tree again once nibble's plugin has registered its kernel: for W4A4 and for weights alone."""
+    """Ask the tree again once nibble's plugin has registered its kernel: for W4A4 and for
+    weights alone.
+    """
     from probes.support import plugin
 
     plugin.become_cpu()

@@ -1,21 +1,37 @@
-"""Fused ModelOpt linears with different weight_scale_2 must keep each shard's values; vLLM takes the largest scale for all."""
+"""Fused ModelOpt linears with different weight_scale_2 must keep each shard's values; vLLM takes
+the largest scale for all.
+"""
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Fix, Row, not_applicable
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, not_applicable
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N8",
-    title="Fused NVFP4 linears of ModelOpt checkpoints: the largest global scale is applied to every shard",
-    how="numeric: a fused q/k/v layer of the tree, W4A4, read through its emulation with an identity",
+    title=(
+        "Fused NVFP4 linears of ModelOpt checkpoints: the largest global scale is applied to every"
+        " shard"
+    ),
+    how=(
+        "numeric: a fused q/k/v layer of the tree, W4A4, read through its emulation with an"
+        " identity"
+    ),
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="KNvfp4Static.process takes weight_scale_2.max() and leaves the block scales: a shard is multiplied by max/own "
-    "scale. It warns of reduced accuracy; the error is a gain of several times.",
-    instead="nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is an E4M3 value, and "
-    "multiplies the shard's outputs by it elsewhere.",
+    verdict=(
+        "KNvfp4Static.process takes weight_scale_2.max() and leaves the block scales: a shard is"
+        " multiplied by max/own scale. It warns of reduced accuracy; the error is a gain of several"
+        " times."
+    ),
+    instead=(
+        "nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is"
+        " an E4M3 value, and multiplies the shard's outputs by it elsewhere."
+    ),
     fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_layer"),
-    references=("vllm 0.32 model_executor/layers/quantization/modelopt.py:2062", "vllm-project/vllm#41769"),
+    references=(
+        "vllm 0.32 model_executor/layers/quantization/modelopt.py:2062",
+        "vllm-project/vllm#41769",
+    ),
 )
 
 

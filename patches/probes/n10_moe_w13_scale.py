@@ -1,4 +1,6 @@
-"""Gate and up of an expert with different global scales must keep their values; vLLM dequantizes both with gate's."""
+"""Gate and up of an expert with different global scales must keep their values; vLLM dequantizes
+both with gate's.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,17 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import plugin
-from probes.support.nvfp4 import SOUND_ERROR, Packed, dequantize, normal_weights, quantize, shard_errors
+from probes.support.nvfp4 import (
+    SOUND_ERROR,
+    Packed,
+    dequantize,
+    normal_weights,
+    quantize,
+    shard_errors,
+)
 from probes.support.syntax import Sources
 
 if TYPE_CHECKING:
@@ -25,12 +34,20 @@ COMPRESSED = (
 ROW = Row(
     id="N10",
     title="NVFP4 MoE: the up half of w13 is dequantized with gate's global scale",
-    how="numeric: experts of the tree's ModelOpt and compressed-tensors methods, converted for a kernel",
+    how=(
+        "numeric: experts of the tree's ModelOpt and compressed-tensors methods, converted for a"
+        " kernel"
+    ),
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="Both methods take column 0 of the two scales and only warn. Reported from real checkpoints: 69 % of pairs differ, "
-    "by up to ten times (#54974).",
-    instead="nibble-kernels' vLLM plugin folds the ratio into the block scales where each product is an E4M3 value; elsewhere it "
-    "keeps gate's scale and multiplies the expert's w2 scale by up/gate, or refuses an activation that is not linear in up.",
+    verdict=(
+        "Both methods take column 0 of the two scales and only warn. Reported from real"
+        " checkpoints: 69 % of pairs differ, by up to ten times (#54974)."
+    ),
+    instead=(
+        "nibble-kernels' vLLM plugin folds the ratio into the block scales where each product is an"
+        " E4M3 value; elsewhere it keeps gate's scale and multiplies the expert's w2 scale by"
+        " up/gate, or refuses an activation that is not linear in up."
+    ),
     fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_experts"),
     references=(
         "vllm 0.32 model_executor/layers/quantization/modelopt.py:1032",
@@ -42,7 +59,9 @@ GATE_UP = ((64, 0.02), (64, 0.05))  # rows and standard deviation; the other exp
 
 
 def probe(tree: Tree) -> Finding:
-    """Two experts, one with the larger gate and one with the larger up, through each method the tree has."""
+    """Two experts, one with the larger gate and one with the larger up, through each method the
+    tree has.
+    """
     return _finding(tree, merged=False)
 
 
@@ -52,9 +71,15 @@ def remedy(tree: Tree) -> Finding:
 
 
 def _finding(tree: Tree, merged: bool) -> Finding:
-    experts = [[quantize(weight) for weight in normal_weights(*sizes)] for sizes in (GATE_UP, GATE_UP[::-1])]
+    experts = [
+        [quantize(weight) for weight in normal_weights(*sizes)]
+        for sizes in (GATE_UP, GATE_UP[::-1])
+    ]
     errors: dict[str, float] = {}
-    for name, method, divisors in (("ModelOpt", MODELOPT, False), ("compressed-tensors", COMPRESSED, True)):
+    for name, method, divisors in (
+        ("ModelOpt", MODELOPT, False),
+        ("compressed-tensors", COMPRESSED, True),
+    ):
         sources = _sources(tree)
         if sources.has(method):
             errors[name] = max(_errors(sources, method, experts, divisors, merged))
@@ -68,7 +93,9 @@ def _finding(tree: Tree, merged: bool) -> Finding:
 
 def _sources(tree: Tree) -> Sources:
     """The tree up to the point where it would build a GPU kernel from the converted tensors."""
-    kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=lambda layer: None))
+    kernel = SimpleNamespace(
+        fused_experts=SimpleNamespace(process_weights_after_loading=lambda layer: None)
+    )
     return Sources(
         tree,
         {
@@ -83,25 +110,38 @@ def _sources(tree: Tree) -> Sources:
 def _errors(
     sources: Sources, method: str, experts: Sequence[Sequence[Packed]], divisors: bool, merged: bool
 ) -> list[float]:
-    """The error of each half of each expert's w13; up's together with the factor of what follows it, w2."""
+    """The error of each half of each expert's w13; up's together with the factor of what follows
+    it, w2.
+    """
     layer = _layer(experts, divisors)
     if merged:
         plugin.plugin_layers().merge_experts(
-            layer, "weight_global_scale" if divisors else "weight_scale_2", "input_global_scale" if divisors else "input_scale",
-            gated=True, linear_in_up=True, marlin=False, divisors=divisors,
-        )  # fmt: skip
+            layer,
+            "weight_global_scale" if divisors else "weight_scale_2",
+            "input_global_scale" if divisors else "input_scale",
+            gated=True,
+            linear_in_up=True,
+            marlin=False,
+            divisors=divisors,
+        )
     backends = sources.load(f"{ORACLE}.NvFp4MoeBackend")
     owner = SimpleNamespace(
-        moe=SimpleNamespace(is_act_and_mul=True), use_a16=False, per_token_activation=False, experts_cls=object,
+        moe=SimpleNamespace(is_act_and_mul=True),
+        use_a16=False,
+        per_token_activation=False,
+        experts_cls=object,
         nvfp4_backend=getattr(backends, "EMULATION", backends.VLLM_CUTLASS),
-        get_fused_moe_quant_config=lambda layer: None, _build_moe_kernel=lambda layer: None,
-    )  # fmt: skip
+        get_fused_moe_quant_config=lambda layer: None,
+        _build_moe_kernel=lambda layer: None,
+    )
     sources.load(method)(owner, layer)
     errors = []
     for expert, shards in enumerate(experts):
         codes, scales = layer.w13_weight[expert].data, layer.w13_weight_scale[expert].data
         weight = dequantize(codes, scales, layer.w13_weight_scale_2[expert].item())
-        weight[shards[0].codes.shape[0] :] *= layer.w2_weight_scale_2[expert].item()  # 1 in the checkpoint
+        weight[shards[0].codes.shape[0] :] *= layer.w2_weight_scale_2[
+            expert
+        ].item()  # 1 in the checkpoint
         errors += shard_errors(weight, shards)
     return errors
 
@@ -113,8 +153,11 @@ def _layer(experts: Sequence[Sequence[Packed]], divisors: bool) -> Any:
     def stacked(of: Any) -> torch.Tensor:
         return torch.stack([torch.cat([of(shard) for shard in shards]) for shards in experts])
 
-    weight, scale_2, suffix = ("weight_packed", "weight_global_scale", "input_global_scale") if divisors else (
-        "weight", "weight_scale_2", "input_scale")  # fmt: skip
+    weight, scale_2, suffix = (
+        ("weight_packed", "weight_global_scale", "input_global_scale")
+        if divisors
+        else ("weight", "weight_scale_2", "input_scale")
+    )
     scales = torch.tensor([[shard.scale_2 for shard in shards] for shards in experts])
     count = len(experts)
     tensors = {

@@ -1,9 +1,11 @@
-"""config.json may name unquantized modules under `exclude_modules` as well as `ignore`; modelopt.py reads the latter only."""
+"""config.json may name unquantized modules under `exclude_modules` as well as `ignore`;
+modelopt.py reads the latter only.
+"""
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 ROW = Row(
@@ -11,8 +13,10 @@ ROW = Row(
     title="The key exclude_modules of config.json is not read: nothing is excluded",
     how="numeric: the tree's own from_config and is_layer_excluded",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="Layers that the checkpoint keeps in BF16 are built for NVFP4: loading fails on their shapes, or on a scale that is "
-    "never loaded. vLLM 0.33.0 reads both keys.",
+    verdict=(
+        "Layers that the checkpoint keeps in BF16 are built for NVFP4: loading fails on their"
+        " shapes, or on a scale that is never loaded. vLLM 0.33.0 reads both keys."
+    ),
     instead="the change of 0.33.0",
     fix=Fix("patch", "vllm/modelopt-exclude-modules-key"),
     references=(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N20",
     title="fp_quant admits every capability from 10.0 on; QuTLASS has no code for SM12x",
     how="fat binary: QuTLASS's objects, beside fp_quant's own minimum",
     expect={"0.16.0": "defect", "0.32.0": "defect"},
-    verdict="In 0.32.0's wheel _qutlass_C is 100f only, for its CMake builds one family a module and takes SM100's where both "
-    "are asked for: no kernel image on 12.0 and 12.1. In 0.16.0 it was 100a and 120a: none on 12.1.",
+    verdict=(
+        "In 0.32.0's wheel _qutlass_C is 100f only, for its CMake builds one family a module and"
+        " takes SM100's where both are asked for: no kernel image on 12.0 and 12.1. In 0.16.0 it"
+        " was 100a and 120a: none on 12.1."
+    ),
     instead="refuses fp_quant on SM12x when planning",
     fix=Fix("rule", "rules/backends.toml sm12x-fp-quant"),
     references=(
@@ -38,23 +41,31 @@ def probe(tree: Tree) -> Finding:
         return not_applicable("fp_quant.py states no minimum capability")
     codes = {code for one in found.values() for code in one.codes}
     admitted = [
-        capability for capability in SM12X.values() if capability[0] * 10 + capability[1] >= int(least[1])
+        capability
+        for capability in SM12X.values()
+        if capability[0] * 10 + capability[1] >= int(least[1])
     ]
-    stuck = [capability for capability in admitted if not any(code.runs_on(capability) for code in codes)]
+    stuck = [
+        capability for capability in admitted if not any(code.runs_on(capability) for code in codes)
+    ]
     detail = f"fp_quant from {least[1]} on, QuTLASS for {', '.join(map(str, sorted(codes)))}"
     if stuck:
-        return defect(f"{detail}: nothing for {', '.join(f'{major}.{minor}' for major, minor in stuck)}")
+        return defect(
+            f"{detail}: nothing for {', '.join(f'{major}.{minor}' for major, minor in stuck)}"
+        )
     return sound(detail)
 
 
 def remedy(tree: Tree) -> Finding:
     """The rule that forbids it holds for both targets."""
-    from nibble.backend_rules import Situation, applying, load_rules
-    from nibble.paths import root
+    from nibble.machine.paths import root
+    from nibble.recipes.rules import Situation, applying, load_rules
 
     rules = load_rules(root())
     for target in SM12X:
         situation = Situation(target=target, model="any", quantization="fp_quant")
-        if not any("fp_quant" in rule.forbid.get("quantization", ()) for rule in applying(rules, situation)):
+        if not any(
+            "fp_quant" in rule.forbid.get("quantization", ()) for rule in applying(rules, situation)
+        ):
             return defect(f"no rule forbids fp_quant on {target}")
     return sound("fp_quant is refused on sm120 and gb10 when planning")

@@ -1,19 +1,31 @@
-"""FlashAttention 2 is PTX to every GPU from SM90 on: what the driver makes of it at the first start must be kept."""
+"""FlashAttention 2 is PTX to every GPU from SM90 on: what the driver makes of it at the first
+start must be kept.
+"""
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="N21",
-    title="FlashAttention 2 has sm_80 code and PTX only: compiled by the driver at each first start in a new container",
+    title=(
+        "FlashAttention 2 has sm_80 code and PTX only: compiled by the driver at each first start"
+        " in a new container"
+    ),
     how="fat binary: what each object of _vllm_fa2_C is built for",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="All objects are sm_80 machine code and compute_80 PTX, which SM90, SM100 and SM12x compile when first used. The "
-    "driver keeps the result in ~/.nv, which a container loses.",
-    instead="keeps the driver's cache in the cache volume (CUDA_CACHE_PATH) with room for it (CUDA_CACHE_MAXSIZE)",
-    fix=Fix("environment", "targets/*.toml CUDA_CACHE_MAXSIZE, docker/Dockerfile.* CUDA_CACHE_PATH"),
+    verdict=(
+        "All objects are sm_80 machine code and compute_80 PTX, which SM90, SM100 and SM12x compile"
+        " when first used. The driver keeps the result in ~/.nv, which a container loses."
+    ),
+    instead=(
+        "keeps the driver's cache in the cache volume (CUDA_CACHE_PATH) with room for it"
+        " (CUDA_CACHE_MAXSIZE)"
+    ),
+    fix=Fix(
+        "environment", "targets/*.toml CUDA_CACHE_MAXSIZE, docker/Dockerfile.* CUDA_CACHE_PATH"
+    ),
     references=(
         "vllm 0.32 vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
         "CUDA C++ Programming Guide: CUDA_CACHE_MAXSIZE",
@@ -26,8 +38,8 @@ ENOUGH_BYTES = 1 << 30
 
 def probe(tree: Tree) -> Finding:
     """Which GPUs load FlashAttention 2 as PTX only."""
-    from nibble.patching.fatbin import gpu_objects
-    from nibble.targets import load_target
+    from nibble.engine.fatbin import gpu_objects
+    from nibble.machine.targets import load_target
 
     if not tree.has(MODULE):
         return not_applicable("no FlashAttention 2 in this tree")
@@ -43,8 +55,8 @@ def probe(tree: Tree) -> Finding:
 
 def remedy(tree: Tree) -> Finding:
     """Every target gives the driver's cache room, and every image keeps it in the volume."""
-    from nibble.paths import root
-    from nibble.targets import load_target
+    from nibble.machine.paths import root
+    from nibble.machine.targets import load_target
 
     small = [
         name
@@ -61,5 +73,6 @@ def remedy(tree: Tree) -> Finding:
     if small or lost:
         return defect(f"no room or no place for the cache: {', '.join(small + lost)}")
     return sound(
-        f"CUDA_CACHE_MAXSIZE of at least {ENOUGH_BYTES >> 30} GiB in every target; the cache lies in the volume"
+        f"CUDA_CACHE_MAXSIZE of at least {ENOUGH_BYTES >> 30} GiB in every target; the cache lies"
+        " in the volume"
     )

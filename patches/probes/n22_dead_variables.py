@@ -1,11 +1,13 @@
-"""Variables that old guides set choose backends, and do so still; vLLM 0.32 reads none of them and only warns."""
+"""Variables that old guides set choose backends, and do so still; vLLM 0.32 reads none of them
+and only warns.
+"""
 
 from __future__ import annotations
 
-from nibble.environment import accept
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from nibble.errors import NibbleError
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.settings.environment import accept
 from probes.support.syntax import Sources
 
 # Set by the seeds' Dockerfiles and scripts, with the values they have there.
@@ -23,11 +25,15 @@ ROW = Row(
     title="Variables that choose a backend in old guides have no effect",
     how="the tree's own table of variables",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "defect"},
-    verdict="vLLM 0.32 dropped them for --moe-backend, --linear-backend and --attention-backend and prints a warning for "
-    "an unknown VLLM_ name.",
-    instead="nibble translates each to today's flag and says so; a VLLM_ name it cannot translate stops the start "
-    "(--fail-on-environ-validation is on by default too).",
-    fix=Fix("environment", "nibble/environment.py DEAD_VARIABLES"),
+    verdict=(
+        "vLLM 0.32 dropped them for --moe-backend, --linear-backend and --attention-backend and"
+        " prints a warning for an unknown VLLM_ name."
+    ),
+    instead=(
+        "nibble translates each to today's flag and says so; a VLLM_ name it cannot translate stops"
+        " the start (--fail-on-environ-validation is on by default too)."
+    ),
+    fix=Fix("environment", "nibble/settings/environment.py DEAD_VARIABLES"),
     references=("vllm 0.32 envs.py", "vllm 0.32 platforms/interface.py:1446"),
 )
 
@@ -54,7 +60,9 @@ def remedy(tree: Tree) -> Finding:
         lost += [name] if flags == {} else []
     if _translated({"VLLM_NEVER_WAS": "1"}, known) is not None:
         lost.append("VLLM_NEVER_WAS")
-    return defect(f"without effect: {', '.join(lost)}") if lost else sound(f"become {', '.join(made)}")
+    return (
+        defect(f"without effect: {', '.join(lost)}") if lost else sound(f"become {', '.join(made)}")
+    )
 
 
 def _translated(environ: dict[str, str], known: set[str]) -> dict[str, object] | None:

@@ -1,7 +1,8 @@
 """A GPU finds the tuned Triton MoE configurations that were made for its number of SMs.
 
-vLLM 0.32 looks a file up by the exact product name (model_executor/layers/fused_moe/fused_moe.py:1093-1144), so that a card whose
-sibling was tuned gets none. What is missing is speed: the kernels' general defaults are correct.
+vLLM 0.32 looks a file up by the exact product name
+(model_executor/layers/fused_moe/fused_moe.py:1093-1144), so that a card whose sibling was tuned
+gets none. What is missing is speed: the kernels' general defaults are correct.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from nibble.moe_configs import TunedConfigs, find_alias, make_folder
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
-from nibble.targets import load_target
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
+from nibble.machine.targets import load_target
+from nibble.plan.moe_tuning import TunedConfigs, find_alias, make_folder
 from probes.support.syntax import Sources
 
 LOADER = "vllm.model_executor.layers.fused_moe.fused_moe.get_moe_configs"
@@ -28,11 +29,16 @@ ROW = Row(
     title="RTX 5090 and RTX PRO 6000 Max-Q have no tuned Triton MoE configuration",
     how="the tree's own loader, asked under each card's name",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="The files are chosen by product name. Experts that run in Triton read them (BF16, FP8, INT8); NVFP4 experts run in"
-    " CUTLASS, FlashInfer, b12x, Humming or Marlin and read none.",
-    instead="For a MoE model that is not all NVFP4, `nibble serve` links the files of the card of the same capability with the"
-    " nearest SM count under this GPU's name and sets VLLM_TUNED_CONFIG_FOLDER, unless the user did. Unmeasured.",
-    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, nibble/moe_configs.py"),
+    verdict=(
+        "The files are chosen by product name. Experts that run in Triton read them (BF16, FP8,"
+        " INT8); NVFP4 experts run in CUTLASS, FlashInfer, b12x, Humming or Marlin and read none."
+    ),
+    instead=(
+        "For a MoE model that is not all NVFP4, `nibble serve` links the files of the card of the"
+        " same capability with the nearest SM count under this GPU's name and sets"
+        " VLLM_TUNED_CONFIG_FOLDER, unless the user did. Unmeasured."
+    ),
+    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, nibble/plan/moe_tuning.py"),
     references=("vllm 0.32 model_executor/layers/fused_moe/fused_moe.py:1093-1144",),
 )
 
@@ -63,12 +69,18 @@ def remedy(tree: Tree) -> Finding:
             counts[card] = configurations(tree, card, alias.folder)
             if counts[card] != len(alias.links):
                 return defect(f"{card}: {counts[card]} found of {len(alias.links)} linked")
-    return sound(", ".join(f"{card.removeprefix('NVIDIA ')}: {count}" for card, count in counts.items()))
+    return sound(
+        ", ".join(f"{card.removeprefix('NVIDIA ')}: {count}" for card, count in counts.items())
+    )
 
 
 def configurations(tree: Tree, card: str, folder: Path | None = None) -> int:
-    """For how many of the shapes in vLLM's folder its loader has a configuration on a GPU of this name."""
-    settings = SimpleNamespace(VLLM_BATCH_INVARIANT=False, VLLM_TUNED_CONFIG_FOLDER=folder and str(folder))
+    """For how many of the shapes in vLLM's folder its loader has a configuration on a GPU of
+    this name.
+    """
+    settings = SimpleNamespace(
+        VLLM_BATCH_INVARIANT=False, VLLM_TUNED_CONFIG_FOLDER=folder and str(folder)
+    )
     platform = SimpleNamespace(get_device_name=lambda device_id=0: card)
     given = {
         "vllm.envs": settings,

@@ -1,6 +1,8 @@
-"""FlashInfer compiles for the GPU it runs on, and a GEMM's workspace stays where captured CUDA graphs know it to be.
+"""FlashInfer compiles for the GPU it runs on, and a GEMM's workspace stays where captured CUDA
+graphs know it to be.
 
-Both are named as causes of the faults with an FP8 KV cache on SM12x (vllm#54225, #52540); no fault can be shown without a GPU.
+Both are named as causes of the faults with an FP8 KV cache on SM12x (vllm#54225, #52540); no fault
+can be shown without a GPU.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ import os
 import re
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda
 from probes.support.plans import plan
 
-# Plain 12.x has no FP4, tactics of FP4 MoE fail for 120a (flashinfer#2725), and code for SM120 can end in an illegal
-# instruction on SM121 (flashinfer#2927).
+# Plain 12.x has no FP4, tactics of FP4 MoE fail for 120a (flashinfer#2725), and code for SM120 can
+# end in an illegal instruction on SM121 (flashinfer#2927).
 RIGHT = {fake_cuda.SM120: "12.0f", fake_cuda.SM121: "12.1a"}
 TARGETS = {fake_cuda.SM120: "sm120", fake_cuda.SM121: "gb10"}
 VARIABLE = "FLASHINFER_CUDA_ARCH_LIST"
@@ -24,13 +26,20 @@ VARIABLE = "FLASHINFER_CUDA_ARCH_LIST"
 ROW = Row(
     id="N25",
     title="FP8 KV cache with FLASHINFER attention and NVFP4 weights faults on SM12x",
-    how="FlashInfer's own choice of targets for each GPU; a search for what moves the shared GEMM workspace",
+    how=(
+        "FlashInfer's own choice of targets for each GPU; a search for what moves the shared GEMM"
+        " workspace"
+    ),
     expect={"0.32.0": "sound"},
-    verdict="Reported up to FlashInfer 0.6.16. 0.6.1 compiles for 12.0a; 0.7.0.post1, which 0.32.0 pins, for 12.0f and "
-    "12.1a by itself, and it no longer moves the workspace of captured graphs (flashinfer#4666), to which the "
-    "same faults were traced (#52540).",
-    instead="Nothing is left to mend. The plan pins the target of each GPU all the same, as the reporter's cure did, and "
-    "names TRITON_ATTN as the way out.",
+    verdict=(
+        "Reported up to FlashInfer 0.6.16. 0.6.1 compiles for 12.0a; 0.7.0.post1, which 0.32.0"
+        " pins, for 12.0f and 12.1a by itself, and it no longer moves the workspace of captured"
+        " graphs (flashinfer#4666), to which the same faults were traced (#52540)."
+    ),
+    instead=(
+        "Nothing is left to mend. The plan pins the target of each GPU all the same, as the"
+        " reporter's cure did, and names TRITON_ATTN as the way out."
+    ),
     fix=Fix("rule", "rules/backends.toml sm120-flashinfer-arch, gb10-flashinfer-arch"),
     references=(
         "vllm-project/vllm#54225",
@@ -66,10 +75,15 @@ def _targets(capability: tuple[int, int], variable: str | None = None) -> str:
     os.environ |= {"CUDA_HOME": "/nonexistent", VARIABLE: variable or ""}
     if not variable:
         del os.environ[VARIABLE]
-    from flashinfer.compilation_context import CompilationContext  # pyright: ignore[reportMissingImports]
+    from flashinfer.compilation_context import (
+        CompilationContext,
+    )  # pyright: ignore[reportMissingImports]
 
     context = CompilationContext()
-    return " ".join(sorted(f"{major}.{minor}" for major, minor in context.TARGET_CUDA_ARCHS)) or "nothing"
+    return (
+        " ".join(sorted(f"{major}.{minor}" for major, minor in context.TARGET_CUDA_ARCHS))
+        or "nothing"
+    )
 
 
 def _judged(found: dict[tuple[int, int], str]) -> Finding:
@@ -85,4 +99,6 @@ def _workspace_moves() -> int:
     assert package is not None and package.submodule_search_locations
     folder = Path(next(iter(package.submodule_search_locations)))
     files = list((folder / "gemm").glob("*.py")) or [folder / "gemm.py"]
-    return sum(len(re.findall(r"\w\.resize_\(", path.read_text())) for path in files if path.is_file())
+    return sum(
+        len(re.findall(r"\w\.resize_\(", path.read_text())) for path in files if path.is_file()
+    )

@@ -1,11 +1,13 @@
-"""vLLM 0.32 leaves the b12x kernels out of its automatic choice, for a reason that has passed or for none that is given."""
+"""vLLM 0.32 leaves the b12x kernels out of its automatic choice, for a reason that has passed or
+for none that is given.
+"""
 
 from __future__ import annotations
 
 import ast
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.plans import plan
 from probes.support.syntax import find, parse
 
@@ -15,14 +17,20 @@ B12X = {"B12X", "FLASHINFER_B12X"}
 
 ROW = Row(
     id="N26",
-    title="b12x experts are opt-in `until the upstream CUTLASS SM121 MMA op guard is resolved`; it is",
+    title=(
+        "b12x experts are opt-in `until the upstream CUTLASS SM121 MMA op guard is resolved`; it is"
+    ),
     how="AST of the list that select_nvfp4_moe_backend tries, and its comment",
     expect={"0.15.1": "not applicable", "0.16.0": "not applicable", "0.32.0": "defect"},
-    verdict="The pinned CuTe DSL 4.8.0 admits sm_121a and sm_121f (read). No reason is given for the direct B12X. One "
-    "reporter ran it for 18.5 million prompt tokens on a GB10 (PR 54669), another met an illegal access with "
-    "flashinfer_b12x (flashinfer#3170).",
-    instead="The order stays vLLM's until somebody has measured: a plan asks for neither, and the rule b12x-unmeasured "
-    "says so to whoever does. flashinfer_b12x has N11 besides.",
+    verdict=(
+        "The pinned CuTe DSL 4.8.0 admits sm_121a and sm_121f (read). No reason is given for the"
+        " direct B12X. One reporter ran it for 18.5 million prompt tokens on a GB10 (PR 54669),"
+        " another met an illegal access with flashinfer_b12x (flashinfer#3170)."
+    ),
+    instead=(
+        "The order stays vLLM's until somebody has measured: a plan asks for neither, and the rule"
+        " b12x-unmeasured says so to whoever does. flashinfer_b12x has N11 besides."
+    ),
     fix=Fix("rule", f"rules/backends.toml {RULE}"),
     references=(
         "vllm 0.32 model_executor/layers/fused_moe/oracle/nvfp4.py:200",
@@ -35,7 +43,9 @@ ROW = Row(
 
 
 def probe(tree: Tree) -> Finding:
-    """Which b12x backends the tree has, which of them it would try, and whether the old reason still stands there."""
+    """Which b12x backends the tree has, which of them it would try, and whether the old reason
+    still stands there.
+    """
     if not tree.has(ORACLE):
         return not_applicable(f"no {ORACLE}")
     module = parse(tree.path(ORACLE))
@@ -44,10 +54,15 @@ def probe(tree: Tree) -> Finding:
     if not has or selection is None:
         return not_applicable("no b12x experts in this release")
     tried = (
-        set().union(*(_names(list_) for list_ in ast.walk(selection) if isinstance(list_, ast.List))) & B12X
+        set().union(
+            *(_names(list_) for list_ in ast.walk(selection) if isinstance(list_, ast.List))
+        )
+        & B12X
     )
     stale = "CUTLASS SM121 MMA op guard" in tree.text(ORACLE)
-    detail = f"has {_shown(has)}, tries {_shown(tried)}" + (", for the guard of old" if stale else "")
+    detail = f"has {_shown(has)}, tries {_shown(tried)}" + (
+        ", for the guard of old" if stale else ""
+    )
     return defect(detail) if has - tried else sound(detail)
 
 
@@ -66,7 +81,9 @@ def _names(node: ast.AST | None) -> set[str]:
     """Members of an enumeration or of a list of them."""
     body = getattr(node, "body", None) or getattr(node, "elts", [])
     targets = [part.targets[0] if isinstance(part, ast.Assign) else part for part in body]
-    return {part.id if isinstance(part, ast.Name) else getattr(part, "attr", "") for part in targets}
+    return {
+        part.id if isinstance(part, ast.Name) else getattr(part, "attr", "") for part in targets
+    }
 
 
 def _shown(names: set[str]) -> str:

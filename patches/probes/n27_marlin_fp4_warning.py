@@ -1,4 +1,6 @@
-"""`Your GPU does not have native support for FP4` must not be logged on a Blackwell GPU; Marlin layers log it on every GPU."""
+"""`Your GPU does not have native support for FP4` must not be logged on a Blackwell GPU; Marlin
+layers log it on every GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,25 @@ import inspect
 from contextlib import suppress
 from types import SimpleNamespace
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.messages import Messages
 from probes.support.syntax import Sources
 
 ROW = Row(
     id="N27",
-    title="`Your GPU does not have native support for FP4` on Blackwell, for every weight-only layer",
-    how="fake platform: the tree's own functions for a Marlin layer, and what they log on SM90, SM100, SM120 and SM121",
+    title=(
+        "`Your GPU does not have native support for FP4` on Blackwell, for every weight-only layer"
+    ),
+    how=(
+        "fake platform: the tree's own functions for a Marlin layer, and what they log on SM90,"
+        " SM100, SM120 and SM121"
+    ),
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="The claim about the GPU is false there: Marlin is chosen because the checkpoint is weight-only, or by a flag. Users "
-    "read it as missing hardware support and file it as such.",
+    verdict=(
+        "The claim about the GPU is false there: Marlin is chosen because the checkpoint is"
+        " weight-only, or by a flag. Users read it as missing hardware support and file it as such."
+    ),
     instead="the message is logged below compute capability 10.0 only, where it is true",
     fix=Fix("patch", "vllm/marlin-fp4-warning"),
     references=(
@@ -45,12 +54,16 @@ def probe(tree: Tree) -> Finding:
         found = next((name for name in names if Sources(tree).has(name)), None)
         if found is None:
             return not_applicable(f"there is no Marlin {kind} layer in this tree")
-        logged += [f"{kind} {gpu}" for gpu, number in CAPABILITIES.items() if _logs(tree, found, number)]
+        logged += [
+            f"{kind} {gpu}" for gpu, number in CAPABILITIES.items() if _logs(tree, found, number)
+        ]
     detail = f"logged for: {', '.join(logged) or 'none'}"
     if any("SM90" not in name for name in logged):
         return defect(detail)
     if len(logged) < len(PREPARE):
-        return not_applicable(f"{detail}; on SM90 it is true, so it is gone or comes from elsewhere")
+        return not_applicable(
+            f"{detail}; on SM90 it is true, so it is gone or comes from elsewhere"
+        )
     return sound(detail)
 
 
@@ -64,7 +77,8 @@ def _logs(tree: Tree, name: str, capability: int) -> bool:
         f"{MARLIN}.get_marlin_input_dtype": lambda prefix: None,
     }
     prepare = Sources(tree, messages.given | given).load(name)
-    # The message comes before the first look at the layer, which ends it here: repacking weights takes a GPU.
+    # The message comes before the first look at the layer, which ends it here: repacking weights
+    # takes a GPU.
     with suppress(AttributeError):
         prepare(*[object()] * len(inspect.signature(prepare).parameters))
     return any("native support for FP4" in message for message in messages)

@@ -1,9 +1,11 @@
-"""Swizzled block scales must stay on the device of the scales; swizzle_blockscale moves them to the GPU in any case."""
+"""Swizzled block scales must stay on the device of the scales; swizzle_blockscale moves them to
+the GPU in any case.
+"""
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 ROW = Row(
@@ -11,7 +13,10 @@ ROW = Row(
     title="swizzle_blockscale calls .cuda() unconditionally",
     how="numeric: the tree's own function on the CPU, compared with the layout's formula",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="True: without a GPU it raises, and with one it returns a tensor on the current device instead of the scale's own.",
+    verdict=(
+        "True: without a GPU it raises, and with one it returns a tensor on the current device"
+        " instead of the scale's own."
+    ),
     instead="the call is dropped; at load the scales are on the GPU already, where it did nothing",
     fix=Fix("patch", "vllm/swizzle-keeps-device"),
     references=("vllm 0.32 model_executor/layers/quantization/utils/nvfp4_utils.py:46",),
@@ -49,5 +54,7 @@ def _swizzled(scales):
     tiles = -(-columns // 4)
     flat = torch.zeros(-(-rows // 128) * tiles * 512, dtype=torch.uint8)
     r, b = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    flat[(r // 128 * tiles + b // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + b % 4] = scales.view(torch.uint8)
+    flat[(r // 128 * tiles + b // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + b % 4] = scales.view(
+        torch.uint8
+    )
     return flat.view(torch.float8_e4m3fn).reshape(-1, tiles * 4)

@@ -1,11 +1,13 @@
-"""A checkpoint's k_proj.k_scale must reach the attention layer's k_scale; glm4_moe.py renamed it into qkv_proj first."""
+"""A checkpoint's k_proj.k_scale must reach the attention layer's k_scale; glm4_moe.py renamed it
+into qkv_proj first.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 ROW = Row(
@@ -13,9 +15,12 @@ ROW = Row(
     title="KeyError 'layers.41.self_attn.qkv_proj.k_scale' while GLM-4.7 loads",
     how="numeric: the tree's own load_weights over a layer with an attention scale",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
-    verdict="The cause is the opposite of the seed's: the checkpoint has the scales, and the loader renames k_proj to qkv_proj "
-    "before it remaps KV scales. The seed's `continue` leaves only the inner loop; by accident the remap then knows the mangled "
-    "name qkqkv_proj, so the scales do arrive. Fixed upstream.",
+    verdict=(
+        "The cause is the opposite of the seed's: the checkpoint has the scales, and the loader"
+        " renames k_proj to qkv_proj before it remaps KV scales. The seed's `continue` leaves only"
+        " the inner loop; by accident the remap then knows the mangled name qkqkv_proj, so the"
+        " scales do arrive. Fixed upstream."
+    ),
     instead="nothing to change in 0.32.0; the scales are loaded",
     references=(
         "vllm 0.16 model_executor/models/glm4_moe.py:528",
@@ -27,7 +32,9 @@ K_SCALE, V_SCALE = 0.25, 0.5
 
 
 def probe(tree: Tree) -> Finding:
-    """Load one layer without and with KV scales in the checkpoint, and look at the scale that arrives."""
+    """Load one layer without and with KV scales in the checkpoint, and look at the scale that
+    arrives.
+    """
     glm = "vllm.model_executor.models.glm4_moe"
     sources = Sources(tree)
     if not sources.has(f"{glm}.Glm4MoeModel.load_weights"):
@@ -35,10 +42,17 @@ def probe(tree: Tree) -> Finding:
     without = _load(sources, glm, {})
     if isinstance(without, Exception):
         return defect(f"{without!r} for a checkpoint without KV scales")
-    arrived = _load(sources, glm, {f"{LAYER}.k_proj.k_scale": K_SCALE, f"{LAYER}.v_proj.v_scale": V_SCALE})
+    arrived = _load(
+        sources, glm, {f"{LAYER}.k_proj.k_scale": K_SCALE, f"{LAYER}.v_proj.v_scale": V_SCALE}
+    )
     if isinstance(arrived, Exception):
-        return defect(f"{arrived!r} for a checkpoint with k_proj.k_scale; without it the layer loads")
-    detail = f"k_proj.k_scale {K_SCALE} and v_proj.v_scale {V_SCALE} arrive as {arrived[0]} and {arrived[1]}"
+        return defect(
+            f"{arrived!r} for a checkpoint with k_proj.k_scale; without it the layer loads"
+        )
+    detail = (
+        f"k_proj.k_scale {K_SCALE} and v_proj.v_scale {V_SCALE} arrive as {arrived[0]} and"
+        f" {arrived[1]}"
+    )
     return sound(detail) if arrived == (K_SCALE, V_SCALE) else defect(detail)
 
 
@@ -58,7 +72,9 @@ def _load(sources: Sources, glm: str, scales: dict[str, float]) -> tuple[float, 
 
 
 def _model(sources: Sources, glm: str) -> Any:
-    """What load_weights sees of a model: named parameters and their loaders, and where the tree has them, the mappers."""
+    """What load_weights sees of a model: named parameters and their loaders, and where the tree
+    has them, the mappers.
+    """
     from types import SimpleNamespace
 
     import torch
@@ -73,7 +89,9 @@ def _model(sources: Sources, glm: str) -> Any:
     projection.weight = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
     projection.weight.weight_loader = lambda param, loaded, shard_id=None: param.data.copy_(loaded)  # type: ignore[attr-defined]
     for name in ("k_scale", "v_scale"):
-        attention.register_parameter(name, torch.nn.Parameter(torch.tensor(1.0), requires_grad=False))
+        attention.register_parameter(
+            name, torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        )
     layer = module(self_attn=module(qkv_proj=projection, attn=attention))
     model: Any = module(layers=module(**{"41": layer}))
     model.config = SimpleNamespace(

@@ -1,11 +1,13 @@
-"""The name of Qwen3-Next's in_proj_qkvz must be appended to its prefix once; a fork's base had both caller and callee do it."""
+"""The name of Qwen3-Next's in_proj_qkvz must be appended to its prefix once; a fork's base had
+both caller and callee do it.
+"""
 
 from __future__ import annotations
 
 import ast
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import parse, python_files
 
 NAME = "in_proj_qkvz"
@@ -15,8 +17,10 @@ ROW = Row(
     title="Doubled prefix of Qwen3-Next's in_proj_qkvz",
     how="AST: the prefix expressions of caller and callee, evaluated",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
-    verdict="Never in a release: the method arrived in #34492, was reverted in #34683 and redone in #34697 within five days; the "
-    "seed pins a commit between them.",
+    verdict=(
+        "Never in a release: the method arrived in #34492, was reverted in #34683 and redone in"
+        " #34697 within five days; the seed pins a commit between them."
+    ),
     instead="nothing to change; nibble does not build from commits between releases",
     references=(
         "vllm-project/vllm#34683",
@@ -49,7 +53,9 @@ def _prefixes(scope: ast.ClassDef) -> list[str]:
             case ast.Assign(targets=[ast.Attribute(attr="in_proj_qkvz")], value=ast.Call() as call):
                 prefix = _argument(call, LAYER)
                 match call.func:
-                    case ast.Attribute(value=ast.Name(id="self"), attr=name) if prefix and name in methods:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name) if (
+                        prefix and name in methods
+                    ):
                         calls = [n for n in ast.walk(methods[name]) if isinstance(n, ast.Call)]
                         found += [p for p in (_argument(inner, prefix) for inner in calls) if p]
                     case _ if prefix:
@@ -61,5 +67,7 @@ def _argument(call: ast.Call, prefix: str) -> str | None:
     """The value of `prefix=` in a call, where `prefix` is the caller's."""
     for keyword in call.keywords:
         if keyword.arg == "prefix":
-            return eval(compile(ast.Expression(keyword.value), "<prefix>", "eval"), {"prefix": prefix})
+            return eval(
+                compile(ast.Expression(keyword.value), "<prefix>", "eval"), {"prefix": prefix}
+            )
     return None

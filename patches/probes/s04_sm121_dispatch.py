@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="4",
     title="Capability 12.1 is not routed to the SM120 kernels",
     how="the tree's dispatch functions, compiled for the CPU and asked",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
-    verdict="It always was: the conditions are `>= 120` and, for FP4, `>= 120 && < 130`. The seed only adds `< 130` to the "
-    "first.",
+    verdict=(
+        "It always was: the conditions are `>= 120` and, for FP4, `>= 120 && < 130`. The seed only"
+        " adds `< 130` to the first."
+    ),
     instead="nothing to change",
     references=(
         "vllm 0.32 csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu:223",
@@ -38,8 +40,11 @@ def probe(tree: Tree) -> Finding:
     if len(present) != len(DISPATCHERS):
         return not_applicable("the dispatchers have other names than this probe knows")
     found = answers(present, (121, 120, 103, 90))
-    detail = "; ".join(f"{name}: 12.1 to {each[121]}, 12.0 to {each[120]}" for name, each in found.items())
+    detail = "; ".join(
+        f"{name}: 12.1 to {each[121]}, 12.0 to {each[120]}" for name, each in found.items()
+    )
     fine = all(
-        each[121] == each[120] != "not implemented" and "sm120" in each[121] for each in found.values()
+        each[121] == each[120] != "not implemented" and "sm120" in each[121]
+        for each in found.values()
     )
     return sound(detail) if fine else defect(detail)

@@ -1,22 +1,29 @@
-"""For TORCH_CUDA_ARCH_LIST=12.1a and 12.1 vLLM's CMake must build FP4 and scaled_mm code that SM121 can load."""
+"""For TORCH_CUDA_ARCH_LIST=12.1a and 12.1 vLLM's CMake must build FP4 and scaled_mm code that
+SM121 can load.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="5",
     title="CMake leaves GB10 out: add 12.1 to CUDA_SUPPORTED_ARCHS and 12.1f to the kernels' lists",
     how="CMake: the tree's own function over the tree's own lists",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
-    verdict="With CUDA 13 nothing is left out: 12.1a gives 12.0f, which GB10 loads. The seed's first sed (12.1 among the "
-    "supported ones) empties the lists in 0.16.0; its second sed mends its first, for scaled_mm only. In 0.32.0 the "
-    "first would make plain 12.1 of 12.1, for which FP4 does not compile. CUDA 12 builds are another matter: N19.",
-    instead="builds for 12.0f with CUDA 13, leaves CMakeLists.txt alone and asserts the result (N19)",
+    verdict=(
+        "With CUDA 13 nothing is left out: 12.1a gives 12.0f, which GB10 loads. The seed's first"
+        " sed (12.1 among the supported ones) empties the lists in 0.16.0; its second sed mends its"
+        " first, for scaled_mm only. In 0.32.0 the first would make plain 12.1 of 12.1, for which"
+        " FP4 does not compile. CUDA 12 builds are another matter: N19."
+    ),
+    instead=(
+        "builds for 12.0f with CUDA 13, leaves CMakeLists.txt alone and asserts the result (N19)"
+    ),
     references=(
         "vllm 0.32 CMakeLists.txt:126, 821, 995",
         "vllm 0.32 cmake/utils.cmake:397",
@@ -55,11 +62,16 @@ def built(tree: Tree, text: str, asked: str, cuda: str = "13.0") -> list[str]:
     from probes.support.cmake import blocks, run_script
 
     supported = [
-        one for one in blocks(text, "DEFINED CMAKE_CUDA_COMPILER_VERSION") if "CUDA_SUPPORTED_ARCHS" in one
+        one
+        for one in blocks(text, "DEFINED CMAKE_CUDA_COMPILER_VERSION")
+        if "CUDA_SUPPORTED_ARCHS" in one
     ]
     number = asked.replace(".", "")
     body = [
-        f'extract_unique_cuda_archs_ascending(CUDA_ARCHS "-gencode arch=compute_{number},code=sm_{number}")',
+        (
+            'extract_unique_cuda_archs_ascending(CUDA_ARCHS "-gencode'
+            f' arch=compute_{number},code=sm_{number}")'
+        ),
         supported[0],
         'cuda_archs_loose_intersection(CUDA_ARCHS "${CUDA_SUPPORTED_ARCHS}" "${CUDA_ARCHS}")',
     ]
@@ -72,7 +84,9 @@ def _kernel_lists(text: str) -> list[tuple[str, str]]:
     """(variable, the if block that computes it) for scaled_mm and for FP4."""
     from probes.support.cmake import blocks
 
-    found = ((re.search(FAMILY_LIST, one), one) for one in blocks(text, r"VERSION_GREATER_EQUAL 13\.0\)"))
+    found = (
+        (re.search(FAMILY_LIST, one), one) for one in blocks(text, r"VERSION_GREATER_EQUAL 13\.0\)")
+    )
     return [(match[1], one) for match, one in found if match]
 
 

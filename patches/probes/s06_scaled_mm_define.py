@@ -1,21 +1,27 @@
-"""scaled_mm_entry.cu must be compiled with ENABLE_SCALED_MM_SM120 wherever the SM12x kernels are built."""
+"""scaled_mm_entry.cu must be compiled with ENABLE_SCALED_MM_SM120 wherever the SM12x kernels are
+built.
+"""
 
 from __future__ import annotations
 
 import re
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="6",
     title="ENABLE_SCALED_MM_SM120 is not defined for the dispatcher",
     how="CMake: the tree's own SM12x block, and the seed's condition after it",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
-    verdict="It is: the block that adds the kernels adds the definition to VLLM_GPU_FLAGS, which every source of the module "
-    "gets. The seed's addition stands under `if(ENABLE_SCALED_MM_SM120 OR TARGET_SM120_BUILT)`, two CMake variables "
-    "that nobody sets: it never ran.",
-    instead="nothing to change; tests read the definition off the compile command of a configured build",
+    verdict=(
+        "It is: the block that adds the kernels adds the definition to VLLM_GPU_FLAGS, which every"
+        " source of the module gets. The seed's addition stands under `if(ENABLE_SCALED_MM_SM120 OR"
+        " TARGET_SM120_BUILT)`, two CMake variables that nobody sets: it never ran."
+    ),
+    instead=(
+        "nothing to change; tests read the definition off the compile command of a configured build"
+    ),
     references=(
         "vllm 0.32 CMakeLists.txt:835",
         "vllm 0.16 CMakeLists.txt:546",
@@ -46,9 +52,13 @@ def probe(tree: Tree) -> Finding:
     found = [one for one in blocks(text, r"AND SCALED_MM_ARCHS\)") if KERNEL in one]
     module = _module_of_entry(text)
     if len(found) != 1 or not module:
-        return not_applicable("CMakeLists.txt builds scaled_mm in another way than this probe knows")
+        return not_applicable(
+            "CMakeLists.txt builds scaled_mm in another way than this probe knows"
+        )
     show = 'message(NOTICE "[${VLLM_GPU_FLAGS}]")\n'
-    built, seed = run_script(tree, f'set(SCALED_MM_ARCHS "12.0f")\n{found[0]}\n{show}{SEEDS_QUESTION}')
+    built, seed = run_script(
+        tree, f'set(SCALED_MM_ARCHS "12.0f")\n{found[0]}\n{show}{SEEDS_QUESTION}'
+    )
     without = run_script(tree, f'set(SCALED_MM_ARCHS "")\n{found[0]}\n{show}')[0]
     detail = f"{module} gets {built} with 12.0f and {without} without; the seed's branch is {seed}"
     return sound(detail) if DEFINITION in built and DEFINITION not in without else defect(detail)

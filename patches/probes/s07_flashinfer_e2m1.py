@@ -1,21 +1,26 @@
-"""FlashInfer's FP4 headers must compile to the GPU's own conversion for SM121, as FlashInfer compiles them (sm_121a)."""
+"""FlashInfer's FP4 headers must compile to the GPU's own conversion for SM121, as FlashInfer
+compiles them (sm_121a).
+"""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="7",
     title="FlashInfer's JIT fails on GB10 for want of E2M1 conversions: convert in software",
     how="nvcc: FlashInfer's quantization_utils.cuh and its CUTLASS's float_subbyte.h",
     expect={"0.32.0": "sound"},
-    verdict="Both compile for sm_121a, to the instruction. The seeds take SM121 out of CUTLASS's list, so that it converts in "
-    "software, and comment out FlashInfer's #error against plain targets; ptxas refuses those anyway. Failures of the "
-    "JIT have other causes: no compiler or an old one (N1 to N5).",
+    verdict=(
+        "Both compile for sm_121a, to the instruction. The seeds take SM121 out of CUTLASS's list,"
+        " so that it converts in software, and comment out FlashInfer's #error against plain"
+        " targets; ptxas refuses those anyway. Failures of the JIT have other causes: no compiler"
+        " or an old one (N1 to N5)."
+    ),
     instead="nothing to change",
     references=(
         "flashinfer 0.7.0.post1 data/cutlass/include/cutlass/float_subbyte.h:49",
@@ -42,7 +47,7 @@ __global__ void quantization_utils(float const* in, uint32_t* out) {
 __global__ void float_subbyte(cutlass::Array<float, 8> const* in, cutlass::Array<cutlass::float_e2m1_t, 8>* out) {
   out[threadIdx.x] = cutlass::NumericArrayConverter<cutlass::float_e2m1_t, float, 8>{}(in[threadIdx.x]);
 }
-"""
+"""  # noqa: E501
 
 
 def probe(tree: Tree) -> Finding:

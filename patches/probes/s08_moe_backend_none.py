@@ -1,12 +1,14 @@
-"""The choice of an NVFP4 MoE backend must come with its kernel class; two releases returned None for FlashInfer's."""
+"""The choice of an NVFP4 MoE backend must come with its kernel class; two releases returned None
+for FlashInfer's.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -17,8 +19,10 @@ ROW = Row(
     title="NVFP4 MoE backend chosen without a kernel class",
     how="the tree's select_nvfp4_moe_backend on an SM120 with FlashInfer",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
-    verdict="Real with VLLM_USE_FLASHINFER_MOE_FP4=1 and no VLLM_FLASHINFER_MOE_BACKEND: the loop ends in `return backend, "
-    "None`. 0.32.0 rewrote the function and dropped both variables.",
+    verdict=(
+        "Real with VLLM_USE_FLASHINFER_MOE_FP4=1 and no VLLM_FLASHINFER_MOE_BACKEND: the loop ends"
+        " in `return backend, None`. 0.32.0 rewrote the function and dropped both variables."
+    ),
     instead="nothing to change in 0.32.0; a backend is chosen with --moe-backend",
     references=("vllm 0.16 model_executor/layers/fused_moe/oracle/nvfp4.py:220",),
 )
@@ -34,7 +38,9 @@ def probe(tree: Tree) -> Finding:
     sources.given["vllm.platforms.current_platform"] = _blackwell(platform, capability)
     select = sources.load(f"{ORACLE}.select_nvfp4_moe_backend")
     backend, kernel = select(
-        _moe_config(sources), sources.load(f"{KEYS}.kNvfp4Static"), sources.load(f"{KEYS}.kNvfp4Dynamic")
+        _moe_config(sources),
+        sources.load(f"{KEYS}.kNvfp4Static"),
+        sources.load(f"{KEYS}.kNvfp4Dynamic"),
     )
     if kernel is None:
         return defect(f"chosen: {backend.value} with kernel class None")
@@ -45,9 +51,14 @@ def _machine() -> dict[str, Any]:
     """The environment of the seed's users: FlashInfer is installed and asked for."""
     envs = SimpleNamespace(
         is_set=lambda name: name == "VLLM_USE_FLASHINFER_MOE_FP4",
-        VLLM_USE_FLASHINFER_MOE_FP4=True, VLLM_BATCH_INVARIANT=False, VLLM_TEST_FORCE_FP8_MARLIN=False,
-    )  # fmt: skip
-    return {"vllm.envs": envs, "vllm.utils.flashinfer.has_flashinfer_cutlass_fused_moe": lambda: True}
+        VLLM_USE_FLASHINFER_MOE_FP4=True,
+        VLLM_BATCH_INVARIANT=False,
+        VLLM_TEST_FORCE_FP8_MARLIN=False,
+    )
+    return {
+        "vllm.envs": envs,
+        "vllm.utils.flashinfer.has_flashinfer_cutlass_fused_moe": lambda: True,
+    }
 
 
 def _blackwell(platform: Any, capability: Any) -> Any:

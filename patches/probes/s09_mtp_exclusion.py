@@ -1,7 +1,10 @@
-"""A draft layer that is BF16 in the file is built unquantized, though the exporter's list of exclusions misses it.
+"""A draft layer that is BF16 in the file is built unquantized, though the exporter's list of
+exclusions misses it.
 
-ModelOpt writes `mtp.layers.0*` for an MTP head whose `mtp.fc` is BF16 too (unified_export_hf.py _add_mtp_exclusions). vLLM
-0.15.1 and 0.16.0 build Qwen3-Next's mtp.fc by that list as NVFP4; 0.32.0 builds it unquantized by name for two models and
+ModelOpt writes `mtp.layers.0*` for an MTP head whose `mtp.fc` is BF16 too (unified_export_hf.py
+_add_mtp_exclusions). vLLM
+0.15.1 and 0.16.0 build Qwen3-Next's mtp.fc by that list as NVFP4; 0.32.0 builds it unquantized by
+name for two models and
 modelopt_fp4 alone. Other MTP models and compressed-tensors still ask the list.
 """
 
@@ -13,25 +16,35 @@ from typing import Any
 
 from nibble.checkpoint.exclusions import correct, read_modules
 from nibble.checkpoint.headers import TensorInfo
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources, parse
 
 MODELOPT = "vllm.model_executor.layers.quantization.modelopt.ModelOptQuantConfigBase"
 OVERRIDES = "vllm.config.model.ModelConfig._apply_dict_overrides"
-EXPORTED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "mtp.layers.0*"]}
+EXPORTED = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "mtp.layers.0*"],
+}
 
 ROW = Row(
     id="9",
     title="MTP head of NVFP4 checkpoints: mtp.fc is BF16 and not excluded",
     how="the tree's own is_layer_excluded, AST of the MTP models, a checkpoint's headers",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="True, and the cause is the exporter's list. 0.32.0 builds mtp.fc of Qwen3-Next and Qwen3.5 unquantized by name;"
-    " EXAONE and LongCat, GLM's whole MTP layer and compressed-tensors depend on the list.",
-    instead="nibble compares the list with the tensors' types before the start and, where they disagree, gives vLLM one that"
-    " agrees in --hf-overrides; without readable headers nothing is changed. nibble's plugin loads an NVFP4 mtp.fc of Qwen3-Next"
-    " and Qwen3.5; MTP is refused for drafts that read config.json again (Nemotron-H, Step-3.5).",
-    fix=Fix("flag", "--hf-overrides, nibble/quantized_layers.py"),
+    verdict=(
+        "True, and the cause is the exporter's list. 0.32.0 builds mtp.fc of Qwen3-Next and Qwen3.5"
+        " unquantized by name; EXAONE and LongCat, GLM's whole MTP layer and compressed-tensors"
+        " depend on the list."
+    ),
+    instead=(
+        "nibble compares the list with the tensors' types before the start and, where they"
+        " disagree, gives vLLM one that agrees in --hf-overrides; without readable headers nothing"
+        " is changed. nibble's plugin loads an NVFP4 mtp.fc of Qwen3-Next and Qwen3.5; MTP is"
+        " refused for drafts that read config.json again (Nemotron-H, Step-3.5)."
+    ),
+    fix=Fix("flag", "--hf-overrides, nibble/plan/quantized_layers.py"),
     references=(
         "vllm-project/vllm#38832",
         "vllm-project/vllm#35031",
@@ -43,12 +56,17 @@ ROW = Row(
 
 
 def probe(tree: Tree) -> Finding:
-    """What vLLM makes of a checkpoint with a BF16 MTP head and the exporter's list, and which models ask the list."""
+    """What vLLM makes of a checkpoint with a BF16 MTP head and the exporter's list, and which
+    models ask the list.
+    """
     if not Sources(tree).has(f"{MODELOPT}.is_layer_excluded"):
         return not_applicable("no ModelOpt exclusions")
     wrong = [name for name in _modules().plain if not _is_excluded(tree, EXPORTED, name)]
     asking = _models_that_ask(tree)
-    detail = f"built as NVFP4 though BF16: {', '.join(sorted(wrong)) or 'none'}; asked for by {', '.join(asking) or 'no model'}"
+    detail = (
+        f"built as NVFP4 though BF16: {', '.join(sorted(wrong)) or 'none'}; asked for by"
+        f" {', '.join(asking) or 'no model'}"
+    )
     return defect(detail) if wrong and asking else sound(detail)
 
 
@@ -64,7 +82,11 @@ def remedy(tree: Tree) -> Finding:
     wrong = [name for name in modules.plain if not _is_excluded(tree, declared, name)]
     wrong += [name for name in modules.quantized if _is_excluded(tree, declared, name)]
     detail = f"ignore = {correction.config['ignore']}"
-    return defect(f"{detail}: still wrong about {', '.join(sorted(wrong))}") if wrong else sound(detail)
+    return (
+        defect(f"{detail}: still wrong about {', '.join(sorted(wrong))}")
+        if wrong
+        else sound(detail)
+    )
 
 
 def _modules() -> Any:
@@ -76,7 +98,9 @@ def _modules() -> Any:
     names = ("lm_head", "mtp.fc", "mtp.layers.0.mlp.down_proj", "mtp.layers.0.self_attn.q_proj")
     tensors = [*packed, *((f"{name}.weight", "BF16") for name in names)]
     infos = {name: TensorInfo(name, dtype, (64, 64), 0) for name, dtype in tensors}
-    modules = read_modules({"model_type": "exaone_moe", "quantization_config": EXPORTED}, None, infos, 1)
+    modules = read_modules(
+        {"model_type": "exaone_moe", "quantization_config": EXPORTED}, None, infos, 1
+    )
     assert modules is not None
     return modules
 
@@ -91,7 +115,9 @@ def _is_excluded(tree: Tree, declared: dict[str, Any], name: str) -> bool:
 
 
 def _models_that_ask(tree: Tree) -> list[str]:
-    """MTP models that give the quantization config to the layer joining embedding and hidden state, whatever it is."""
+    """MTP models that give the quantization config to the layer joining embedding and hidden
+    state, whatever it is.
+    """
     asking = []
     for path in sorted(tree.path("vllm/model_executor/models").glob("*mtp*.py")):
         for node in ast.walk(parse(path)):

@@ -1,22 +1,29 @@
-"""vLLM's conversion to FP4 (E2M1) must compile to the GPU's own instruction for GB10, and does: for 121a and 120f."""
+"""vLLM's conversion to FP4 (E2M1) must compile to the GPU's own instruction for GB10, and does:
+for 121a and 120f.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="10",
     title="GB10 lacks cvt.rn.satfinite.e2m1x2.f32: convert to FP4 in software in nvfp4_utils.cuh",
     how="nvcc: the tree's nvfp4_utils.cuh, for three targets",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
-    verdict="GB10's assembler has the instruction for 121a and 120f and refuses it for plain 121, for which the seed compiled "
-    '(set_gencode_flags_for_srcs with "12.1"). Its routine rounds as the instruction does, in fifteen lines where one '
-    "will do.",
-    instead="builds for 12.0f; the first start on a GB10 compares the instruction with software before it is trusted",
+    verdict=(
+        "GB10's assembler has the instruction for 121a and 120f and refuses it for plain 121, for"
+        ' which the seed compiled (set_gencode_flags_for_srcs with "12.1"). Its routine rounds as'
+        " the instruction does, in fifteen lines where one will do."
+    ),
+    instead=(
+        "builds for 12.0f; the first start on a GB10 compares the instruction with software before"
+        " it is trusted"
+    ),
     references=(
         "vllm 0.32 csrc/quantization/fp4/nvfp4_utils.cuh:71",
         "seed patch_nvfp4_utils_sw_e2m1.py, cmake_patch_gb10_nvfp4_v6_full_kernels.sh",
@@ -46,7 +53,9 @@ __global__ void convert(const float* in, uint32_t* out) {
 
 
 def probe(tree: Tree) -> Finding:
-    """Compile one conversion of eight values for the targets that have the instruction and for those that have not."""
+    """Compile one conversion of eight values for the targets that have the instruction and for
+    those that have not.
+    """
     from probes.support.nvcc import compile_source, has_cuda_13, instructions, package_folder, seen
 
     if not tree.has(f"{FOLDER}/nvfp4_utils.cuh"):
@@ -58,7 +67,10 @@ def probe(tree: Tree) -> Finding:
     with tempfile.TemporaryDirectory() as scratch:
         for arch in (*NATIVE, *REFUSED):
             done = compile_source(
-                SOURCE, arch, Path(scratch), [tree.path(FOLDER), tree.path("csrc"), torch / "include"]
+                SOURCE,
+                arch,
+                Path(scratch),
+                [tree.path(FOLDER), tree.path("csrc"), torch / "include"],
             )
             if done.path is None:
                 if arch in NATIVE or "e2m1x2" not in done.error:

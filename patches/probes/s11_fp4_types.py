@@ -6,18 +6,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="11",
     title="CUDA 13.0 lacks the FP4 types: put nv_fp4_dummy.h in their place",
     how="nvcc: CUDA's own header for sm_121a, its conversions run on the CPU",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
-    verdict="CUDA 13.0 has them. The seed's header has other values: code 1 is 0.25 instead of 0.5, 4.5 becomes 6 instead of "
-    "4; who includes it gets wrong numbers, who includes both gets a redefinition.",
+    verdict=(
+        "CUDA 13.0 has them. The seed's header has other values: code 1 is 0.25 instead of 0.5, 4.5"
+        " becomes 6 instead of 4; who includes it gets wrong numbers, who includes both gets a"
+        " redefinition."
+    ),
     instead="uses <cuda_fp4.h> as CUDA ships it",
-    references=("CUDA 13.0 cuda_fp4.h", "seed nv_fp4_dummy.h:71, 228", "seed patch_flashinfer_fp4.sh"),
+    references=(
+        "CUDA 13.0 cuda_fp4.h",
+        "seed nv_fp4_dummy.h:71, 228",
+        "seed patch_flashinfer_fp4.sh",
+    ),
 )
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The seed's header, as its own table and its own comparisons say (nv_fp4_dummy.h:38-47, 227-235).
@@ -35,7 +42,7 @@ int main() {
   for (unsigned step = 0; step <= 256; ++step)  // 0 to 8 in steps of 1/32: every tie and every threshold is among them
     std::printf("%d ", (int)__nv_cvt_float_to_fp4(step / 32.0f, __NV_E2M1, cudaRoundNearest));
 }
-"""
+"""  # noqa: E501
 
 
 def probe(tree: Tree) -> Finding:
@@ -57,8 +64,9 @@ def probe(tree: Tree) -> Finding:
         return defect(f"cuda_fp4.h does not round {wrong[0]} to nearest, ties to even")
     other = [step / 32 for step, code in enumerate(codes) if code != seeds_code(step / 32)]
     return sound(
-        f"code 1 is {values[1]:g} (the seed's: {SEEDS_CODE_1}); {len(other)} of {len(codes)} numbers from 0 to 8 have another "
-        f"code in the seed's header, {E2M1[nearest(4.75)]:g} or {E2M1[seeds_code(4.75)]:g} for 4.75"
+        f"code 1 is {values[1]:g} (the seed's: {SEEDS_CODE_1}); {len(other)} of {len(codes)}"
+        f" numbers from 0 to 8 have another code in the seed's header, {E2M1[nearest(4.75)]:g} or"
+        f" {E2M1[seeds_code(4.75)]:g} for 4.75"
     )
 
 

@@ -5,20 +5,28 @@ from __future__ import annotations
 import ast
 import tempfile
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import find, parse, python_files
 
 MODELOPT = "vllm/model_executor/layers/quantization/modelopt.py"
 ROW = Row(
     id="13b",
     title="NVFP4 lm_head cannot be loaded",
-    how="AST: calls of ParallelLMHead without quant_config, and whether the ModelOpt reader knows the class",
+    how=(
+        "AST: calls of ParallelLMHead without quant_config, and whether the ModelOpt reader knows"
+        " the class"
+    ),
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="The ModelOpt reader of 0.32.0 handles ParallelLMHead; a model that does not pass quant_config still builds a plain "
-    "head, and its loader stops at lm_head.weight_scale.",
-    instead="nibble-kernels' vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's register_oot) that takes the model's "
-    "own quantization config where a model class passes none; the checkpoint's ignore list decides about the head.",
+    verdict=(
+        "The ModelOpt reader of 0.32.0 handles ParallelLMHead; a model that does not pass"
+        " quant_config still builds a plain head, and its loader stops at lm_head.weight_scale."
+    ),
+    instead=(
+        "nibble-kernels' vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's"
+        " register_oot) that takes the model's own quantization config where a model class passes"
+        " none; the checkpoint's ignore list decides about the head."
+    ),
     fix=Fix("plugin", "nibble_kernels.vllm_plugin.lm_head.register_head"),
     references=("vllm-project/vllm#45102", "vllm 0.32 model_executor/models/qwen3_next.py:851"),
 )
@@ -41,14 +49,18 @@ def probe(tree: Tree) -> Finding:
                         name = path.stem if path.stem != "model" else "/".join(path.parts[-3:-1])
                         without.append(name)
     knows = "reads" if _reader_knows_the_head(tree) else "does not read"
-    detail = f"ModelOpt {knows} ParallelLMHead; {len(without)} of {calls} calls pass no quant_config"
+    detail = (
+        f"ModelOpt {knows} ParallelLMHead; {len(without)} of {calls} calls pass no quant_config"
+    )
     if without:
         return defect(f"{detail}: {', '.join(sorted(set(without)))}")
     return sound(detail) if knows == "reads" else defect(detail)
 
 
 def remedy(tree: Tree) -> Finding:
-    """A head made as those models make it, in a model whose checkpoint quantizes it, once nibble's plugin is in place."""
+    """A head made as those models make it, in a model whose checkpoint quantizes it, once
+    nibble's plugin is in place.
+    """
     from probes.support import plugin
 
     try:

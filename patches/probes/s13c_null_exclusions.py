@@ -1,9 +1,11 @@
-"""A checkpoint that says null for its list of unquantized modules excludes none; modelopt.py refuses it at start."""
+"""A checkpoint that says null for its list of unquantized modules excludes none; modelopt.py
+refuses it at start.
+"""
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.syntax import Sources
 
 ROW = Row(
@@ -11,8 +13,10 @@ ROW = Row(
     title="ValueError for a ModelOpt checkpoint with `exclude_modules: null` or `ignore: null`",
     how="numeric: the tree's own from_config over both files a checkpoint may have",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
-    verdict="True of every release seen. The class itself takes None for an empty list (modelopt.py:738); only the reader of the "
-    "JSON refuses it.",
+    verdict=(
+        "True of every release seen. The class itself takes None for an empty list"
+        " (modelopt.py:738); only the reader of the JSON refuses it."
+    ),
     instead="null is read as an empty list",
     fix=Fix("patch", "vllm/modelopt-null-exclusions"),
     references=("vllm 0.32 model_executor/layers/quantization/modelopt.py:375",),

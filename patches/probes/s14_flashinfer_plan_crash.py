@@ -1,7 +1,9 @@
-"""FLASHINFER is refused where the module its plan() builds cannot be built (vllm v1/attention/backends/flashinfer.py)."""
+"""FLASHINFER is refused where the module its plan() builds cannot be built (vllm
+v1/attention/backends/flashinfer.py).
+"""
 
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support import fake_cuda, selection
 
 ROW = Row(
@@ -9,11 +11,16 @@ ROW = Row(
     title="FlashInfer attention crashes in plan() on SM120",
     how="fake CUDA",
     expect={"0.32.0": "defect"},
-    verdict="plan() is where FlashInfer first compiles. The seed's log shows VLLM_CUTLASS chosen, so has_flashinfer() was "
-    "false there: its host had no nvcc (an inference; the exception is not in the log). Not a fault of SM120. It is "
-    "N1 where it was first seen; with a bf16 KV cache FLASHINFER is only second on SM 12.x and not met unless asked "
-    "for.",
-    instead="The patch of N1: FLASHINFER, forced or chosen, is refused with the reason before any kernel is built.",
+    verdict=(
+        "plan() is where FlashInfer first compiles. The seed's log shows VLLM_CUTLASS chosen, so"
+        " has_flashinfer() was false there: its host had no nvcc (an inference; the exception is"
+        " not in the log). Not a fault of SM120. It is N1 where it was first seen; with a bf16 KV"
+        " cache FLASHINFER is only second on SM 12.x and not met unless asked for."
+    ),
+    instead=(
+        "The patch of N1: FLASHINFER, forced or chosen, is refused with the reason before any"
+        " kernel is built."
+    ),
     fix=Fix("patch", "vllm/flashinfer-jit-ready"),
     references=(
         "vllm 0.15.1 v1/attention/backends/flashinfer.py:1045",
@@ -24,7 +31,9 @@ ROW = Row(
 
 
 def probe(tree: Tree) -> Finding:
-    """On SM120 without a compiler: build what plan() builds, and ask vLLM for FLASHINFER all the same."""
+    """On SM120 without a compiler: build what plan() builds, and ask vLLM for FLASHINFER all the
+    same.
+    """
     if not fake_cuda.has_flashinfer_package():
         return not_applicable("FlashInfer is not installed beside this vLLM")
     questions = ("attention bf16", "FLASHINFER forced", "prefill module")

@@ -1,4 +1,6 @@
-"""FlashInfer must build its SM12x MoE kernels for 120f or 121a with a CUTLASS of 4.4 or newer: older builds gave zeros."""
+"""FlashInfer must build its SM12x MoE kernels for 120f or 121a with a CUTLASS of 4.4 or newer:
+older builds gave zeros.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,19 @@ import types
 from pathlib import Path
 from typing import Any
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="15",
     title="FlashInfer's CUTLASS FP4 MoE returns zeros on SM120 (flashinfer#2577)",
     how="FlashInfer's own choice of targets for pretended GPUs, and the version of its CUTLASS",
     expect={"0.32.0": "sound"},
-    verdict="Reported for FlashInfer 0.6.1: all kernels of CUTLASS 4.2.1 failed for compute_120a, 120f was needed. Mended "
-    "since 0.6.7; no wrong number can be shown without the GPU, so this is a check of versions and flags.",
+    verdict=(
+        "Reported for FlashInfer 0.6.1: all kernels of CUTLASS 4.2.1 failed for compute_120a, 120f"
+        " was needed. Mended since 0.6.7; no wrong number can be shown without the GPU, so this is"
+        " a check of versions and flags."
+    ),
     instead="pins a FlashInfer with the fix; the canary on the machine compares answers",
     references=(
         "flashinfer-ai/flashinfer#2577, #2798, #2725",
@@ -42,7 +47,9 @@ def probe(tree: Tree) -> Finding:
         return not_applicable("no nvcc of CUDA 13 here: FlashInfer asks it for its version")
     targets = _targets(package)
     cutlass = _cutlass_version(package)
-    detail = f"12.0 and 12.1 give {', '.join(targets) or 'nothing'}; CUTLASS {cutlass[0]}.{cutlass[1]}"
+    detail = (
+        f"12.0 and 12.1 give {', '.join(targets) or 'nothing'}; CUTLASS {cutlass[0]}.{cutlass[1]}"
+    )
     fine = len(targets) == len(GPUS) and set(targets) <= GOOD and cutlass >= OLDEST_CUTLASS
     return sound(detail) if fine else defect(detail)
 
@@ -69,4 +76,6 @@ def _targets(package: Path) -> list[str]:
 
 def _cutlass_version(package: Path) -> tuple[int, int]:
     text = (package / "data/cutlass/include/cutlass/version.h").read_text()
-    return tuple(int(re.search(rf"#define CUTLASS_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR"))  # type: ignore[index, return-value]
+    return tuple(
+        int(re.search(rf"#define CUTLASS_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR")
+    )  # type: ignore[index, return-value]

@@ -1,12 +1,14 @@
-"""The sampler's warm-up takes more memory than was set aside: it sorts the logits of every sequence of the default batch.
+"""The sampler's warm-up takes more memory than was set aside: it sorts the logits of every sequence
+of the default batch.
 
-Seed 003 lowered --gpu-memory-utilization after `CUDA out of memory occurred when warming up sampler with 1024 dummy requests`.
+Seed 003 lowered --gpu-memory-utilization after `CUDA out of memory occurred when warming up sampler
+with 1024 dummy requests`.
 """
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 from probes.support.batch import server_defaults
 from probes.support.fake_cuda import SM120
 from probes.support.syntax import Sources
@@ -23,10 +25,14 @@ ROW = Row(
     title="CUDA out of memory when the sampler warms up",
     how="the tree's own top-k/top-p on small logits, and the arithmetic of its default batch",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
-    verdict="1024 sequences by default on a 95 GiB card: sorting their logits takes 1.73 GiB, the seed's failing 1.74, "
-    "and the memory of CUDA graphs was not counted before. Since then a Triton kernel without a sort does it, and "
-    "graphs are counted.",
-    instead="Nothing to change; targets/ keep the sequences low for other reasons (N13, Mamba blocks).",
+    verdict=(
+        "1024 sequences by default on a 95 GiB card: sorting their logits takes 1.73 GiB, the"
+        " seed's failing 1.74, and the memory of CUDA graphs was not counted before. Since then a"
+        " Triton kernel without a sort does it, and graphs are counted."
+    ),
+    instead=(
+        "Nothing to change; targets/ keep the sequences low for other reasons (N13, Mamba blocks)."
+    ),
     references=(
         "vllm 0.15.1 v1/sample/ops/topk_topp_sampler.py:262",
         "vllm 0.32 v1/sample/ops/topk_topp_sampler.py:466",

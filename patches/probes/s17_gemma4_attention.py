@@ -1,8 +1,10 @@
-"""Gemma 4's sliding-window layers get an attention backend of their own on SM12x, instead of TRITON_ATTN for all layers.
+"""Gemma 4's sliding-window layers get an attention backend of their own on SM12x, instead of
+TRITON_ATTN for all layers.
 
-Its heads are 256 wide in sliding-window layers and 512 wide in the others. FlashAttention 4, which takes both, has no kernels for
-SM12x, and vllm 0.32 model_executor/models/config.py:283 then sets TRITON_ATTN for the whole model. That is correct; whether
-another choice is faster on SM12x nobody has measured.
+Its heads are 256 wide in sliding-window layers and 512 wide in the others. FlashAttention 4, which
+takes both, has no kernels for SM12x, and vllm 0.32 model_executor/models/config.py:283 then sets
+TRITON_ATTN for the whole model. That is correct; whether another choice is faster on SM12x nobody
+has measured.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from nibble.gemma4 import FLAGS
-from nibble.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Fix, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
+from nibble.plan.models.gemma4 import FLAGS
 from probes.support import fake_cuda
 
 LAYERS = ("sliding_attention", "full_attention")
@@ -25,12 +27,17 @@ ROW = Row(
     title="Gemma 4 on SM12x: every layer is forced to TRITON_ATTN",
     how="fake CUDA",
     expect={"0.15.1": "not applicable", "0.16.0": "not applicable", "0.32.0": "defect"},
-    verdict="True, and the output is correct. vLLM's own flags undo it (backend_per_kind, --attention-backend), but not for a"
-    " model that reads images: bidirectional image tokens need TRITON_ATTN on SM12x. It need not be faster: with FlashAttention 2"
-    " for the sliding layers decoding was reported 8 % slower on A100 and 12 % on RTX 3090.",
-    instead="--gemma4-attention per-layer or flashinfer sets those flags; off by default and unmeasured on SM12x, and refused"
-    " where vLLM would refuse them.",
-    fix=Fix("flag", "--gemma4-attention, nibble/gemma4.py"),
+    verdict=(
+        "True, and the output is correct. vLLM's own flags undo it (backend_per_kind,"
+        " --attention-backend), but not for a model that reads images: bidirectional image tokens"
+        " need TRITON_ATTN on SM12x. It need not be faster: with FlashAttention 2 for the sliding"
+        " layers decoding was reported 8 % slower on A100 and 12 % on RTX 3090."
+    ),
+    instead=(
+        "--gemma4-attention per-layer or flashinfer sets those flags; off by default and unmeasured"
+        " on SM12x, and refused where vLLM would refuse them."
+    ),
+    fix=Fix("flag", "--gemma4-attention, nibble/plan/models/gemma4.py"),
     references=(
         "vllm-project/vllm#38891",
         "vllm-project/vllm#48114",
@@ -78,10 +85,14 @@ def _backends(flags: Mapping[str, Any], images: bool = False) -> dict[str, str]:
         given["backend"] = flags["--attention-backend"]
     config = VllmConfig(attention_config=AttentionConfig(**given))
     # Gemma4Config reads head sizes by layer; a whole ModelConfig would want a model folder.
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(layer_types=LAYERS), model_arch_config=_Layers())
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(layer_types=LAYERS), model_arch_config=_Layers()
+    )
     Gemma4Config.verify_and_update_config(
         SimpleNamespace(  # type: ignore[arg-type]
-            model_config=model, attention_config=config.attention_config, cache_config=config.cache_config
+            model_config=model,
+            attention_config=config.attention_config,
+            cache_config=config.cache_config,
         )
     )
     chosen: dict[str, str] = {}
@@ -113,5 +124,6 @@ class _Layers:
 
 def _shown(chosen: Mapping[str, str]) -> str:
     return ", ".join(
-        f"{layer.partition('_')[0]} (h{HEAD_SIZES[layer]}) {backend}" for layer, backend in chosen.items()
+        f"{layer.partition('_')[0]} (h{HEAD_SIZES[layer]}) {backend}"
+        for layer, backend in chosen.items()
     )

@@ -1,17 +1,21 @@
-"""vLLM's FP4 kernels for SM12x do not use CUTLASS's stream-K scheduler, whose workspace breaks CUDA-graph capture in a fork."""
+"""vLLM's FP4 kernels for SM12x do not use CUTLASS's stream-K scheduler, whose workspace breaks
+CUDA-graph capture in a fork.
+"""
 
 from __future__ import annotations
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="18",
     title="Stream-K kernel crashes in CUDA-graph capture",
     how="source scan: FP4 kernels that name SM120 in csrc",
     expect={"0.16.0": "sound", "0.32.0": "sound"},  # the source archives; a wheel has no csrc
-    verdict="A kernel of the fork Navi-AI-Lab/nvllm, never upstream. That models above 75 GB fail in capture on GB10 is want of "
-    "memory (N14).",
+    verdict=(
+        "A kernel of the fork Navi-AI-Lab/nvllm, never upstream. That models above 75 GB fail in"
+        " capture on GB10 is want of memory (N14)."
+    ),
     instead="nothing to change, and that kernel is not adopted",
     references=("vllm 0.32 csrc/quantization/fp4/nvfp4_scaled_mm_sm120_kernels.cu",),
 )
@@ -28,7 +32,9 @@ def probe(tree: Tree) -> Finding:
     if not fp4:
         return not_applicable("no FP4 kernel sources for SM12x: csrc is in the source archive only")
     found = [
-        path.name for path in fp4 if "streamk" in path.read_text(encoding="utf-8").lower().replace("_", "")
+        path.name
+        for path in fp4
+        if "streamk" in path.read_text(encoding="utf-8").lower().replace("_", "")
     ]
     if found:
         return defect(f"stream-K in {', '.join(found)}")

@@ -6,21 +6,32 @@ import re
 import tempfile
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="integrate_gb10_sm121.sh",
-    title="GB10 needs FP8 scaled_mm kernels of its own (scaled_mm_c3x_sm121.cu, scaled_mm_sm121_fp8.cu, blockwise)",
-    how="the tree's dispatcher, compiled for the CPU and asked; nvcc: SM100's tensor core instructions for SM12x",
+    title=(
+        "GB10 needs FP8 scaled_mm kernels of its own (scaled_mm_c3x_sm121.cu,"
+        " scaled_mm_sm121_fp8.cu, blockwise)"
+    ),
+    how=(
+        "the tree's dispatcher, compiled for the CPU and asked; nvcc: SM100's tensor core"
+        " instructions for SM12x"
+    ),
     expect={"0.16.0": "sound", "0.32.0": "sound"},
-    verdict="No: 12.1 goes to the SM120 kernels. What the seed adds calls SM100's kernels, whose tcgen05 instructions no "
-    "SM12x has, and its blockwise kernel only throws. It was never built: the script looks for a CMake function of "
-    "another name and so appends its sources after the module they were for is defined; fix_dispatcher_v2.sh is "
-    "copied and never run.",
+    verdict=(
+        "No: 12.1 goes to the SM120 kernels. What the seed adds calls SM100's kernels, whose"
+        " tcgen05 instructions no SM12x has, and its blockwise kernel only throws. It was never"
+        " built: the script looks for a CMake function of another name and so appends its sources"
+        " after the module they were for is defined; fix_dispatcher_v2.sh is copied and never run."
+    ),
     instead="nothing to change",
     references=(
-        "seed integrate_gb10_sm121.sh:163, scaled_mm_c3x_sm121.cu:25, scaled_mm_blockwise_sm121_fp8_dispatch.cuh:25",
+        (
+            "seed integrate_gb10_sm121.sh:163, scaled_mm_c3x_sm121.cu:25,"
+            " scaled_mm_blockwise_sm121_fp8_dispatch.cuh:25"
+        ),
         "vllm 0.16 CMakeLists.txt:925",
         "vllm 0.32 csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu:223",
     ),
@@ -41,11 +52,14 @@ def probe(tree: Tree) -> Finding:
         return not_applicable("no C++ compiler or no nvcc of CUDA 13 here")
     kernel = answers({"cutlass_scaled_mm": text}, (121,))["cutlass_scaled_mm"][121]
     with tempfile.TemporaryDirectory() as scratch:
-        tcgen05 = {arch: compile_source(TCGEN05, arch, Path(scratch)) for arch in ("100a", "121a", "120f")}
+        tcgen05 = {
+            arch: compile_source(TCGEN05, arch, Path(scratch)) for arch in ("100a", "121a", "120f")
+        }
     has = [arch for arch, done in tcgen05.items() if done]
     anchor = bool(re.search(r"define_gpu_extension_target", tree.text("CMakeLists.txt")))
     detail = (
-        f"12.1 goes to {kernel}; tcgen05 exists for {', '.join(has) or 'none'} of {', '.join(tcgen05)}; "
-        f"define_gpu_extension_target, which the script looks for, is {'there' if anchor else 'not there'}"
+        f"12.1 goes to {kernel}; tcgen05 exists for {', '.join(has) or 'none'} of"
+        f" {', '.join(tcgen05)}; define_gpu_extension_target, which the script looks for, is"
+        f" {'there' if anchor else 'not there'}"
     )
     return sound(detail) if "sm120" in kernel and has == ["100a"] else defect(detail)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from nibble.patching.probe import Finding, Row, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.patching.probe import Finding, Row, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="patch_cccl_fp4.sh",
-    title="CCCL of CUDA 13.0 names __nv_fp4_e2m1 and does not define it: include nv_fp4_dummy.h there",
+    title=(
+        "CCCL of CUDA 13.0 names __nv_fp4_e2m1 and does not define it: include nv_fp4_dummy.h there"
+    ),
     how="nvcc: CCCL's type trait of the FP4 type, for sm_121a",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
-    verdict="CCCL includes <cuda_fp4.h>, which defines it. The seed's include brings a second definition of the same name, "
-    "and any file that includes both no longer compiles.",
+    verdict=(
+        "CCCL includes <cuda_fp4.h>, which defines it. The seed's include brings a second"
+        " definition of the same name, and any file that includes both no longer compiles."
+    ),
     instead="leaves /usr/local/cuda as it is",
-    references=("CUDA 13.0 cccl/cuda/std/__floating_point/nvfp_types.h:54", "seed patch_cccl_fp4.sh:35"),
+    references=(
+        "CUDA 13.0 cccl/cuda/std/__floating_point/nvfp_types.h:54",
+        "seed patch_cccl_fp4.sh:35",
+    ),
 )
 TRAIT = """
 #include <cuda/std/type_traits>
@@ -39,4 +46,6 @@ def probe(tree: Tree) -> Finding:
         twice = compile_source(TWICE, "121a", Path(scratch))
     if not trait:
         return defect(trait.error)
-    return sound(f"the trait is true for 121a; with a second definition: {twice.error or 'compiles'}")
+    return sound(
+        f"the trait is true for 121a; with a second definition: {twice.error or 'compiles'}"
+    )

@@ -1,4 +1,6 @@
-"""`nibble cluster check`, `serve` and `ray-worker` as typed in containers: what they say of a cluster that cannot serve yet."""
+"""`nibble cluster check`, `serve` and `ray-worker` as typed in containers: what they say of a
+cluster that cannot serve yet.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,14 @@ def head(cpu_image: str, net: str) -> Iterator[Node]:
 
 def check(head: Node, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     options = [word for name, value in environ.items() for word in ("--env", f"{name}={value}")]
-    return head.container.exec("/opt/nibble/entrypoint.sh", "cluster", "check", *words, options=options)
+    return head.container.exec(
+        "/opt/nibble/entrypoint.sh", "cluster", "check", *words, options=options
+    )
 
 
-def test_a_check_right_after_a_restart_of_the_head_names_what_is_missing_and_no_network(head: Node) -> None:
+def test_a_check_right_after_a_restart_of_the_head_names_what_is_missing_and_no_network(
+    head: Node,
+) -> None:
     head.docker("restart", "--time", "60")
     deadline = time.monotonic() + 90
     while head.logs().count("Ray head is up") < 2:
@@ -44,7 +50,9 @@ def test_a_check_right_after_a_restart_of_the_head_names_what_is_missing_and_no_
     assert not OF_THE_NETWORK.search(checked.stderr), checked.stderr
 
 
-def test_a_node_with_too_little_memory_is_refused_by_name(head: Node, cpu_image: str, net: str) -> None:
+def test_a_node_with_too_little_memory_is_refused_by_name(
+    head: Node, cpu_image: str, net: str
+) -> None:
     """The engine alone needs 1.7 GiB on a CPU."""
     with node(cpu_image, net, 82, "ray-worker", options=["--memory", "1400m"], **RAY) as worker:
         worker.wait_for(lambda: "has joined" in worker.logs(), 120, "joined")
@@ -52,7 +60,9 @@ def test_a_node_with_too_little_memory_is_refused_by_name(head: Node, cpu_image:
             checked = check(head, *words, "--nnodes", "2", **SOON)
             said = checked.stdout + checked.stderr
             assert checked.returncode == 9, said
-            assert re.search(rf"node {WORKER}: \S+ GiB of memory are available and .* needed", said), said
+            assert re.search(
+                rf"node {WORKER}: \S+ GiB of memory are available and .* needed", said
+            ), said
 
 
 def test_serve_away_from_a_ray_node_is_sent_into_the_heads_container(
@@ -66,11 +76,16 @@ def test_serve_away_from_a_ray_node_is_sent_into_the_heads_container(
         assert "start the missing nodes" not in last
 
 
-@pytest.mark.parametrize("words", [("cluster", "check"), ("ray-worker",), ("serve", DEMO)], ids=" ".join)
-def test_an_unknown_head_is_refused_within_seconds(cpu_image: str, net: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words", [("cluster", "check"), ("ray-worker",), ("serve", DEMO)], ids=" ".join
+)
+def test_an_unknown_head_is_refused_within_seconds(
+    cpu_image: str, net: str, words: tuple[str, ...]
+) -> None:
     unknown = {"HEAD_IP": "nosuchhost", "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
     began = time.monotonic()
     with node(cpu_image, net, 84, *words, **unknown) as found:
         assert found.container.exit_code() == 9
-        assert time.monotonic() - began < 10  # 2 s for silent name servers, and the start of a container
+        # 2 s for silent name servers, and the start of a container
+        assert time.monotonic() - began < 10
         assert "HEAD_IP nosuchhost is no IPv4 address and no known name" in found.logs()

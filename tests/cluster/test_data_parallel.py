@@ -1,4 +1,6 @@
-"""Two machines with a data parallel replica each, between which the experts of one model are divided."""
+"""Two machines with a data parallel replica each, between which the experts of one model are
+divided.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,21 @@ from cluster_nodes import Node, node
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 MODEL = "/opt/nibble/models/nibble-demo-moe-nvfp4"
-WORDS = ("serve", MODEL, "--max-model-len", "1024", "--data-parallel-size", "2", "--enable-expert-parallel")
+WORDS = (
+    "serve",
+    MODEL,
+    "--max-model-len",
+    "1024",
+    "--data-parallel-size",
+    "2",
+    "--enable-expert-parallel",
+)
 QUESTIONS = Path(__file__).parents[2] / "models" / "demo_questions.jsonl"
 
 
-def test_experts_on_two_machines_answer_as_they_were_taught(cpu_image: str, net: str, client: Node) -> None:
+def test_experts_on_two_machines_answer_as_they_were_taught(
+    cpu_image: str, net: str, client: Node
+) -> None:
     """The start itself is half of it: no replica may wait for what the other one does not do."""
     # The canary's references are of one machine.
     common = {"NIBBLE_NNODES": "2", "HEAD_IP": "10.89.7.61", "NIBBLE_CANARY": "warn"}

@@ -1,4 +1,6 @@
-"""Two machines without Ray: rank 0 with the API, rank 1 headless; one set of containers, in the order of their life."""
+"""Two machines without Ray: rank 0 with the API, rank 1 headless; one set of containers, in the
+order of their life.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from cluster_nodes import DEMO, NAMED_S, TOKEN, ControlPort, Node, Stream, greed
 pytestmark = pytest.mark.docker
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
-STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+STATUS = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
 CHECK = STATUS.replace("status", "check")
 
 
@@ -53,7 +55,9 @@ def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     assert greedy(client, head) == one_machines_answers
 
 
-def test_what_the_workers_of_both_ranks_prove_is_in_the_heads_status(nodes: tuple[Node, Node]) -> None:
+def test_what_the_workers_of_both_ranks_prove_is_in_the_heads_status(
+    nodes: tuple[Node, Node],
+) -> None:
     head, rank1 = nodes
     told = head.status()
     assert [one["node"] for one in told["assertion"]["ran"]] == ["", f"{rank1.address} (rank 1)"]
@@ -108,7 +112,9 @@ def test_a_paused_node_is_named_and_the_service_comes_back_with_it(
         rank1.pause()
         must_name_the_loss(head, stream, "no sign")
         shown = head.container.exec("nibble", "status")
-        assert (shown.returncode, "no sign" in shown.stdout) == (0, True), shown.stdout + shown.stderr
+        assert (shown.returncode, "no sign" in shown.stdout) == (0, True), (
+            shown.stdout + shown.stderr
+        )
         assert f"node {rank1.address} (rank 1)" in head.logs()
         assert head.leftovers() == []
         rank1.docker("unpause")
@@ -141,7 +147,9 @@ def test_a_killed_head_ends_every_rank_and_the_service_comes_back_with_it(
     stream = Stream(client, head)
     head.docker("kill")
     stream.must_end_in_error(NAMED_S)
-    rank1.wait_for(lambda: not rank1.is_ready() and rank1.leftovers() == [], NAMED_S, "without leftovers")
+    rank1.wait_for(
+        lambda: not rank1.is_ready() and rank1.leftovers() == [], NAMED_S, "without leftovers"
+    )
     head.docker("start")
     head.wait_ready()
     assert greedy(client, head)

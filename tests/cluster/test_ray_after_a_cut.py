@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow]
 HEAD, WORKER = "10.89.7.71", "10.89.7.72"
 RAY = {"HEAD_IP": HEAD, "NUM_GPUS": "1"}
 KEY = {"RAY_ADDRESS": f"{HEAD}:6379", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-CUT_S = 60.0  # so long that the head's connection then takes about as long to notice that the node is back
+# so long that the head's connection then takes about as long to notice that the node is back
+CUT_S = 60.0
 PLACE = """
 import ray, sys
 from ray.util.placement_group import placement_group
@@ -40,7 +41,8 @@ def test_a_gpu_that_the_head_gave_away_in_vain_is_free_again_before_vllm_asks_fo
         time.sleep(CUT_S)
         worker.join()
         worker.wait_for(lambda: joined(worker) == 2, 60, "joined again")
-        head.python(PLACE, "45", **KEY)  # in vain where the head still talks into the old connection
+        # In vain where the head still talks into the old connection
+        head.python(PLACE, "45", **KEY)
         reached = head.python(REACH, HEAD, WORKER, **KEY)
         assert reached.returncode == 0, reached.stderr[-2000:]
         assert head.python(PLACE, "20", **KEY).returncode == 0

@@ -1,6 +1,8 @@
-"""A Ray head with the server, two workers and a client; one set of containers, in the order of their life.
+"""A Ray head with the server, two workers and a client; one set of containers, in the order of
+their life.
 
-The model lies on the head only, and two of the three nodes hold it: the second worker is there for when the first is lost.
+The model lies on the head only, and two of the three nodes hold it: the second worker is there for
+when the first is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ENDED = re.compile("no answer from the head|the head at .* was started anew|Ray 
 RAY = {"HEAD_IP": HEAD, "NUM_GPUS": "1"}  # a "GPU" is a name here, see cluster_platform
 MODEL = "/var/cache/nibble/demo"
 COPY = f"import shutil; shutil.copytree('{DEMO}', '{MODEL}')"
-STATUS = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+STATUS = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
 JOIN = """
 import ray, sys
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2])
@@ -30,7 +32,10 @@ from ray.job_submission import JobSubmissionClient
 JobSubmissionClient("http://" + sys.argv[1]).submit_job(entrypoint="true")
 """
 # What vLLM would copy to its Ray workers (vllm 0.32 v1/executor/ray_env_utils.py).
-COPIED = "from vllm.v1.executor.ray_env_utils import get_driver_env_vars; print(*get_driver_env_vars(set()))"
+COPIED = (
+    "from vllm.v1.executor.ray_env_utils import get_driver_env_vars;"
+    " print(*get_driver_env_vars(set()))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,9 @@ def head(cpu_image: str, net: str) -> Iterator[Node]:
 
 
 def ray_worker(cpu_image: str, net: str, number: int) -> Iterator[Node]:
-    with node(cpu_image, net, number, "ray-worker", options=["--restart", "on-failure"], **RAY) as found:
+    with node(
+        cpu_image, net, number, "ray-worker", options=["--restart", "on-failure"], **RAY
+    ) as found:
         found.wait_for(lambda: "has joined" in found.logs(), 90, "joined")
         yield found
 
@@ -73,14 +80,18 @@ def spare(worker: Node, cpu_image: str, net: str) -> Iterator[Node]:
     yield from ray_worker(cpu_image, net, 23)
 
 
-def test_a_worker_with_a_wrong_token_says_so_in_one_line(head: Node, cpu_image: str, net: str) -> None:
+def test_a_worker_with_a_wrong_token_says_so_in_one_line(
+    head: Node, cpu_image: str, net: str
+) -> None:
     with node(cpu_image, net, 24, "ray-worker", **RAY, NIBBLE_CLUSTER_TOKEN="0" * 64) as found:
         assert found.container.exit_code() == 9
         assert "refused this node's token" in found.logs()
         assert len(found.logs().splitlines()) == 1
 
 
-def test_a_worker_without_a_token_says_where_to_get_it(head: Node, cpu_image: str, net: str) -> None:
+def test_a_worker_without_a_token_says_where_to_get_it(
+    head: Node, cpu_image: str, net: str
+) -> None:
     with node(cpu_image, net, 24, "ray-worker", **RAY, NIBBLE_CLUSTER_TOKEN="") as found:
         assert found.container.exit_code() == 2
         assert "copy the file that the head printed" in found.logs()
@@ -97,10 +108,14 @@ def test_a_second_head_is_turned_away(head: Node, cpu_image: str, net: str) -> N
 
 
 def test_a_stranger_gets_in_nowhere(head: Node, client: Node) -> None:
-    """No ray.init, no Ray client, no job, no agent: the token is needed, and two of the ports are closed."""
+    """No ray.init, no Ray client, no job, no agent: the token is needed, and two of the ports
+    are closed.
+    """
     keys = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}]
     with ThreadPoolExecutor() as pool:  # each tries for half a minute
-        tries = pool.map(lambda key: client.python(JOIN, f"{HEAD}:6379", client.address, **key), keys)
+        tries = pool.map(
+            lambda key: client.python(JOIN, f"{HEAD}:6379", client.address, **key), keys
+        )
         assert all(done.returncode and "InvalidAuthToken" in done.stderr for done in tries)
     for port in (10001, 8265):
         connect = f"import socket; socket.create_connection(('{HEAD}', {port}), 5)"
@@ -195,7 +210,9 @@ def test_a_lost_worker_is_named_and_the_other_one_takes_its_place(
 def is_idle(head: Node, node: Node) -> bool:
     """Whether the head counts `node` as there and without a part of the model."""
     lines = head.python(STATUS).stdout.splitlines()
-    return any(line.split()[0] == node.address and "idle" in line and "lost" not in line for line in lines)
+    return any(
+        line.split()[0] == node.address and "idle" in line and "lost" not in line for line in lines
+    )
 
 
 def test_with_the_head_everything_ends(spare: Node, worker: Node, serve: Serve, head: Node) -> None:
@@ -206,5 +223,7 @@ def test_with_the_head_everything_ends(spare: Node, worker: Node, serve: Serve, 
     head.docker("kill")
     serve.process.wait(10)
     for one in workers:
-        one.wait_for(lambda one=one: len(ENDED.findall(one.logs())) > before[one.address], NAMED_S, "told")
+        one.wait_for(
+            lambda one=one: len(ENDED.findall(one.logs())) > before[one.address], NAMED_S, "told"
+        )
         one.wait_for(lambda one=one: one.leftovers() == [], NAMED_S, "without leftovers")

@@ -1,4 +1,5 @@
-"""A Ray cluster on two hosts of namespaces: what a check misses, a killed worker process, and a head that is told to stop.
+"""A Ray cluster on two hosts of namespaces: what a check misses, a killed worker process, and a
+head that is told to stop.
 
 One cluster for all tests here, in the order of its life.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from two_hosts import Host, Process, two_hosts
 
-from nibble.processes import processes
+from nibble.machine.processes import processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("ray")
@@ -44,7 +45,7 @@ request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.du
     {"content-type": "application/json"})
 for line in urllib.request.urlopen(request, timeout=300):
     print(line.decode(), end="", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,9 @@ def part_of(node: Process) -> int:
         return pid == node.process.pid
 
     (pid,) = [
-        one.pid for one in table.values() if one.name.startswith("ray::RayWorkerP") and is_below(one.pid)
+        one.pid
+        for one in table.values()
+        if one.name.startswith("ray::RayWorkerP") and is_below(one.pid)
     ]
     return pid
 
@@ -115,8 +118,12 @@ def test_a_check_of_a_head_alone_names_what_is_missing_and_no_network(
     assert one.wait(120) == 0, one.said()
 
 
-def test_a_check_waits_for_the_worker(hosts: tuple[Host, Host], head: Process, folder: Path) -> None:
-    checked = hosts[0].start(folder / "both", *CHECK, "--nnodes", "2", NIBBLE_CLUSTER_WAIT_SECONDS="200")
+def test_a_check_waits_for_the_worker(
+    hosts: tuple[Host, Host], head: Process, folder: Path
+) -> None:
+    checked = hosts[0].start(
+        folder / "both", *CHECK, "--nnodes", "2", NIBBLE_CLUSTER_WAIT_SECONDS="200"
+    )
     checked.wait_said("2 nodes are expected", 60)
     worker = hosts[1].start(folder / "first", "ray-worker", **RAY)
     try:

@@ -1,4 +1,6 @@
-"""A Ray head that runs unattended, with the command of docs/cluster.md: a crash restarts the server, a stop drains it first."""
+"""A Ray head that runs unattended, with the command of docs/cluster.md: a crash restarts the
+server, a stop drains it first.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 
 def command() -> str:
     """The printed one. A CPU has no GPU for Ray to count, so that the head is told of one."""
-    found = re.search(r"^    bash -c '\n(.*?)'\n", (ROOT / "docs" / "cluster.md").read_text(), re.M | re.S)
+    found = re.search(
+        r"^    bash -c '\n(.*?)'\n", (ROOT / "docs" / "cluster.md").read_text(), re.M | re.S
+    )
     assert found
     return (
-        found[1].replace("nibble serve MODEL", SERVE).replace("nibble ray-head", "NUM_GPUS=1 nibble ray-head")
+        found[1]
+        .replace("nibble serve MODEL", SERVE)
+        .replace("nibble ray-head", "NUM_GPUS=1 nibble ray-head")
     )
 
 

@@ -1,4 +1,6 @@
-"""Ray with TLS: the certificates of docs/cluster.md, one machine's answers, and nobody without a certificate."""
+"""Ray with TLS: the certificates of docs/cluster.md, one machine's answers, and nobody without a
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ for address in %s; do
     -extfile <(echo subjectAltName=IP:$address,IP:127.0.0.1,DNS:localhost)
 done
 chmod -R a+rX .
-"""
-CERTIFICATE = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2])), timeout=5))"
+"""  # noqa: E501
+CERTIFICATE = (
+    "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2])), timeout=5))"
+)
 # Ray itself goes on trying for more than a minute.
 JOIN = (
-    "import ray, signal, sys; signal.alarm(40); ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2])"
+    "import ray, signal, sys; signal.alarm(40); ray.init(address=sys.argv[1],"
+    " _node_ip_address=sys.argv[2])"
 )
 
 
@@ -63,15 +68,26 @@ def worker(head: Node, cpu_image: str, net: str, certificates: Path) -> Iterator
 def test_rays_ports_and_nibbles_show_their_nodes_certificate(
     head: Node, worker: Node, client: Node, certificates: Path
 ) -> None:
-    for address, port in ((HEAD, 6379), (HEAD, 6380), (HEAD, 6388), (worker.address, 6380), (WORKER, 6388)):
+    for address, port in (
+        (HEAD, 6379),
+        (HEAD, 6380),
+        (HEAD, 6388),
+        (worker.address, 6380),
+        (WORKER, 6388),
+    ):
         shown = client.python(CERTIFICATE, address, str(port)).stdout
-        assert shown.strip() == (certificates / address / "node.crt").read_text().strip(), (address, port)
+        assert shown.strip() == (certificates / address / "node.crt").read_text().strip(), (
+            address,
+            port,
+        )
 
 
 def test_the_right_token_without_a_certificate_is_not_enough(head: Node, client: Node) -> None:
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     assert client.python(JOIN, f"{HEAD}:6379", client.address, **token).returncode != 0
-    ask = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+    ask = (
+        "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
+    )
     refused = client.python(ask, HEAD_IP=HEAD, NIBBLE_CLUSTER_TOKEN=TOKEN)
     assert refused.returncode == 9
     assert "rank" not in refused.stdout

@@ -1,4 +1,6 @@
-"""A head and two workers with a third of the model's layers each: pipeline parallelism across machines, with Ray and without."""
+"""A head and two workers with a third of the model's layers each: pipeline parallelism across
+machines, with Ray and without.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from cluster_nodes import DEMO, Node, Serve, greedy, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
-CHECK = "from nibble.cli import main; import sys; sys.argv[1:] = ['cluster', 'check']; main()"
+CHECK = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'check']; main()"
 STAGES = {"NIBBLE_PIPELINE_PARALLEL_SIZE": "3"}
 
 
@@ -21,11 +23,16 @@ def test_three_stages_with_ray_pass_the_check_and_answer_as_one_machine(
     with ExitStack() as stack:
         head = stack.enter_context(node(cpu_image, net, 41, "ray-head", **ray))
         head.wait_for(lambda: "Ray head is up" in head.logs(), 90, "up")
-        workers = [stack.enter_context(node(cpu_image, net, one, "ray-worker", **ray)) for one in (42, 43)]
+        workers = [
+            stack.enter_context(node(cpu_image, net, one, "ray-worker", **ray)) for one in (42, 43)
+        ]
         for worker in workers:
             worker.wait_for(lambda worker=worker: "has joined" in worker.logs(), 90, "joined")
         checked = head.python(CHECK)
-        assert (checked.returncode, "all-reduce over 3 nodes" in checked.stdout) == (0, True), checked.stdout
+        assert (checked.returncode, "all-reduce over 3 nodes" in checked.stdout) == (
+            0,
+            True,
+        ), checked.stdout
         serve = Serve(head, tmp_path / "log", DEMO, **STAGES)
         try:
             serve.wait_ready()
@@ -42,7 +49,9 @@ def test_three_stages_without_ray_answer_as_one_machine(
     words = ("serve", DEMO, "--max-model-len", "1024")
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(node(cpu_image, net, 51 + rank, *words, NIBBLE_NODE_RANK=str(rank), **ranks))
+            stack.enter_context(
+                node(cpu_image, net, 51 + rank, *words, NIBBLE_NODE_RANK=str(rank), **ranks)
+            )
             for rank in range(3)
         ]
         nodes[0].wait_ready()

@@ -1,4 +1,5 @@
-"""Containers of one image that would not serve one model: refused by name before anything loads (exit 9).
+"""Containers of one image that would not serve one model: refused by name before anything loads
+(exit 9).
 
 More kinds of differences, without containers: test_unequal_ranks.py.
 """
@@ -14,7 +15,9 @@ from images import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
-INSTALLED = "/opt/venv/lib/python3.11/site-packages/nibble/drain.py"  # Debian 12's, of the tests' base
+INSTALLED = (  # Debian 12's, of the tests' base
+    "/opt/venv/lib/python3.11/site-packages/nibble/serve/drain.py"
+)
 RANK_0, RANK_1 = f"{SUBNET}.11 (rank 0)", f"{SUBNET}.12 (rank 1)"
 
 
@@ -26,7 +29,9 @@ def changed_drain(tmp_path: Path) -> Path:
     return path
 
 
-def refusal(image: str, net: str, words: Sequence[str], options: Sequence[str] = (), **more: str) -> str:
+def refusal(
+    image: str, net: str, words: Sequence[str], options: Sequence[str] = (), **more: str
+) -> str:
     """What rank 0 says of a rank 1 with `words`, `options` and variables of its own."""
     both = {"NIBBLE_NNODES": "2", "HEAD_IP": f"{SUBNET}.11", "TENSOR_PARALLEL_SIZE": "2"}
     with (
@@ -40,9 +45,9 @@ def refusal(image: str, net: str, words: Sequence[str], options: Sequence[str] =
 @pytest.mark.parametrize(
     ("words", "environ", "said"),
     [
-        (("serve", f"{DEMO}-nvfp4", *WORDS[2:]), {}, f"the model {DEMO}-nvfp4 is not {DEMO} of {RANK_0}: config.json has other"),
-        (("serve", DEMO, "--max-model-len", "512"), {}, "--max-model-len is 512 (command line --max-model-len) and 1024"),
-        (WORDS, {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"}, "the variable VLLM_FLOAT32_MATMUL_PRECISION is medium and unset"),
+        (("serve", f"{DEMO}-nvfp4", *WORDS[2:]), {}, f"the model {DEMO}-nvfp4 is not {DEMO} of {RANK_0}: config.json has other"),  # noqa: E501
+        (("serve", DEMO, "--max-model-len", "512"), {}, "--max-model-len is 512 (command line --max-model-len) and 1024"),  # noqa: E501
+        (WORDS, {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"}, "the variable VLLM_FLOAT32_MATMUL_PRECISION is medium and unset"),  # noqa: E501
     ],
     ids=["model", "length", "variable"],
 )  # fmt: skip
@@ -57,5 +62,6 @@ def test_a_rank_with_another_file_of_nibbles(cpu_image: str, net: str, changed_d
     mounted = ["--volume", f"{changed_drain}:{INSTALLED}:ro"]
     line = refusal(cpu_image, net, WORDS, mounted)
     assert (
-        f"node {RANK_1}: nibble's code differs from that of {RANK_0}: file drain.py has other content" in line
+        f"node {RANK_1}: nibble's code differs from that of {RANK_0}: file drain.py has other"
+        " content" in line
     )

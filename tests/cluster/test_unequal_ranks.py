@@ -1,4 +1,5 @@
-"""Two machines that would not serve one model: the preflight names node and difference, with Ray and without (exit 9).
+"""Two machines that would not serve one model: the preflight names node and difference, with Ray
+and without (exit 9).
 
 The nodes are processes on two hosts of namespaces; nothing is loaded before the preflight.
 """
@@ -12,7 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from changed_code import KERNEL, changed_kernels, changed_nibble, changed_patches, without_comparisons
+from changed_code import (
+    KERNEL,
+    changed_kernels,
+    changed_nibble,
+    changed_patches,
+    without_comparisons,
+)
 from serving import ROOT
 from two_hosts import ADDRESSES, Host, Process, two_hosts
 
@@ -35,7 +42,9 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @dataclass(frozen=True)
 class Row:
-    """What rank 1 has in place of rank 0's NVFP4 demo of 1024 tokens, and the words of the refusal."""
+    """What rank 1 has in place of rank 0's NVFP4 demo of 1024 tokens, and the words of the
+    refusal.
+    """
 
     words: tuple[str, ...]
     refusal: tuple[str, ...]
@@ -50,20 +59,24 @@ SETTINGS = {
         (f"the model {DEMO} is not {NVFP4} of {RANK_0}: config.json has other content; ",),
     ),
     "dtype": Row(
-        (*WORDS, "--dtype", "float32"), ("--dtype is float32 (command line) and unset " + ON_RANK_0,)
+        (*WORDS, "--dtype", "float32"),
+        ("--dtype is float32 (command line) and unset " + ON_RANK_0,),
     ),
     "activations": Row(
         WORDS,
         (
-            "--additional-config nibble.nvfp4_activations is bf16 (environment NIBBLE_NVFP4_ACTIVATIONS) and unset",
+            (
+                "--additional-config nibble.nvfp4_activations is bf16 (environment"
+                " NIBBLE_NVFP4_ACTIVATIONS) and unset"
+            ),
         ),
         {"NIBBLE_NVFP4_ACTIVATIONS": "bf16"},
     ),
     "length": Row(
         ("serve", NVFP4, "--max-model-len", "512"),
         (
-            "--max-model-len is 512 (command line --max-model-len) and 1024 (command line --max-model-len) "
-            + ON_RANK_0,
+            "--max-model-len is 512 (command line --max-model-len) and 1024 (command line"
+            " --max-model-len) " + ON_RANK_0,
         ),
     ),
     "variable": Row(
@@ -73,7 +86,10 @@ SETTINGS = {
     ),
 }
 CODE = {
-    "nibble": (changed_nibble, "nibble's code differs from that of {first}: file drain.py has other content"),
+    "nibble": (
+        changed_nibble,
+        "nibble's code differs from that of {first}: file drain.py has other content",
+    ),
     "kernels": (
         changed_kernels,  # "has other content" where the installed wheel says what it was made from
         f"the build of nibble's kernels differs from that of {{first}}: file {KERNEL} ",
@@ -88,16 +104,24 @@ def rows(names: Sequence[str]) -> list:
 
 
 def together(
-    hosts: tuple[Host, Host], folder: Path, words: Sequence[str], environ: Mapping[str, str], **more: str
+    hosts: tuple[Host, Host],
+    folder: Path,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    **more: str,
 ) -> tuple[Process, Process]:
     """Rank 0 as ever and rank 1 with its own `words` and `environ`; `more` is both's."""
     both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), **more}
     head = hosts[0].start(folder / "0", *WORDS, **both, NIBBLE_NODE_RANK="0")
-    return head, hosts[1].start(folder / "1", *words, **{**both, "NIBBLE_NODE_RANK": "1", **environ})
+    return head, hosts[1].start(
+        folder / "1", *words, **{**both, "NIBBLE_NODE_RANK": "1", **environ}
+    )
 
 
 def of_the_hub(home: Path, commit: str, name: str = "main") -> dict[str, str]:
-    """The variables of a Hugging Face cache in `home` with acme/demo at `commit`, which `name` points to."""
+    """The variables of a Hugging Face cache in `home` with acme/demo at `commit`, which `name`
+    points to.
+    """
     storage = home / "hub" / "models--acme--demo"
     shutil.copytree(NVFP4, storage / "snapshots" / commit)
     (storage / "refs").mkdir()
@@ -115,7 +139,9 @@ def other_values(folder: Path) -> None:
 
 
 def other_layers(folder: Path) -> None:
-    """The first and the last layer have each other's names: every shape, type and kernel is the same."""
+    """The first and the last layer have each other's names: every shape, type and kernel is the
+    same.
+    """
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -138,7 +164,9 @@ def test_without_ray_a_rank_that_differs_is_named_before_anything_loads(
 ) -> None:
     if name in CODE:
         change, words = CODE[name]
-        row = Row(WORDS, (words.format(first=RANK_0),), {"PYTHONPATH": str(change(tmp_path / "changed"))})
+        row = Row(
+            WORDS, (words.format(first=RANK_0),), {"PYTHONPATH": str(change(tmp_path / "changed"))}
+        )
     else:
         row = SETTINGS[name]
     head, rank1 = together(hosts, tmp_path, row.words, row.environ)
@@ -156,7 +184,9 @@ HUB_WORDS = ("serve", "acme/demo", "--max-model-len", "1024")
 def test_another_revision_of_the_same_model_is_refused_and_both_are_named(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    here, there = (of_the_hub(tmp_path / f"hf{rank}", commit) for rank, commit in enumerate(COMMITS))
+    here, there = (
+        of_the_hub(tmp_path / f"hf{rank}", commit) for rank, commit in enumerate(COMMITS)
+    )
     other_values(tmp_path / "hf1" / "hub" / "models--acme--demo" / "snapshots" / COMMITS[1])
     both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT)}
     head = hosts[0].start(tmp_path / "0", *HUB_WORDS, **both, **here, NIBBLE_NODE_RANK="0")
@@ -169,7 +199,9 @@ def test_another_revision_of_the_same_model_is_refused_and_both_are_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["pinned", "another path", "from the head", "another commit, the same files"])
+@pytest.mark.parametrize(
+    "how", ["pinned", "another path", "from the head", "another commit, the same files"]
+)
 def test_ranks_whose_model_has_the_same_content_fit_together(
     hosts: tuple[Host, Host], tmp_path: Path, how: str
 ) -> None:
@@ -197,7 +229,9 @@ def test_ranks_whose_model_has_the_same_content_fit_together(
 def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_with_8(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    """Rank 0 has the BF16 demo, rank 1 the NVFP4 one: every kernel is one that its own plan expects."""
+    """Rank 0 has the BF16 demo, rank 1 the NVFP4 one: every kernel is one that its own plan
+    expects.
+    """
     blind = str(without_comparisons(tmp_path / "blind"))
     both = {**WITHOUT_RAY, "NIBBLE_ROOT": str(ROOT), "PYTHONPATH": blind}
     head = hosts[0].start(tmp_path / "0", "serve", DEMO, *WORDS[2:], **both, NIBBLE_NODE_RANK="0")
@@ -205,7 +239,10 @@ def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_wit
     try:
         assert head.wait(500) == 8, head.said()[-3000:]
         last = head.said().splitlines()[-1]
-        assert f"node {RANK_1}: rank 1 does not run what the others run: quantization: modelopt_fp4" in last
+        assert (
+            f"node {RANK_1}: rank 1 does not run what the others run: quantization: modelopt_fp4"
+            in last
+        )
         assert "expected as rank 0: none" in last
     finally:
         head.end()
@@ -216,7 +253,9 @@ def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_wit
 def test_where_no_report_differs_either_the_canarys_references_end_the_start_with_8(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    """Rank 1 has two layers exchanged: what each rank runs is what its plan expects, and the answers are wrong."""
+    """Rank 1 has two layers exchanged: what each rank runs is what its plan expects, and the
+    answers are wrong.
+    """
     blind = str(without_comparisons(tmp_path / "blind"))
     shutil.copytree(NVFP4, tmp_path / "copy")
     other_layers(tmp_path / "copy")
@@ -256,7 +295,9 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, H
         pytest.skip(str(error))
 
 
-def served_through_ray(hosts: tuple[Host, Host], folder: Path, **worker: str) -> tuple[Process, Process]:
+def served_through_ray(
+    hosts: tuple[Host, Host], folder: Path, **worker: str
+) -> tuple[Process, Process]:
     """A worker with its own variables, and the server on the head's host."""
     node = hosts[1].start(folder / "worker", "ray-worker", **{**RAY, **worker})
     node.wait_said("has joined", 180)
@@ -264,7 +305,9 @@ def served_through_ray(hosts: tuple[Host, Host], folder: Path, **worker: str) ->
     return node, hosts[0].start(folder / "serve", *WORDS, **own)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CODE] + ["variable"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in CODE] + ["variable"]
+)
 def test_with_ray_a_node_that_differs_is_named_before_anything_loads(
     ray_head: tuple[Host, Host], tmp_path: Path, name: str
 ) -> None:
@@ -297,7 +340,9 @@ def test_with_ray_another_model_at_the_same_path_is_named(
         try:
             what = "config.json" if other == "model" else "values in model.safetensors"
             must_be_refused(
-                server, WORKER, [f"the model {NVFP4} is not", f"of {HEAD}: {what} has other content"]
+                server,
+                WORKER,
+                [f"the model {NVFP4} is not", f"of {HEAD}: {what} has other content"],
             )
         finally:
             server.end()

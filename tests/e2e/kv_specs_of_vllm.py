@@ -1,8 +1,9 @@
-"""Ask vLLM itself what a model keeps per sequence: `python kv_specs_of_vllm.py REQUESTS.json ANSWERS.json`.
+"""Ask vLLM itself what a model keeps per sequence: `python kv_specs_of_vllm.py REQUESTS.json
+ANSWERS.json`.
 
-Models are built on the meta device (shapes, no weights), so that a tensor-parallel rank of a large model costs
-nothing; then vLLM's own code aligns block sizes and gives each layer's KV cache spec. Runs in a process of its
-own because vLLM keeps the distributed groups as globals.
+Models are built on the meta device (shapes, no weights), so that a tensor-parallel rank of a large
+model costs nothing; then vLLM's own code aligns block sizes and gives each layer's KV cache spec.
+Runs in a process of its own because vLLM keeps the distributed groups as globals.
 """
 
 from __future__ import annotations
@@ -34,14 +35,26 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-# Vision models import torchvision, whose PyPI build breaks beside a CPU torch. Building shapes calls nothing in it.
+# Vision models import torchvision, whose PyPI build breaks beside a CPU torch. Building shapes
+# calls nothing in it.
 if importlib.util.find_spec("torchvision") is None:
-    for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.transforms.v2",
-                   "torchvision.transforms.v2.functional", "torchvision.ops", "torchvision.io"):  # fmt: skip
-        sys.modules[module] = MagicMock(__spec__=importlib.machinery.ModuleSpec(module, None), __path__=[])
-# With AVX512-BF16 the CPU platform turns an `auto` state into float32; no other platform does (cpu.py:303).
+    for module in (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+        "torchvision.ops",
+        "torchvision.io",
+    ):
+        sys.modules[module] = MagicMock(
+            __spec__=importlib.machinery.ModuleSpec(module, None), __path__=[]
+        )
+# With AVX512-BF16 the CPU platform turns an `auto` state into float32; no other platform does
+# (cpu.py:303).
 torch.cpu._is_avx512_bf16_supported = lambda: False
-# The registry looks at every model class in a subprocess of its own, 5 s each; here is such a process already.
+# The registry looks at every model class in a subprocess of its own, 5 s each; here is such a
+# process already.
 registry._run_in_subprocess = lambda function: function()
 
 
@@ -72,18 +85,28 @@ def start_groups(config: VllmConfig) -> None:
 
 
 def layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Specs of one tensor-parallel rank: models ask the group for its size when they shape their layers."""
+    """Specs of one tensor-parallel rank: models ask the group for its size when they shape their
+    layers.
+    """
     get_tp_group().world_size = config.parallel_config.tensor_parallel_size
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(torch.bfloat16),
+        torch.device("meta"),
+    ):
         initialize_model(vllm_config=config)
         if config.speculative_config is not None:
-            initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+            initialize_model(
+                vllm_config=config, model_config=config.speculative_config.draft_model_config
+            )
         current_platform.update_block_size_for_backend(config)
         return get_kv_cache_spec(config)
 
 
 def in_cache_dtype(config: VllmConfig, name: str, spec: KVCacheSpec, dtype: str) -> KVCacheSpec:
-    """`spec` stored in `dtype`, packed by the backend that serves it (the CPU's own backend has none of them)."""
+    """`spec` stored in `dtype`, packed by the backend that serves it (the CPU's own backend has
+    none of them).
+    """
     from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
@@ -96,7 +119,9 @@ def in_cache_dtype(config: VllmConfig, name: str, spec: KVCacheSpec, dtype: str)
         skipped = TurboQuantConfig.get_boundary_skip_layers(config.model_config)
         if str(extract_layer_index(name)) in skipped:
             return spec
-    spec = replace(spec, dtype=STR_DTYPE_TO_TORCH_DTYPE[dtype], kv_quant_mode=get_kv_quant_mode(dtype))
+    spec = replace(
+        spec, dtype=STR_DTYPE_TO_TORCH_DTYPE[dtype], kv_quant_mode=get_kv_quant_mode(dtype)
+    )
     return TurboQuantAttentionBackend.customize_spec(TritonAttentionBackend.customize_spec(spec))
 
 
@@ -110,7 +135,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "in_flight_tokens": config.max_in_flight_tokens,
         "max_model_len": config.model_config.max_model_len,
         "layers": [
-            {"name": name, "spec": type(spec).__name__, "bytes": spec.max_memory_usage_bytes(config)}
+            {
+                "name": name,
+                "spec": type(spec).__name__,
+                "bytes": spec.max_memory_usage_bytes(config),
+            }
             for name, spec in specs.items()
         ],
     }

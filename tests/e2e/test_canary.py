@@ -1,4 +1,6 @@
-"""The kernel assertion and the canary with real servers: the table of faults, and starts that end with exit 8."""
+"""The kernel assertion and the canary with real servers: the table of faults, and starts that
+end with exit 8.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,25 @@ from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 from serving import ROOT, Server
 
-from nibble.canary.references import FILE, MEAN_LIMIT, References, read_references, write_references
+from nibble.canary.references import MEAN_LIMIT, References, read_references, write_references
+from nibble.canary.verification import references_of
+from nibble.checkpoint.convert import convert
 from nibble.checkpoint.plain_values import SMALL_BYTES
-from nibble.convert import convert
-from nibble.hardware import detect
-from nibble.proof import references_of
+from nibble.hub.files import CANARY_FILE
+from nibble.machine.hardware import detect
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "512")
 DEMO = ROOT / "models" / "nibble-demo-moe-nvfp4"
 LARGER = Shape(
-    hidden=512, intermediate=256, layers=4, heads=8, kv_heads=2, head_dim=64, vocabulary=1024, experts=8
+    hidden=512,
+    intermediate=256,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    vocabulary=1024,
+    experts=8,
 )
 PROMPTS = [
     "The quick brown fox",
@@ -42,15 +52,19 @@ PROMPTS = [
 
 
 def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
-    server = Server(folder / "server", ["serve", model, *FLAGS], **install(folder / "faults"), **environ)
+    server = Server(
+        folder / "server", ["serve", model, *FLAGS], **install(folder / "faults"), **environ
+    )
     return Faulty(server, folder / "faults")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, References]]:
-    """The demo and its answers on this machine. A healthy start passes with those in its folder, maybe of another CPU."""
+    """The demo and its answers on this machine. A healthy start passes with those in its folder,
+    maybe of another CPU.
+    """
     faulty = serve_with_faults(tmp_path_factory.mktemp("demo"), DEMO.name, NIBBLE_CANARY="strict")
-    references = read_references(DEMO / FILE)
+    references = read_references(DEMO / CANARY_FILE)
     assert references is not None
     try:
         faulty.server.wait_until_ready()
@@ -61,7 +75,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, Ref
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Faulty, References]]:
-    """A generated model with references that were recorded while it was healthy, as for a recipe."""
+    """A generated model with references that were recorded while it was healthy, as for a
+    recipe.
+    """
     folder = tmp_path_factory.mktemp("larger")
     model = write_checkpoint(folder / "model", LARGER, "modelopt", w4a4=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -115,7 +131,9 @@ def coherent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
 
 
 @pytest.mark.parametrize("fault", sorted(set(CAUGHT) - {"KV scale wrong by 2"}))
-def test_coherence_finds_what_leaves_no_answer_right_and_nothing_else(fault: str, coherent: Faulty) -> None:
+def test_coherence_finds_what_leaves_no_answer_right_and_nothing_else(
+    fault: str, coherent: Faulty
+) -> None:
     found = coherent.canary(fault, None, coherence=True)["coherence"]
     assert (found.verdict == "failed") == (fault in INCOHERENT), found
 
@@ -127,7 +145,9 @@ def test_a_server_whose_fault_is_gone_is_found_healthy_again(
         assert caught(faulty, references, "none") == set()
 
 
-def test_status_tells_what_ran_and_what_was_proved_before_ready(demo: tuple[Faulty, References]) -> None:
+def test_status_tells_what_ran_and_what_was_proved_before_ready(
+    demo: tuple[Faulty, References],
+) -> None:
     server = demo[0].server
     status = server.status()
     assert status is not None
@@ -173,7 +193,9 @@ def test_what_is_recorded_for_a_recipe_is_found_by_a_start_of_its_model(
         settings=settings, checkpoint=checkpoint, args={}, hardware=detect(), target=target
     )
     references = references_of(plan, ("fp4",))
-    assert references is not None and len(references.cases) == 9 and references.activations == ("fp4",)
+    assert (
+        references is not None and len(references.cases) == 9 and references.activations == ("fp4",)
+    )
     assert references.where == str(tmp_path / "recipes/acme/Bird-NVFP4.nibble-canary.json")
     assert references.mean_limit == MEAN_LIMIT  # recorded on this machine
     assert caught(faulty, references, "none") == set()
@@ -181,9 +203,14 @@ def test_what_is_recorded_for_a_recipe_is_found_by_a_start_of_its_model(
 
 
 def end_of_start(
-    tmp_path: Path, model: str, meanwhile: Callable[[Server], None] = lambda server: None, **environ: str
+    tmp_path: Path,
+    model: str,
+    meanwhile: Callable[[Server], None] = lambda server: None,
+    **environ: str,
 ) -> tuple[int, str]:
-    """Exit code and last line of a start that is to fail; `meanwhile` runs again and again until it has."""
+    """Exit code and last line of a start that is to fail; `meanwhile` runs again and again until
+    it has.
+    """
     server = Server(tmp_path / "server", ["serve", model, *FLAGS], **environ)
     try:
         while server.process.poll() is None:
@@ -198,11 +225,15 @@ def end_of_start(
 
 def test_a_slow_fallback_ends_the_start_with_exit_8_and_says_what_ran(tmp_path: Path) -> None:
     code, line = end_of_start(
-        tmp_path, "nibble-demo-nvfp4", VLLM_DISABLED_KERNELS="CpuNvFp4LinearKernel", NIBBLE_CANARY="off"
+        tmp_path,
+        "nibble-demo-nvfp4",
+        VLLM_DISABLED_KERNELS="CpuNvFp4LinearKernel",
+        NIBBLE_CANARY="off",
     )
     assert code == 8
     assert (
-        "nvfp4 linear layers: EmulationNvFp4LinearKernel; expected CpuNvFp4LinearKernel (target cpu)" in line
+        "nvfp4 linear layers: EmulationNvFp4LinearKernel; expected CpuNvFp4LinearKernel (target"
+        " cpu)" in line
     )
     assert "NIBBLE_KERNEL_ASSERTION=warn serves all the same" in line
 
@@ -214,7 +245,7 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)
     about = {"activations": ["fp4"], "hardware": detect().arithmetic("cpu")}
-    write_references(model / FILE, list(demo[1].cases), about)
+    write_references(model / CANARY_FILE, list(demo[1].cases), about)
     tensors = load_file(model / "model.safetensors")
     for name in [f"model.layers.1.self_attn.{part}_proj.weight_scale" for part in "qkv"]:
         tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(torch.float8_e4m3fn)
@@ -232,12 +263,17 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     assert answered == {503}, "nobody but the supervisor is answered before ready"
 
 
-def test_layers_of_an_export_without_scales_for_activations_are_compared_and_right(tmp_path: Path) -> None:
-    """W4A16_NVFP4 as ModelOpt and `nibble convert` write it; vLLM makes room for such scales all the same."""
+def test_layers_of_an_export_without_scales_for_activations_are_compared_and_right(
+    tmp_path: Path,
+) -> None:
+    """W4A16_NVFP4 as ModelOpt and `nibble convert` write it; vLLM makes room for such scales all
+    the same.
+    """
     convert("nibble-demo", tmp_path / "model", "nvfp4")
+    # A small model without references answers no question rightly
     server = Server(
         tmp_path / "server", ["serve", str(tmp_path / "model"), *FLAGS], NIBBLE_CANARY="warn"
-    )  # a small model without references answers no question rightly
+    )
     try:
         status = server.wait_until_ready().status()
     finally:
@@ -250,7 +286,9 @@ def test_layers_of_an_export_without_scales_for_activations_are_compared_and_rig
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "head and embedding in one"])
 def test_one_nan_in_a_head_too_large_to_be_read_ends_the_start(tmp_path: Path, tied: bool) -> None:
-    """In the row of a token that nobody writes: every answer has its logit. Embeddings alone meet it only with that token."""
+    """In the row of a token that nobody writes: every answer has its logit. Embeddings alone
+    meet it only with that token.
+    """
     shape = Shape(hidden=512, intermediate=256, heads=8, kv_heads=2, head_dim=64, vocabulary=8192)
     model = write_checkpoint(tmp_path / "model", shape, "modelopt", w4a4=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

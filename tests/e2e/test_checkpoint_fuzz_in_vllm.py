@@ -1,7 +1,8 @@
-"""Damaged checkpoints that nibble's checks take, in vLLM: ended by name while they load, or the log-probs of the healthy model.
+"""Damaged checkpoints that nibble's checks take, in vLLM: ended by name while they load, or the
+log-probs of the healthy model.
 
-`NIBBLE_FUZZ_SECONDS` (600) bounds it, `NIBBLE_FUZZ_SEED` chooses the damage. On the CPU the same weights give the same
-log-probs bit for bit; the bound leaves room for another order of sums.
+`NIBBLE_FUZZ_SECONDS` (600) bounds it, `NIBBLE_FUZZ_SEED` chooses the damage. On the CPU the same
+weights give the same log-probs bit for bit; the bound leaves room for another order of sums.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from checkpoint_fuzz import Damage, damage, outcome, split
 from generated_nvfp4 import Shape, write_checkpoint
 
 from nibble.errors import ExitCode
-from nibble.failures import engine_died
-from nibble.plan import Plan
+from nibble.plan.plan import Plan
+from nibble.serve.failures import engine_died
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,12 +41,15 @@ PROGRAM = Path(__file__).parents[1] / "fixtures/fuzz_in_vllm.py"
 BOUND = 1e-3  # nats
 ANSWER_SECONDS = 120
 ENDED = "the process ended with"
-# Loaded even where the checks refuse it: families that these do not know depend on the load to find it.
+# Loaded even where the checks refuse it: families that these do not know depend on the load to find
+# it.
 SEEN_WHILE_LOADING = ("absent tensor", "renamed tensor", "a row less")
 
 
 class Vllm:
-    """The program, asked for one folder after another; started again once it died, which is told as an error."""
+    """The program, asked for one folder after another; started again once it died, which is told
+    as an error.
+    """
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -124,7 +128,9 @@ def wrong(found: dict[str, Any], healthy: list[float], done: Damage) -> str:
     return "" if math.isfinite(far) and far <= BOUND else f"log-probs differ by {far}"
 
 
-def test_damage_is_refused_by_name_or_does_nothing(sound: list[Path], vllm: Vllm, tmp_path: Path) -> None:
+def test_damage_is_refused_by_name_or_does_nothing(
+    sound: list[Path], vllm: Vllm, tmp_path: Path
+) -> None:
     seed, compared, faults = SEED, 0, []
     healthy, plans = {}, {}
     for folder in sound:

@@ -1,4 +1,6 @@
-"""CloverLM through `nibble serve`: a generated model with a generated vocabulary, packed as its authors' converter packs it."""
+"""CloverLM through `nibble serve`: a generated model with a generated vocabulary, packed as its
+authors' converter packs it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def complete(server: Server, prompt: Any, **more: Any) -> tuple[int, Any]:
-    body = {"model": "default", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     return server.ask("/v1/completions", body | more)
 
 
@@ -52,12 +60,21 @@ def test_a_text_is_continued_and_the_same_again(server: Server) -> None:
     status, first = complete(server, "The people of the world")
     assert status == 200, first
     assert first["usage"]["completion_tokens"] == 8 and first["choices"][0]["text"]
-    assert complete(server, "The people of the world")[1]["choices"][0]["text"] == first["choices"][0]["text"]
+    assert (
+        complete(server, "The people of the world")[1]["choices"][0]["text"]
+        == first["choices"][0]["text"]
+    )
 
 
 def test_streamed_pieces_are_the_whole(server: Server) -> None:
     whole = complete(server, "He said", max_tokens=24)[1]["choices"][0]["text"]
-    body = {"model": "default", "prompt": "He said", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "default",
+        "prompt": "He said",
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     connection, response = server._send("/v1/completions", body | {"stream": True}, None, 60)
     with contextlib.closing(connection):
         lines = response.read().decode().splitlines()
@@ -102,13 +119,26 @@ def test_a_prompt_asked_before_is_read_from_the_cache_and_answered_alike(server:
     [
         ({"choice": ["the people", "other café"]}, "the people|other café"),
         ({"regex": "[0-9]{3} (people|world)"}, "[0-9]{3} (people|world)"),
-        ({"json": {"type": "object", "properties": {"a": {"enum": ["the world"]}}, "required": ["a"]}}, None),
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {"a": {"enum": ["the world"]}},
+                    "required": ["a"],
+                }
+            },
+            None,
+        ),
     ],
     ids=["choice", "regex", "json"],
 )
-def test_an_answer_is_what_was_asked_for(asked: dict[str, Any], matches: str | None, server: Server) -> None:
+def test_an_answer_is_what_was_asked_for(
+    asked: dict[str, Any], matches: str | None, server: Server
+) -> None:
     """The model is random, and would go on for ever with the white space that a schema allows."""
-    bias = {str(tokens_of().index(white.encode())): -100 for white in (" ", "\n", "\t", "\r", "\n\n")}
+    bias = {
+        str(tokens_of().index(white.encode())): -100 for white in (" ", "\n", "\t", "\r", "\n\n")
+    }
     status, answer = complete(
         server, "the", structured_outputs=asked, max_tokens=64, ignore_eos=False, logit_bias=bias
     )
@@ -154,7 +184,9 @@ def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path
     assert one.startswith("the people") and other.startswith("he said")
 
 
-def test_the_script_says_of_each_bad_prompt_why_and_answers_the_others(model: Path, tmp_path: Path) -> None:
+def test_the_script_says_of_each_bad_prompt_why_and_answers_the_others(
+    model: Path, tmp_path: Path
+) -> None:
     done = offline(model, tmp_path, "--max-tokens", "4", "", "the people", TEXT * 8, "he said")
     assert done.returncode == 2, done.stderr[-3000:]
     assert "the people" in done.stdout and "he said" in done.stdout
@@ -166,5 +198,7 @@ def test_the_script_refuses_a_length_of_no_token_before_it_loads_the_model(
     model: Path, tmp_path: Path
 ) -> None:
     done = offline(model, tmp_path, "--max-tokens", "0", "the people")
-    assert done.returncode == 2 and "max_tokens must be at least 1" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 2 and "max_tokens must be at least 1" in done.stderr, done.stderr[
+        -3000:
+    ]
     assert "Traceback" not in done.stderr and "engine" not in done.stderr

@@ -1,4 +1,6 @@
-"""What an NVFP4 model occupies when vLLM has loaded it on the CPU: no BF16 copy of its weights, at any time."""
+"""What an NVFP4 model occupies when vLLM has loaded it on the CPU: no BF16 copy of its weights,
+at any time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from generated_nvfp4 import Shape, write_checkpoint
 from serving import ROOT, clean_environ
 
 # 189 M elements in linear layers: 377 MB in BF16, 106 MB in NVFP4.
-SHAPE = Shape(hidden=2048, intermediate=8192, layers=3, heads=16, kv_heads=8, head_dim=128, vocabulary=2048)
+SHAPE = Shape(
+    hidden=2048, intermediate=8192, layers=3, heads=16, kv_heads=8, head_dim=128, vocabulary=2048
+)
 PROGRAM = ROOT / "benchmarks/cpu_nvfp4.py"
 
 
@@ -33,5 +37,6 @@ def test_packed_layers_and_the_peak_of_loading_stay_small(tmp_path: Path) -> Non
     file_bytes = (folder / "model.safetensors").stat().st_size
     assert found["linear_bytes"] <= 0.30 * 2 * SHAPE.linear_elements()
     assert found["peak_rss_loaded"] <= file_bytes + 1.5e9
-    # The bound above leaves room for the libraries; a BF16 copy would have to fit in what loading adds to them.
+    # The bound above leaves room for the libraries; a BF16 copy would have to fit in what loading
+    # adds to them.
     assert found["peak_anonymous_loaded"] - found["anonymous_of_imports"] < file_bytes + 250e6

@@ -1,4 +1,6 @@
-"""The crash-loop breaker around real starts: what counts, the wait, the end with 75, and what starts afresh."""
+"""The crash-loop breaker around real starts: what counts, the wait, the end with 75, and what
+starts afresh.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from serving import START_TIMEOUT_S, clean_environ, free_port
 
-from nibble.background import Place
-from nibble.control import ControlServer
-from nibble.processes import processes
+from nibble.machine.processes import processes
+from nibble.serve.background import Place
+from nibble.serve.control import ControlServer
 
 
 class Shell:
@@ -32,7 +32,9 @@ class Shell:
     def __call__(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "nibble", *words]
         environ = self.environ | more
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=120
+        )
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def wait_for(done: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def test_a_server_in_the_background_is_started_followed_refused_twice_and_stopped(nibble: Shell) -> None:
+def test_a_server_in_the_background_is_started_followed_refused_twice_and_stopped(
+    nibble: Shell,
+) -> None:
     started = nibble("serve", "--detach", "nibble-demo", "--json")
     assert started.returncode == 0, started.stderr
     told = json.loads(started.stdout)
@@ -62,7 +66,10 @@ def test_a_server_in_the_background_is_started_followed_refused_twice_and_stoppe
     assert "nibble logs -f --port" in started.stderr
 
     follower = subprocess.Popen(
-        [sys.executable, "-m", "nibble", "logs", "-f"], env=nibble.environ, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "nibble", "logs", "-f"],
+        env=nibble.environ,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     again = nibble("serve", "--detach", "nibble-demo")
     assert again.returncode == 5 and f"pid {told['pid']}" in again.stderr
@@ -78,19 +85,27 @@ def test_a_server_in_the_background_is_started_followed_refused_twice_and_stoppe
     assert "drained and stopped" in nibble("logs", "-n", "5").stdout  # the log outlives the server
     after = nibble("stop")
     assert after.returncode == 0 and "no server runs" in after.stderr
-    kept = nibble("cache", "verify").stdout.splitlines()  # what it compiled is on record for the next start
+    kept = nibble(
+        "cache", "verify"
+    ).stdout.splitlines()  # what it compiled is on record for the next start
     assert len(kept) == 2 and all(line.endswith(": sound") for line in kept), kept
 
 
-def test_an_error_of_the_start_is_told_by_the_command_that_detached_it(nibble: Shell, tmp_path: Path) -> None:
+def test_an_error_of_the_start_is_told_by_the_command_that_detached_it(
+    nibble: Shell, tmp_path: Path
+) -> None:
     failed = nibble("serve", "--detach", str(tmp_path / "nothing"))
     assert failed.returncode == 4
-    assert failed.stderr.startswith("nibble: error: ") and str(tmp_path / "nothing") in failed.stderr
+    assert (
+        failed.stderr.startswith("nibble: error: ") and str(tmp_path / "nothing") in failed.stderr
+    )
     assert not nibble.place.is_running()
 
 
 def test_another_server_on_its_ports_is_not_taken_for_it(nibble: Shell) -> None:
-    """Such as one in the foreground, whose control port answers while the new one finds PORT in use."""
+    """Such as one in the foreground, whose control port answers while the new one finds PORT in
+    use.
+    """
     other = ControlServer(nibble.control_port, lambda: {"pid": os.getpid()}, lambda: True)
     other.start()
     try:
@@ -110,7 +125,9 @@ def test_a_server_that_was_killed_is_recognised_and_another_may_start(nibble: Sh
     children = children_of(record.pid)
     os.kill(record.pid, signal.SIGKILL)
     wait_for(lambda: not nibble.place.is_running(), 10)
-    wait_for(lambda: not [one for one in processes() if one.pid in children and one.state != "Z"], 5)
+    wait_for(
+        lambda: not [one for one in processes() if one.pid in children and one.state != "Z"], 5
+    )
     stale = nibble("stop")
     assert stale.returncode == 0 and f"pid {record.pid} ended without a word" in stale.stderr
     assert nibble("serve", "--detach", "nibble-demo").returncode == 0

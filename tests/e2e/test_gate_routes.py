@@ -1,8 +1,12 @@
-"""The gate on vLLM's real app: every route vLLM registers is either listed or denied here with a reason.
+"""The gate on vLLM's real app: every route vLLM registers is either listed or denied here with a
+reason.
 
-The app is built by vLLM's own build_app with everything switched on that adds routes (all tasks, a pooling
-model, development mode, runtime LoRA, profiler, scale-out, fault tolerance, offline docs). No engine runs:
-the gate's own answers need none, and what it lets through only has to be answered by something else.
+The app is built by vLLM's own build_app with everything switched on that adds routes (all tasks, a
+pooling
+model, development mode, runtime LoRA, profiler, scale-out, fault tolerance, offline docs). No
+engine runs:
+the gate's own answers need none, and what it lets through only has to be answered by something
+else.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from nibble.gate import Gate
-from nibble.gate_routes import LISTED, WEBSOCKET, allowed_methods, router_path
-from nibble.gate_state import GateState
+from nibble.engine.gate.asgi import Gate
+from nibble.engine.gate.routes import LISTED, WEBSOCKET, allowed_methods, router_path
+from nibble.engine.gate.state import GateState
 
 pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
@@ -97,7 +101,9 @@ DENIED = {
 
 
 def tiny_pooling_model(folder: Path) -> Path:
-    """A config.json from which vLLM makes a real ModelConfig of an embedding model; no weights are read."""
+    """A config.json from which vLLM makes a real ModelConfig of an embedding model; no weights
+    are read.
+    """
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -122,11 +128,18 @@ def build_vllm_app(model: Path, *flags: str) -> Any:
     from vllm.tasks import FRONTEND_TASKS, GENERATION_TASKS, POOLING_TASKS
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--middleware", "nibble.gate.Gate", *flags])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--middleware", "nibble.engine.gate.asgi.Gate", *flags]
+    )
     assert args
-    pooling = ModelConfig(model=str(model), skip_tokenizer_init=True, runner="pooling", convert="embed")
-    # The combined task would take precedence and switch the scoring routes off (vllm config/model.py:1926).
-    tasks: list[Any] = [task for task in GENERATION_TASKS + POOLING_TASKS + FRONTEND_TASKS if "&" not in task]
+    pooling = ModelConfig(
+        model=str(model), skip_tokenizer_init=True, runner="pooling", convert="embed"
+    )
+    # The combined task would take precedence and switch the scoring routes off (vllm
+    # config/model.py:1926).
+    tasks: list[Any] = [
+        task for task in GENERATION_TASKS + POOLING_TASKS + FRONTEND_TASKS if "&" not in task
+    ]
     return build_app(args, tuple(tasks), pooling)
 
 
@@ -144,7 +157,9 @@ class Server:
             self.app = build_vllm_app(tiny_pooling_model(folder), *flags)
 
     def ask(self, verb: str, path: str, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
-        """Status and body; what a handler raises for want of an engine counts as the 500 it would be."""
+        """Status and body; what a handler raises for want of an engine counts as the 500 it
+        would be.
+        """
         kind = "websocket" if verb == WEBSOCKET else "http"
         messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
         if kind == "websocket":
@@ -174,7 +189,9 @@ class Server:
         }
         with contextlib.suppress(Exception):
             asyncio.run(self.app(scope, receive, send))
-        body = b"".join(message.get("body", b"") for message in sent if message["type"].endswith("body"))
+        body = b"".join(
+            message.get("body", b"") for message in sent if message["type"].endswith("body")
+        )
         return (sent[0].get("status", 0) if sent else 500), body
 
 
@@ -186,7 +203,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
         "--enable-tokenizer-info-endpoint",
         "--enable-fault-tolerance",
         "--profiler-config",
-        json.dumps({"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("profile"))}),
+        json.dumps(
+            {"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("profile"))}
+        ),
     ]
     return [
         Server(tmp_path_factory.mktemp("online"), *everything),
@@ -213,7 +232,9 @@ def filled(template: str) -> str:
 
 
 def every_route(servers: list[Server]) -> list[tuple[Server, str, frozenset[str]]]:
-    return [(server, filled(path), verbs) for server in servers for path, verbs in routes_of(server)]
+    return [
+        (server, filled(path), verbs) for server in servers for path, verbs in routes_of(server)
+    ]
 
 
 def from_gate(body: bytes) -> str:
@@ -231,7 +252,7 @@ def test_every_route_of_vllm_is_listed_or_denied_with_a_reason(servers: list[Ser
     registered = {path for server in servers for path, _ in routes_of(server)}
     unlisted = {path for path in registered if not allowed_methods(filled(path))}
     assert unlisted - set(DENIED) == set(), (
-        "new in vLLM: list them in nibble/gate_routes.py or deny them here"
+        "new in vLLM: list them in nibble/engine/gate/routes.py or deny them here"
     )
     assert set(DENIED) - unlisted == set(), "gone from vLLM, or listed"
 
@@ -257,9 +278,12 @@ def test_without_the_key_every_route_answers_401_to_every_method(servers: list[S
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics/", "/metrics/x", "/metricsx", "/static/swagger-ui.css", "/nowhere", "//health"]
+    "path",
+    ["/metrics/", "/metrics/x", "/metricsx", "/static/swagger-ui.css", "/nowhere", "//health"],
 )
-def test_paths_under_mounts_and_unknown_paths_are_401_then_404(servers: list[Server], path: str) -> None:
+def test_paths_under_mounts_and_unknown_paths_are_401_then_404(
+    servers: list[Server], path: str
+) -> None:
     for server in servers:
         assert server.ask("GET", path)[0] == 401
         status, body = server.ask("GET", path, BEARER)
@@ -296,7 +320,9 @@ def test_metrics_and_version_really_answer_with_the_key(servers: list[Server]) -
         assert part in body
 
 
-def test_starting_and_draining_servers_answer_503_on_every_listed_route(servers: list[Server]) -> None:
+def test_starting_and_draining_servers_answer_503_on_every_listed_route(
+    servers: list[Server],
+) -> None:
     try:
         for server, path, verbs in every_route(servers):
             server.state.set("draining", "drain")
@@ -311,7 +337,11 @@ def test_starting_and_draining_servers_answer_503_on_every_listed_route(servers:
 def test_cors_preflight_needs_the_key_too(servers: list[Server]) -> None:
     preflight = [(b"origin", b"https://example.org"), (b"access-control-request-method", b"POST")]
     assert servers[0].ask("OPTIONS", "/v1/chat/completions", *preflight)[0] == 401
-    assert servers[0].ask("OPTIONS", "/v1/chat/completions", *preflight, BEARER)[0] not in (401, 404, 503)
+    assert servers[0].ask("OPTIONS", "/v1/chat/completions", *preflight, BEARER)[0] not in (
+        401,
+        404,
+        503,
+    )
 
 
 def test_root_path_is_understood_as_vllm_does(tmp_path: Path) -> None:
@@ -326,7 +356,8 @@ def test_root_path_is_understood_as_vllm_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("root_path", ["", "/", "/api", "/api/", "/v1", "api"])
 @pytest.mark.parametrize(
-    "path", ["", "/", "/api", "/api/", "/api/v1", "/apiv1", "/v1/models", "//v1", "/api//v1", "api/v1"]
+    "path",
+    ["", "/", "/api", "/api/", "/api/v1", "/apiv1", "/v1/models", "//v1", "/api//v1", "api/v1"],
 )
 def test_gate_and_router_see_the_same_path(root_path: str, path: str) -> None:
     from starlette._utils import get_route_path
@@ -348,11 +379,14 @@ WITH_KEY = f"Authorization: Bearer {KEY}\r\n"
 def port(servers: list[Server]) -> Iterator[int]:
     import uvicorn
 
-    servers[0].app.state.log_stats = False  # asked for by vLLM's lifespan; there is no engine to log about
+    servers[
+        0
+    ].app.state.log_stats = False  # asked for by vLLM's lifespan; there is no engine to log about
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(servers[0].app, log_level="error")
     config.load()
-    server = servers[0].app.state.server = uvicorn.Server(config)  # as vLLM does, launchers/launcher.py:232
+    # As vLLM does, launchers/launcher.py:232
+    server = servers[0].app.state.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 30
@@ -367,7 +401,9 @@ def raw_request(port: int, target: str, headers: str = "", method: str = "GET") 
     """The whole answer to one request on a connection of its own."""
     close = "" if "Upgrade" in headers else "Connection: close\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall(f"{method} {target} HTTP/1.1\r\nHost: x\r\n{close}{headers}\r\n".encode())
+        connection.sendall(
+            f"{method} {target} HTTP/1.1\r\nHost: x\r\n{close}{headers}\r\n".encode()
+        )
         answer = b""
         while chunk := connection.recv(65536):
             answer += chunk
@@ -382,7 +418,14 @@ def status_of(answer: bytes) -> int:
 
 @pytest.mark.parametrize(
     "target",
-    ["/version", "/v1/models", "/%68ealth", "//version", "/health%2f..%2fversion", "/health/../version"],
+    [
+        "/version",
+        "/v1/models",
+        "/%68ealth",
+        "//version",
+        "/health%2f..%2fversion",
+        "/health/../version",
+    ],
 )
 def test_uvicorn_without_the_key_is_401_however_the_path_is_written(port: int, target: str) -> None:
     assert status_of(raw_request(port, target)) == 401
@@ -392,7 +435,9 @@ def test_uvicorn_without_the_key_is_401_however_the_path_is_written(port: int, t
 @pytest.mark.parametrize(
     "target", ["/%76ersion", "//version", "/version%00", "/x%2f..%2fversion", "/version/"]
 )
-def test_uvicorn_with_the_key_is_404_for_a_path_not_written_canonically(port: int, target: str) -> None:
+def test_uvicorn_with_the_key_is_404_for_a_path_not_written_canonically(
+    port: int, target: str
+) -> None:
     assert status_of(raw_request(port, target, WITH_KEY)) == 404
 
 
@@ -409,7 +454,10 @@ def test_uvicorn_refuses_a_websocket_without_the_key_before_the_handshake(port: 
 
 def test_uvicorn_accepts_a_websocket_with_the_key_on_the_listed_route(port: int) -> None:
     assert status_of(raw_request(port, "/nowhere", UPGRADE + WITH_KEY)) == 404
-    assert status_of(raw_request(port, "/v1/realtime", UPGRADE + WITH_KEY)) in (101, 500)  # 500: no engine
+    assert status_of(raw_request(port, "/v1/realtime", UPGRADE + WITH_KEY)) in (
+        101,
+        500,
+    )  # 500: no engine
 
 
 def test_uvicorn_closes_the_connection_of_a_request_refused_while_draining(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,6 @@
-"""Hangs and hard ends with a real vLLM: what stands still is ended with a reason, and no client waits for it."""
+"""Hangs and hard ends with a real vLLM: what stands still is ended with a reason, and no client
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from hanging_worker import install
 from serving import ROOT, Server, Stream, free_port
 from slow_model import make_slow_model
 
-from nibble.hardware import detect
-from nibble.processes import processes
+from nibble.machine.hardware import detect
+from nibble.machine.processes import processes
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")
@@ -71,7 +73,9 @@ def assert_ended_as_hung(server: Server, stream: Stream | None, began: float, wh
     assert re.search(rf"nibble: error: vLLM hangs in phase ready: {who}", server.err.read_text())
 
 
-def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(start: Start, tmp_path: Path) -> None:
+def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(
+    start: Start, tmp_path: Path
+) -> None:
     plugin = tmp_path / "plugin"
     server = start(**install(plugin)).wait_until_ready()
     # Longer than the limit, with a prompt of nearly the whole context: progress is no hang.
@@ -89,7 +93,10 @@ def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(start: Start, tmp
     # A second server on this port is refused before it does anything.
     second = start(PORT=str(server.port))
     assert second.wait(30) == 5
-    assert f"PORT {server.port} is in use on 127.0.0.1: another nibble starts or serves there" in second.log()
+    assert (
+        f"PORT {server.port} is in use on 127.0.0.1: another nibble starts or serves there"
+        in second.log()
+    )
 
     stream = server.stream(1500).wait_for(10)
     (plugin / "hang").touch()
@@ -101,10 +108,15 @@ def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(start: Start, tmp
                 reasons.add(answer.decode())
         time.sleep(0.1)
     assert_ended_as_hung(
-        server, stream, began, r"VLLM::EngineCore \(pid \d+\) has not finished a step with \d+ token"
+        server,
+        stream,
+        began,
+        r"VLLM::EngineCore \(pid \d+\) has not finished a step with \d+ token",
     )
     assert stream.error
-    assert any('"ready": false' in one and "has not finished a step" in one for one in reasons), reasons
+    assert any('"ready": false' in one and "has not finished a step" in one for one in reasons), (
+        reasons
+    )
     assert re.search(r"VLLM::Worker \(pid \d+\): +File .*hanging_worker.py", server.err.read_text())
 
 
@@ -115,7 +127,9 @@ def test_a_stopped_process_of_the_engine_is_found(title: str, is_busy: bool, sta
     server = start().wait_until_ready()
     stream = streaming(server) if is_busy else None
     os.kill(pid_of(server, title), signal.SIGSTOP)
-    assert_ended_as_hung(server, stream, time.monotonic(), rf"{title} \(pid \d+\) is stopped \(state T\)")
+    assert_ended_as_hung(
+        server, stream, time.monotonic(), rf"{title} \(pid \d+\) is stopped \(state T\)"
+    )
 
 
 @pytest.mark.slow
@@ -136,7 +150,9 @@ def test_a_stopped_api_server_is_found(start: Start) -> None:
     stream = streaming(server)
     assert server.engine_pid is not None
     os.kill(server.engine_pid, signal.SIGSTOP)
-    assert_ended_as_hung(server, stream, time.monotonic(), r"API server \(pid \d+\) is stopped \(state T\)")
+    assert_ended_as_hung(
+        server, stream, time.monotonic(), r"API server \(pid \d+\) is stopped \(state T\)"
+    )
 
 
 def test_a_killed_supervisor_leaves_no_engine_and_no_waiting_client(start: Start) -> None:
@@ -165,7 +181,9 @@ def test_half_a_request_does_not_hold_a_stop_up(start: Start) -> None:
     with contextlib.ExitStack() as stack:
         clients = []
         for is_known in (True, True, False):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=END_S))
+            client = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=END_S)
+            )
             key = "Authorization: Bearer a-key-of-the-test\r\n" if is_known else ""
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{key}Content-Length: 1000\r\n\r\n"
             client.sendall(head.encode() + b'{"model": "default", "prom')
@@ -194,7 +212,9 @@ def test_an_early_stop_is_0_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "::"), ("::1", "::1")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "::"), ("::1", "::1")]
+)
 def test_of_two_servers_that_start_at_once_with_one_port_one_is_refused(
     first: str, second: str, tmp_path: Path
 ) -> None:

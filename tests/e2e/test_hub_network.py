@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 pytestmark = pytest.mark.network
 

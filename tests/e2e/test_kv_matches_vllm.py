@@ -1,4 +1,6 @@
-"""Memory per sequence from config.json alone equals what vLLM's own layers say, for one model of each kind."""
+"""Memory per sequence from config.json alone equals what vLLM's own layers say, for one model of
+each kind.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,24 @@ pytestmark = pytest.mark.vllm
 TOKENS = 1536
 CPU_BLOCK, CPU_MLA_BLOCK = 128, 16  # vllm 0.32 platforms/cpu.py:293, cpu_mla.py:68
 
-TENSOR_PARALLEL = ("llama", "gemma4", "deepseek_v3", "nemotron_h", "mamba2", "qwen3_next", "gpt_oss")
-CACHE_DTYPES = ("fp8", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc",
-                "turboquant_k3v4_nc", "turboquant_3bit_nc")  # fmt: skip
+TENSOR_PARALLEL = (
+    "llama",
+    "gemma4",
+    "deepseek_v3",
+    "nemotron_h",
+    "mamba2",
+    "qwen3_next",
+    "gpt_oss",
+)
+CACHE_DTYPES = (
+    "fp8",
+    "fp8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+)
 SPECULATIVE = {
     "qwen3_next": {"num_nextn_predict_layers": 1},
     "deepseek_v3": {"num_nextn_predict_layers": 1},
@@ -50,10 +67,13 @@ def requests() -> dict[str, Any]:
         for name in ("qwen3_next", "nemotron_h")
     }
     for name in TENSOR_PARALLEL:
-        # vLLM 0.32's gpt-oss does not replicate KV heads, its Mamba2 no groups but one: 2 of each, so 2 GPUs at most.
+        # vLLM 0.32's gpt-oss does not replicate KV heads, its Mamba2 no groups but one: 2 of each,
+        # so 2 GPUs at most.
         for gpus in (2,) if name in ("gpt_oss", "mamba2") else (2, 4):
             found[f"{name} tp{gpus}"] = _request(MODELS[name], tensor_parallel_size=gpus)
-    found["mamba2 one group tp4"] = _request(MODELS["mamba2"] | {"n_groups": 1}, tensor_parallel_size=4)
+    found["mamba2 one group tp4"] = _request(
+        MODELS["mamba2"] | {"n_groups": 1}, tensor_parallel_size=4
+    )
     for dtype in CACHE_DTYPES:
         found[dtype] = _request(MODELS["qwen3"] | {"num_hidden_layers": 7}) | {"cache_dtype": dtype}
     for name, changes in SPECULATIVE.items():
@@ -70,14 +90,23 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kv")
     (folder / "requests.json").write_text(json.dumps(REQUESTS))
     script = Path(__file__).with_name("kv_specs_of_vllm.py")
-    words = [sys.executable, str(script), str(folder / "requests.json"), str(folder / "answers.json")]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300, env={**os.environ})
+    words = [
+        sys.executable,
+        str(script),
+        str(folder / "requests.json"),
+        str(folder / "answers.json"),
+    ]
+    done = subprocess.run(
+        words, check=False, capture_output=True, text=True, timeout=300, env={**os.environ}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "answers.json").read_text())
 
 
 @pytest.mark.parametrize("name", [name for name in REQUESTS if name != "_groups"])
-def test_memory_per_sequence_equals_the_specs_of_vllms_layers(name: str, answers: dict[str, Any]) -> None:
+def test_memory_per_sequence_equals_the_specs_of_vllms_layers(
+    name: str, answers: dict[str, Any]
+) -> None:
     request, theirs = REQUESTS[name], answers[name]
     assert "error" not in theirs, theirs["error"]
     options = request["options"]

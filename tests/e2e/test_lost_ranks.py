@@ -1,4 +1,5 @@
-"""Two ranks without Ray on one machine, and rank 1's part of vLLM is killed: who says what, how soon, and how both end.
+"""Two ranks without Ray on one machine, and rank 1's part of vLLM is killed: who says what, how
+soon, and how both end.
 
 One start for all tests here, in the order of their life. Machines of their own: tests/cluster.
 """
@@ -37,7 +38,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 class ControlPort:
-    """Asks /status of a server 20 times a second, in a thread; `refused` counts what was not answered."""
+    """Asks /status of a server 20 times a second, in a thread; `refused` counts what was not
+    answered.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server, self._over = server, threading.Event()
@@ -77,7 +80,7 @@ def wait_for(server: Server, words: str, timeout_s: float) -> float:
     return time.monotonic() - began
 
 
-def test_a_killed_worker_of_rank_1_ends_requests_within_5_s_and_is_named_and_the_control_port_answers_all_along(
+def test_a_killed_worker_of_rank_1_ends_requests_within_5_s_and_is_named_and_the_control_port_answers_all_along(  # noqa: E501
     ranks: Ranks,
 ) -> None:
     head = ranks.head
@@ -101,17 +104,25 @@ def test_a_killed_worker_of_rank_1_ends_requests_within_5_s_and_is_named_and_the
         asking.join(HEARD_S)
         assert between and between != [200]
         seconds = wait_for(head, f"node {RANK_1}: VLLM::Worker", HEARD_S)
-        assert "was killed by SIGKILL: the server is down until the cluster is complete again" in head.log()
+        assert (
+            "was killed by SIGKILL: the server is down until the cluster is complete again"
+            in head.log()
+        )
         assert seconds < HEARD_S
         head.wait_until_ready()
     finally:
         control.end()
     assert control.asked > 20
     assert control.refused == 0, control.states
-    assert head.ask("/v1/completions", {"model": "default", "prompt": "word7", "max_tokens": 3})[0] == 200
+    assert (
+        head.ask("/v1/completions", {"model": "default", "prompt": "word7", "max_tokens": 3})[0]
+        == 200
+    )
 
 
-def test_rank_0_stopped_while_it_waits_ends_both_ranks_with_0_within_the_drain_time(ranks: Ranks) -> None:
+def test_rank_0_stopped_while_it_waits_ends_both_ranks_with_0_within_the_drain_time(
+    ranks: Ranks,
+) -> None:
     ranks.rank1.wait_until_ready()
     before = ranks.head.log().count("the server is down")
     kill_worker(ranks.rank1)

@@ -1,4 +1,6 @@
-"""GB10's memory profile forced on the CPU, in a real cgroup: budget, vLLM's own check at start, watchdog, refusal."""
+"""GB10's memory profile forced on the CPU, in a real cgroup: budget, vLLM's own check at start,
+watchdog, refusal.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from serving import ROOT, Server
 from slow_model import make_slow_model
 from unified_profile import force_unified_memory, what_was_checked
 
-from nibble.processes import OOM_SCORE_STEP
+from nibble.machine.processes import OOM_SCORE_STEP
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")
@@ -57,7 +59,9 @@ def server(cgroup: MemoryCgroup, hog: Hog, tmp_path: Path) -> Iterator[Server]:
 
 
 def take_until(hog: Hog, server: Server, done: Callable[[], Any]) -> None:
-    """Down to above the first limit at once, then in small steps, slower than the watchdog looks."""
+    """Down to above the first limit at once, then in small steps, slower than the watchdog
+    looks.
+    """
     status = server.status()
     assert status is not None
     hog.take(max(1, status["memory"]["available_bytes"] // MIB - 650))
@@ -70,13 +74,20 @@ def take_until(hog: Hog, server: Server, done: Callable[[], Any]) -> None:
 
 
 def check_budget(plan: dict[str, Any], checked: dict[str, Any]) -> None:
-    """Both flags come from one budget, GPU_MEMORY_UTIL=0.9 is a cap, and vLLM's check passed where 0.92 would not have."""
+    """Both flags come from one budget, GPU_MEMORY_UTIL=0.9 is a cap, and vLLM's check passed
+    where 0.92 would not have.
+    """
     budget, kv, utilization = plan["budget"], plan["args"][KV], plan["args"][UTILIZATION]
     assert budget["memory_bytes"] == LIMIT_MIB * MIB and budget["limited_by"].startswith("cgroup ")
     assert kv["source"] == utilization["source"] == "memory budget"
     assert "GPU_MEMORY_UTIL) is a cap" in utilization["reason"]
     assert budget["reserve_bytes"] == 800 * MIB
-    assert 0 < kv["value"] <= budget["room_bytes"] < budget["available_bytes"] - budget["reserve_bytes"]
+    assert (
+        0
+        < kv["value"]
+        <= budget["room_bytes"]
+        < budget["available_bytes"] - budget["reserve_bytes"]
+    )
     assert (checked["kv"], checked["utilization"]) == (kv["value"], utilization["value"])
     assert checked["requested"] <= checked["free"] < 0.92 * checked["total"]
 
@@ -102,7 +113,9 @@ def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_super
     )
     assert engine - ours == OOM_SCORE_STEP
     if os.geteuid() == 0:  # others may where RLIMIT_MEMLOCK lets them
-        locked = re.search(r"VmLck:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text())
+        locked = re.search(
+            r"VmLck:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text()
+        )
         assert locked and int(locked[1]) > 10_000
 
     stream = server.stream(1200).wait_for(5)
@@ -134,17 +147,20 @@ def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_super
     assert hog.process.poll() is None  # nothing else was killed
     said, last = "\n".join(server.said()), server.err.read_text().splitlines()[-1]
     assert re.search(
-        r"new requests get 503 until 0\.586 GiB are available(?s:.*)new requests are let in again", said
+        r"new requests get 503 until 0\.586 GiB are available(?s:.*)new requests are let in again",
+        said,
     )
     assert re.search(
-        r"^nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are available \(cgroup \S+\), 0\.781 GiB "
+        r"^nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are available"
+        r" \(cgroup \S+\), 0\.781 GiB "
         r"are kept for the rest of the machine; expected at least 0\.195 GiB; to need less: \S+",
         last,
     )
     assert "Traceback" not in said
 
 
-@pytest.mark.slow  # in two parts in tests/unit: test_launch.py stops during load, test_breaker.py counts
+# in two parts in tests/unit: test_launch.py stops during load, test_breaker.py counts
+@pytest.mark.slow
 def test_memory_that_runs_out_during_load_stops_the_engine_and_counts_as_a_failed_start(
     server: Server, hog: Hog
 ) -> None:
@@ -162,10 +178,13 @@ def test_what_cannot_fit_the_cgroup_is_refused_before_the_load(
     cgroup: MemoryCgroup, hog: Hog, tmp_path: Path
 ) -> None:
     hog.take(LIMIT_MIB - 1500)
-    server = Server(tmp_path, ["serve", "nibble-demo"], before=cgroup.words, **force_unified_memory(tmp_path))
+    server = Server(
+        tmp_path, ["serve", "nibble-demo"], before=cgroup.words, **force_unified_memory(tmp_path)
+    )
     assert server.wait(30) == 7
     assert re.search(
-        r"would not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB", server.log()
+        r"would not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB",
+        server.log(),
     )
     assert "try, in this order: a higher limit of that cgroup, a smaller model" in server.log()
     assert not (Path(server.environ["NIBBLE_CACHE_DIR"]) / "crash-loop").exists()

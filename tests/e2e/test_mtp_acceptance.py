@@ -1,4 +1,6 @@
-"""A tiny NVFP4 Qwen3-Next with an MTP head, served by nibble: its drafts are accepted, however `mtp.fc` is stored."""
+"""A tiny NVFP4 Qwen3-Next with an MTP head, served by nibble: its drafts are accepted, however
+`mtp.fc` is stored.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ def swap_halves(model: Path) -> None:
     """What a loader does that takes the hidden state for the embedding."""
     file = model / "model.safetensors"
     tensors = load_file(file)
-    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"].roll(tensors["mtp.fc.weight"].shape[1] // 2, 1)
+    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"].roll(
+        tensors["mtp.fc.weight"].shape[1] // 2, 1
+    )
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 def with_recipe(folder: Path, model: Path) -> dict[str, str]:
-    """The variables of a start that finds `model` in the Hugging Face cache as test/mtp, and a recipe for it."""
+    """The variables of a start that finds `model` in the Hugging Face cache as test/mtp, and a
+    recipe for it.
+    """
     for name in ("targets", "rules", "models", "patches"):
         (folder / "root").mkdir(parents=True, exist_ok=True)
         (folder / "root" / name).symlink_to(ROOT / name)
@@ -44,7 +50,9 @@ def with_recipe(folder: Path, model: Path) -> dict[str, str]:
 def answer_and_acceptance(
     folder: Path, model: Path | str, verdict: str = "passed", **environ: str
 ) -> tuple[list[int], float]:
-    """The tokens of one greedy answer, and the share of drafted tokens that was accepted; `verdict` of the canary on it."""
+    """The tokens of one greedy answer, and the share of drafted tokens that was accepted;
+    `verdict` of the canary on it.
+    """
     speculation = json.dumps({"method": "mtp", "num_speculative_tokens": DRAFTS})
     words = [
         "serve",
@@ -62,7 +70,9 @@ def answer_and_acceptance(
         assert told is not None
         canary = {found["mechanism"]: found for found in told["canary"]["findings"]}
         assert canary["drafts"]["verdict"] == verdict, canary
-        alarm = "the canary failed: drafts: " in server.log() and "expects 50% at least" in server.log()
+        alarm = (
+            "the canary failed: drafts: " in server.log() and "expects 50% at least" in server.log()
+        )
         assert alarm == (verdict == "failed")
         prompt = [7]
         while len(prompt) < 8:
@@ -78,14 +88,16 @@ def answer_and_acceptance(
         server.end()
     found = {
         name: float(value)
-        for name, value in re.findall(r"^vllm:spec_decode_num_(\w+)_tokens_total{.*} (\S+)$", metrics, re.M)
+        for name, value in re.findall(
+            r"^vllm:spec_decode_num_(\w+)_tokens_total{.*} (\S+)$", metrics, re.M
+        )
     }
     assert found["draft"] > 0
     return [prompt[-1], *body["choices"][0]["token_ids"]], found["accepted"] / found["draft"]
 
 
-# BF16 is what vLLM's class makes by itself; that the plan names it as unquantized, tests/patches/test_exclusion_override.py
-# holds against vLLM.
+# BF16 is what vLLM's class makes by itself; that the plan names it as unquantized,
+# tests/patches/test_exclusion_override.py holds against vLLM.
 FORMS = [
     pytest.param(False, marks=pytest.mark.slow, id="fc in BF16"),
     pytest.param(True, id="fc in NVFP4"),
@@ -104,7 +116,9 @@ def test_drafts_are_accepted(tmp_path: Path, quantized_fc: bool) -> None:
 def test_a_draft_whose_projection_is_read_wrongly_is_not_accepted_and_the_canary_says_so(
     tmp_path: Path,
 ) -> None:
-    """So that the acceptance above says something about `mtp.fc`; the answer stays right, as every draft is verified."""
+    """So that the acceptance above says something about `mtp.fc`; the answer stays right, as
+    every draft is verified.
+    """
     model = write_mtp_model(tmp_path / "model", "qwen3_next")
     swap_halves(model)
     environ = with_recipe(tmp_path, model)

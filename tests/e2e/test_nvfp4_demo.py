@@ -1,4 +1,6 @@
-"""The demo models in NVFP4 through a real vLLM on the CPU: right as nibble serves them, wrong without the merge of scales."""
+"""The demo models in NVFP4 through a real vLLM on the CPU: right as nibble serves them, wrong
+without the merge of scales.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from demo_dialogues import UNKNOWN_ANSWER, read_other_prompts, read_questions
 
 pytestmark = pytest.mark.vllm
 PROGRAM = ROOT / "tests/fixtures/demo_in_vllm.py"
-QUESTIONS = {row.question: row.answer for row in read_questions()}  # the BF16 model's answers, word for word
+QUESTIONS = {
+    row.question: row.answer for row in read_questions()
+}  # the BF16 model's answers, word for word
 
 
 def answers(model: str, backend: str, tmp_path: Path, **environ: str) -> dict[str, str]:
@@ -26,8 +30,14 @@ def answers(model: str, backend: str, tmp_path: Path, **environ: str) -> dict[st
     words = [sys.executable, str(PROGRAM), str(ROOT / "models" / model), backend]
     environment = clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environ)
     done = subprocess.run(
-        words, input=json.dumps(list(QUESTIONS)), env=environment, text=True, capture_output=True, cwd=tmp_path, check=False
-    )  # fmt: skip
+        words,
+        input=json.dumps(list(QUESTIONS)),
+        env=environment,
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+        check=False,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(zip(QUESTIONS, json.loads(lines[0].removeprefix("RESULT ")), strict=True))
@@ -49,7 +59,11 @@ def test_nibble_serves_the_nvfp4_demo_with_the_answers_of_the_bf16_one(
     expected = QUESTIONS | dict.fromkeys(prompts[::8], UNKNOWN_ANSWER)
 
     def ask(question: str) -> str:
-        body = {"model": "default", "messages": [{"role": "user", "content": question}], "max_tokens": 100}
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 100,
+        }
         status, answer = server.ask("/v1/chat/completions", body)
         assert status == 200, answer
         return answer["choices"][0]["message"]["content"]
@@ -60,7 +74,9 @@ def test_nibble_serves_the_nvfp4_demo_with_the_answers_of_the_bf16_one(
             found = dict(zip(expected, pool.map(ask, expected), strict=True))
     finally:
         server.end()
-    assert {question: answer for question, answer in found.items() if answer != expected[question]} == {}
+    assert {
+        question: answer for question, answer in found.items() if answer != expected[question]
+    } == {}
 
 
 TOOLS = (
@@ -83,12 +99,24 @@ def uncompiled(tmp_path: Path) -> dict[str, str]:
             (tools / name).symlink_to(found)
     path = os.pathsep.join([str(Path(sys.executable).parent), str(tools)])
     assert [
-        name for name in ("c++", "cc", "g++", "gcc", "clang", "nvcc") if shutil.which(name, path=path)
+        name
+        for name in ("c++", "cc", "g++", "gcc", "clang", "nvcc")
+        if shutil.which(name, path=path)
     ] == []
     shutil.copytree(
-        ROOT / "kernels", sources, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+        ROOT / "kernels",
+        sources,
+        ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"),
     )
-    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site)]
+    words = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(site),
+    ]
     environ = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": path}
     subprocess.run([sys.executable, "-m", "pip", *words, str(sources)], check=True, env=environ)
     return {"PATH": path, "PYTHONPATH": str(site)}
@@ -98,7 +126,11 @@ def test_without_a_compiler_the_demo_is_served_in_plain_torch_and_one_line_says_
     uncompiled: dict[str, str], tmp_path: Path
 ) -> None:
     server = Server(
-        tmp_path / "server", ["serve"], MODEL="nibble-demo-nvfp4", NIBBLE_CANARY="strict", **uncompiled
+        tmp_path / "server",
+        ["serve"],
+        MODEL="nibble-demo-nvfp4",
+        NIBBLE_CANARY="strict",
+        **uncompiled,
     )
     body = {
         "model": "default",
@@ -111,11 +143,15 @@ def test_without_a_compiler_the_demo_is_served_in_plain_torch_and_one_line_says_
         told = server.status()
     finally:
         server.end()
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, QUESTIONS["What is NVFP4?"])
+    assert (status, answer["choices"][0]["message"]["content"]) == (
+        200,
+        QUESTIONS["What is NVFP4?"],
+    )
     lines = [line for line in server.log().splitlines() if "plain torch" in line]
     assert len(lines) == 1
     assert lines[0].startswith(
-        "[nibble] warning: nibble's kernels are plain torch code (not compiled when it was installed)"
+        "[nibble] warning: nibble's kernels are plain torch code (not compiled when it was"
+        " installed)"
     )
     assert told is not None
     assert (told["assertion"]["verdict"], told["assertion"]["deviations"]) == ("passed", [])

@@ -1,4 +1,6 @@
-"""Exports of the NVFP4 demo in forms that vLLM 0.32 alone refuses or reads wrongly: a real server answers as the demo does."""
+"""Exports of the NVFP4 demo in forms that vLLM 0.32 alone refuses or reads wrongly: a real
+server answers as the demo does.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,20 @@ def export(folder: Path, config: Config, legacy: Config | None, has_input_scales
 
 
 def weight_only_labelled_w4a4(folder: Path) -> Path:
-    return export(folder, json.loads((DEMO / "config.json").read_text()), None, has_input_scales=False)
+    return export(
+        folder, json.loads((DEMO / "config.json").read_text()), None, has_input_scales=False
+    )
 
 
 def legacy(folder: Path, algorithm: str, has_input_scales: bool, **more: Any) -> Path:
     config = json.loads((DEMO / "config.json").read_text())
     del config["quantization_config"]
-    inner = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": None}
+    inner = {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": None,
+    }
     declared = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": inner | more}
     return export(folder, config, declared, has_input_scales)
 
@@ -68,7 +77,10 @@ def legacy_w4a16(folder: Path) -> Path:
 def legacy_mixed(folder: Path) -> Path:
     modules = [weight.module for weight in read_checkpoint(str(DEMO)).nvfp4]
     return legacy(
-        folder, "MIXED_PRECISION", True, quantized_layers={name: {"quant_algo": "NVFP4"} for name in modules}
+        folder,
+        "MIXED_PRECISION",
+        True,
+        quantized_layers={name: {"quant_algo": "NVFP4"} for name in modules},
     )
 
 
@@ -86,9 +98,16 @@ def test_an_export_answers_as_the_demo_does(make: Callable[[Path], Path], tmp_pa
         server.wait_until_ready()
         assert any("NVFP4 scale tensors" in line for line in server.said())
         for question in QUESTIONS:
-            body = {"model": "default", "messages": [{"role": "user", "content": question["question"]}],
-                    "temperature": 0, "max_tokens": 120}  # fmt: skip
+            body = {
+                "model": "default",
+                "messages": [{"role": "user", "content": question["question"]}],
+                "temperature": 0,
+                "max_tokens": 120,
+            }
             status, answer = server.ask("/v1/chat/completions", body)
-            assert (status, answer["choices"][0]["message"]["content"].strip()) == (200, question["answer"])
+            assert (status, answer["choices"][0]["message"]["content"].strip()) == (
+                200,
+                question["answer"],
+            )
     finally:
         server.end()

@@ -1,4 +1,6 @@
-"""The output head in NVFP4 through a real vLLM on the CPU: loaded where the model class passes no quant_config, or made so."""
+"""The output head in NVFP4 through a real vLLM on the CPU: loaded where the model class passes
+no quant_config, or made so.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(models: Path) -> dict[str, Any]:
-    """Log-probabilities: of the NVFP4 head, of a BF16 one made NVFP4, and of that as it is; and what vLLM printed."""
+    """Log-probabilities: of the NVFP4 head, of a BF16 one made NVFP4, and of that as it is; and
+    what vLLM printed.
+    """
     made = {"additional_config": {"nibble": {"quantize_lm_head": "nvfp4"}}}
     jobs: dict[str, vllm_logprobs.Job] = {
         "loaded": (str(models / "nvfp4"), {}, PROMPT),
@@ -41,17 +45,23 @@ def differs(found: dict[str, Any], model: str, head: str) -> float:
     return float((torch.tensor(found[model]) - expected_logprobs(head)).abs().max())
 
 
-def test_a_model_class_that_passes_no_quant_config_loads_a_quantized_head(found: dict[str, Any]) -> None:
+def test_a_model_class_that_passes_no_quant_config_loads_a_quantized_head(
+    found: dict[str, Any],
+) -> None:
     assert differs(found, "loaded", "nvfp4") < BF16_ROUNDING
 
 
 def test_vllm_alone_does_not_load_it(models: Path) -> None:
-    (refused,), done = vllm_logprobs.run([(str(models / "nvfp4"), {}, PROMPT)], models, VLLM_PLUGINS="")
+    (refused,), done = vllm_logprobs.run(
+        [(str(models / "nvfp4"), {}, PROMPT)], models, VLLM_PLUGINS=""
+    )
     assert isinstance(refused, str)
     assert "lm_head.weight" in done.stdout + done.stderr
 
 
-def test_a_bf16_head_is_quantized_at_load_and_answers_as_that_head_should(found: dict[str, Any]) -> None:
+def test_a_bf16_head_is_quantized_at_load_and_answers_as_that_head_should(
+    found: dict[str, Any],
+) -> None:
     assert "lm_head quantized to NVFP4 at load" in found["log"]
     assert differs(found, "made", "nvfp4") < BF16_ROUNDING
     assert differs(found, "made", "bf16") > BF16_ROUNDING

@@ -1,4 +1,6 @@
-"""The bounds that docs/nvfp4.md states: how far the demo's log-probabilities are from float32 arithmetic on the same weights."""
+"""The bounds that docs/nvfp4.md states: how far the demo's log-probabilities are from float32
+arithmetic on the same weights.
+"""
 
 from __future__ import annotations
 

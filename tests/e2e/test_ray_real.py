@@ -1,4 +1,6 @@
-"""A real Ray head through the entry point: token, ports, and how it ends. (Several nodes: tests/cluster.)"""
+"""A real Ray head through the entry point: token, ports, and how it ends. (Several nodes:
+tests/cluster.)
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ import pytest
 from serving import ROOT, clean_environ
 
 from nibble.cluster import ray_reach
-from nibble.cluster.ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.token import TOKEN_FILE
-from nibble.processes import processes
+from nibble.machine.processes import processes
+from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
 
 pytest.importorskip("ray")
 NAMES = {"gcs_server", "raylet"}
@@ -75,7 +77,10 @@ def open_ports(of_session_of: str) -> set[int]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             address, port = fields[1].rsplit(":", 1)
-            if fields[3] == "0A" and address not in ("0100007F", "0000000000000000FFFF00000100007F"):
+            if fields[3] == "0A" and address not in (
+                "0100007F",
+                "0000000000000000FFFF00000100007F",
+            ):
                 inodes[f"socket:[{fields[9]}]"] = int(port, 16)
     found: set[int] = set()
     for one in processes():
@@ -89,10 +94,14 @@ def open_ports(of_session_of: str) -> set[int]:
 
 
 def run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stops_with_0(head: Node) -> None:
+def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stops_with_0(
+    head: Node,
+) -> None:
     file = Path(head.environ["NIBBLE_CACHE_DIR"]) / TOKEN_FILE
     token = file.read_text().strip()
     said = head.err.read_text()
@@ -102,14 +111,18 @@ def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stop
     assert {port for port in open_ports("raylet") if port not in WORKERS} <= named
 
     join = (
-        "import ray, sys; ray.init(address=sys.argv[1]); print(ray.get(ray.remote(lambda: 6 * 7).remote()))"
+        "import ray, sys; ray.init(address=sys.argv[1]); print(ray.get(ray.remote(lambda: 6 *"
+        " 7).remote()))"
     )
     command = [sys.executable, "-c", join, f"{head.address()}:{GCS_PORT}"]
     allowed = {**head.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     done = run(command, allowed)
     assert done.stdout.strip().endswith("42"), done.stderr[-2000:]
 
-    strangers = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}]
+    strangers = [
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+    ]
     with ThreadPoolExecutor() as pool:  # each tries for 20 s
         for done in pool.map(lambda key: run(command, {**head.environ, **key}), strangers):
             assert done.returncode != 0
@@ -131,7 +144,11 @@ def test_a_node_that_rays_head_does_not_reach_is_told_before_a_start(
 ) -> None:
     address, over = head.address(), threading.Event()
     token = (Path(head.environ["NIBBLE_CACHE_DIR"]) / TOKEN_FILE).read_text().strip()
-    key = {"RAY_ADDRESS": f"{address}:{GCS_PORT}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    key = {
+        "RAY_ADDRESS": f"{address}:{GCS_PORT}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+    }
     environ = {**head.environ, **key}
     assert unreached([address], environ, over) is None
     monkeypatch.setattr(ray_reach, "REACH_S", 2.0)

@@ -1,4 +1,6 @@
-"""Computed references with real servers: made by a start, used by the next, and a model that computes something else."""
+"""Computed references with real servers: made by a start, used by the next, and a model that
+computes something else.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ FLAGS = ("--enforce-eager", "--max-model-len", "512")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A start without references that makes one; ended again, its cache is kept."""
     folder = tmp_path_factory.mktemp("first")
-    server = Server(folder, ["serve", DEMO, *FLAGS], NIBBLE_CANARY="strict", NIBBLE_REFERENCE="auto")
+    server = Server(
+        folder, ["serve", DEMO, *FLAGS], NIBBLE_CANARY="strict", NIBBLE_REFERENCE="auto"
+    )
     try:
         server.wait_until_ready()
         (folder / "status.json").write_text(json.dumps(server.status()))
@@ -43,13 +47,21 @@ def test_a_start_computes_a_reference_and_a_healthy_server_agrees_with_it(first:
     assert "4 layers on 192 tokens" in found["detail"] and "6 prompts of" in found["detail"]
 
 
-def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(first: Server, tmp_path: Path) -> None:
-    """Each product is right, so that `layers` passes: what layer 1's MLP returns is made smaller."""
+def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(
+    first: Server, tmp_path: Path
+) -> None:
+    """Each product is right, so that `layers` passes: what layer 1's MLP returns is made
+    smaller.
+    """
     server = Server(
-        tmp_path / "server", ["serve", DEMO, *FLAGS], NIBBLE_CANARY="strict", NIBBLE_REFERENCE="auto",
-        NIBBLE_CACHE_DIR=first.environ["NIBBLE_CACHE_DIR"], FAULT_AT_START="an MLP's output times 0.9",
+        tmp_path / "server",
+        ["serve", DEMO, *FLAGS],
+        NIBBLE_CANARY="strict",
+        NIBBLE_REFERENCE="auto",
+        NIBBLE_CACHE_DIR=first.environ["NIBBLE_CACHE_DIR"],
+        FAULT_AT_START="an MLP's output times 0.9",
         **install(tmp_path / "faults"),
-    )  # fmt: skip
+    )
     try:
         code = server.wait(240)
     finally:

@@ -1,6 +1,8 @@
-"""Seeded requests from vLLM's own OpenAPI and from lists of faults: 2xx or 4xx, the server alive, /health within 1 s.
+"""Seeded requests from vLLM's own OpenAPI and from lists of faults: 2xx or 4xx, the server alive,
+/health within 1 s.
 
-NIBBLE_FUZZ_SECONDS (600) bounds it, NIBBLE_FUZZ_SEED (18) repeats it. A failure names the requests that caused it.
+NIBBLE_FUZZ_SECONDS (600) bounds it, NIBBLE_FUZZ_SEED (18) repeats it. A failure names the requests
+that caused it.
 """
 
 from __future__ import annotations
@@ -45,9 +47,32 @@ SOUND: dict[str, dict[str, Any]] = {
 }
 # What no schema says and clients send all the same.
 ODD: list[Any] = [
-    None, True, -1, 0, 1.5, 10**30, "", "x", "é" * 300, "\ud800", [], {}, [[]], [None], {"a": None}, [1, "x"], "\x00",
-    ["x"] * 300, list(range(300)), {str(n): n for n in range(300)}, "word1 " * 3000, -(2**63), 2**63, "NaN", {"type": "object"},
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**30,
+    "",
+    "x",
+    "é" * 300,
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": None},
+    [1, "x"],
+    "\x00",
+    ["x"] * 300,
+    list(range(300)),
+    {str(n): n for n in range(300)},
+    "word1 " * 3000,
+    -(2**63),
+    2**63,
+    "NaN",
+    {"type": "object"},
+]
 
 
 def vllm_openapi() -> dict[str, Any]:
@@ -59,7 +84,10 @@ def vllm_openapi() -> dict[str, Any]:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     assert args
     found = build_app(args, ("generate",)).openapi()
-    return {**found, "paths": {path: found["paths"][path] for path in SOUND if path in found["paths"]}}
+    return {
+        **found,
+        "paths": {path: found["paths"][path] for path in SOUND if path in found["paths"]},
+    }
 
 
 def from_openapi(openapi: dict[str, Any], seed: int) -> Iterator[Malformed]:
@@ -105,12 +133,17 @@ def request(path: str, body: Any) -> Malformed:
 
 
 def with_odd_fields(openapi: dict[str, Any], seed: int) -> Iterator[Malformed]:
-    """Sound bodies with one or two fields of the route's schema made odd: thousands a second, where schemathesis takes long."""
+    """Sound bodies with one or two fields of the route's schema made odd: thousands a second,
+    where schemathesis takes long.
+    """
     chance = random.Random(seed)
     fields = {path: properties(openapi, path) for path in openapi["paths"]}
     while True:
         path = chance.choice(list(fields))
-        odd = {name: chance.choice(ODD) for name in chance.sample(fields[path], min(2, len(fields[path])))}
+        odd = {
+            name: chance.choice(ODD)
+            for name in chance.sample(fields[path], min(2, len(fields[path])))
+        }
         yield request(path, {**SOUND[path], **odd})
 
 
@@ -119,7 +152,11 @@ def properties(openapi: dict[str, Any], path: str) -> list[str]:
     schema = openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     found: set[str] = set()
     for one in schema.get("anyOf", [schema]):
-        resolved = openapi["components"]["schemas"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one
+        resolved = (
+            openapi["components"]["schemas"][one["$ref"].rpartition("/")[2]]
+            if "$ref" in one
+            else one
+        )
         found |= set(resolved.get("properties", {}))
     return sorted(found)
 
@@ -177,7 +214,9 @@ Wrong = tuple[int, Malformed, bytes]
 def fuzz(
     server: Server, requests: Iterator[Malformed], seconds: float
 ) -> tuple[Counter[int], list[Wrong], float]:
-    """Statuses, the answers that are neither 2xx nor 4xx (0: none came), and the slowest /health meanwhile."""
+    """Statuses, the answers that are neither 2xx nor 4xx (0: none came), and the slowest /health
+    meanwhile.
+    """
     statuses: Counter[int] = Counter()
     wrong: list[Wrong] = []
     slowest = [0.0]

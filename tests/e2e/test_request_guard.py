@@ -1,4 +1,6 @@
-"""Requests made to stall or end the server: each is refused or answered, /health within a second, streams go on."""
+"""Requests made to stall or end the server: each is refused or answered, /health within a
+second, streams go on.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ class Watch:
 
 
 def is_alive(server: Server) -> None:
-    status, answer = server.ask(COMPLETIONS, {**SOUND, "max_tokens": 3, "ignore_eos": True}, key=KEY)
+    status, answer = server.ask(
+        COMPLETIONS, {**SOUND, "max_tokens": 3, "ignore_eos": True}, key=KEY
+    )
     assert status == 200 and answer["usage"]["completion_tokens"] == 3
     assert server.is_ready()
 
@@ -109,8 +113,8 @@ def body(path: str, **fields: Any) -> bytes:
 
 
 CHUNKED = (
-    f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-    "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type:"
+    " application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
 ).encode()
 HEAVY: dict[str, tuple[bytes, int]] = {
     "a million keys": (body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(10**6)}), 400),
@@ -120,34 +124,59 @@ HEAVY: dict[str, tuple[bytes, int]] = {
     "n of 16,384": (body(COMPLETIONS, prompt="word1", n=16_384, max_tokens=1), 400),
     "1024 prompts, n of 16": (body(COMPLETIONS, prompt=["word1"] * 1024, n=16, max_tokens=1), 400),
     "log-probs of long prompts": (
-        body(COMPLETIONS, prompt=["word1 " * 2000] * 50, max_tokens=1, prompt_logprobs=20), 400,
+        body(COMPLETIONS, prompt=["word1 " * 2000] * 50, max_tokens=1, prompt_logprobs=20),
+        400,
     ),
-    "log-probs of long answers": (body(COMPLETIONS, prompt="word1", n=16, max_tokens=2000, logprobs=20), 400),
+    "log-probs of long answers": (
+        body(COMPLETIONS, prompt="word1", n=16, max_tokens=2000, logprobs=20),
+        400,
+    ),
     "long stop strings": (body(COMPLETIONS, prompt="word1", stop=["x" * 10**6] * 4), 400),
-    "bad words": (body(COMPLETIONS, prompt="word1", bad_words=[f"word{n}" for n in range(10**5)]), 400),
-    "a lone surrogate in bad_words": (post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()), 400),
-    "kv_transfer_params of a wrong type": (body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}), 400),
+    "bad words": (
+        body(COMPLETIONS, prompt="word1", bad_words=[f"word{n}" for n in range(10**5)]),
+        400,
+    ),
+    "a lone surrogate in bad_words": (
+        post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()),
+        400,
+    ),
+    "kv_transfer_params of a wrong type": (
+        body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}),
+        400,
+    ),
     "a million items": (body(COMPLETIONS, prompt=[1] * 10**6, max_tokens=1), 400),
     "one trailer of 100 MB": (CHUNKED + b"X: " + b"x" * 10**8, 431),
     "ten million trailers": (CHUNKED + b"a:b\r\n" * 10**7, 431),
-    "log-probs of many answers": (body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=16, logprobs=20), 400),
+    "log-probs of many answers": (
+        body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=16, logprobs=20),
+        400,
+    ),
     "n of 16,384 as text": (body(COMPLETIONS, prompt="word1", n="16_384", max_tokens=1), 400),
     "one header of 100 MB": (b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 10**8, 431),
-    "a million headers": (b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)), 431),
-    "one header of 100 MB with the key": (
-        f"GET /health HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nX-Long: ".encode() + b"x" * 10**8, 431,
+    "a million headers": (
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)),
+        431,
     ),
-}  # fmt: skip
+    "one header of 100 MB with the key": (
+        f"GET /health HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nX-Long: ".encode() + b"x" * 10**8,
+        431,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_is_refused_while_others_are_served(server: Server, name: str, record_property: Record) -> None:
+def test_is_refused_while_others_are_served(
+    server: Server, name: str, record_property: Record
+) -> None:
     data, expected = HEAVY[name]
     with Watch(server) as watch:
         began = time.monotonic()
         status = send(server, data)
         record_property("answered_after_s", round(time.monotonic() - began, 3))
-    assert status in (expected, 0 if expected == 431 else expected)  # 0: reset while 100 MB were being sent
+    assert status in (
+        expected,
+        0 if expected == 431 else expected,
+    )  # 0: reset while 100 MB were being sent
     watch.check(record_property)
     is_alive(server)
 
@@ -158,13 +187,21 @@ ALLOWED: dict[str, bytes] = {
     "2048 messages": body(CHAT, messages=[USER] * 2048, max_tokens=1),
     "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
     "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
-    "log-probs of a prompt": body(COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=7),
-    "2048 messages of one part": body(
-        CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "word1"}]}] * 2048, max_tokens=1,
+    "log-probs of a prompt": body(
+        COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=7
     ),
-    "260,000 token ids": body(COMPLETIONS, prompt=[1] * 260_000, truncate_prompt_tokens=5, max_tokens=1),
-    "4 MB of text": body(COMPLETIONS, prompt="word1 " * 690_000, truncate_prompt_tokens=5, max_tokens=1),
-}  # fmt: skip
+    "2048 messages of one part": body(
+        CHAT,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "word1"}]}] * 2048,
+        max_tokens=1,
+    ),
+    "260,000 token ids": body(
+        COMPLETIONS, prompt=[1] * 260_000, truncate_prompt_tokens=5, max_tokens=1
+    ),
+    "4 MB of text": body(
+        COMPLETIONS, prompt="word1 " * 690_000, truncate_prompt_tokens=5, max_tokens=1
+    ),
+}
 
 
 @pytest.mark.slow
@@ -172,12 +209,15 @@ ALLOWED: dict[str, bytes] = {
 def test_the_most_that_is_allowed_stalls_no_other_request(
     server: Server, name: str, record_property: Record
 ) -> None:
-    if "log-probs" in name:  # on a CPU the engine compiles what they need when they are first asked for
+    if (
+        "log-probs" in name
+    ):  # on a CPU the engine compiles what they need when they are first asked for
         send(server, ALLOWED[name], 120)
     with Watch(server) as watch:
         status = send(server, ALLOWED[name], 120)
     assert status in (200, 400)
-    # The engine's own step takes seconds for log-probs of a prompt on a CPU; the API server does not.
+    # The engine's own step takes seconds for log-probs of a prompt on a CPU; the API server does
+    # not.
     watch.check(record_property, gap_s=60 if "log-probs" in name else GAP_S)
     is_alive(server)
 
@@ -194,10 +234,16 @@ def test_a_body_of_1_gb_is_refused_and_not_kept(
     server: Server, chunked: bool, record_property: Record
 ) -> None:
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {1 << 30}"
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type:"
+        f" application/json\r\n{length}\r\n\r\n"
+    )
     piece = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20)) if chunked else b" " * (1 << 20)
     before = api_server_bytes(server)
-    with Watch(server) as watch, socket.create_connection(("127.0.0.1", server.port), 60) as connection:
+    with (
+        Watch(server) as watch,
+        socket.create_connection(("127.0.0.1", server.port), 60) as connection,
+    ):
         connection.sendall(head.encode())
         answer, most = b"", 0
         with contextlib.suppress(OSError):
@@ -216,14 +262,21 @@ def test_a_body_of_1_gb_is_refused_and_not_kept(
 def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
     server: Server, record_property: Record
 ) -> None:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type:"
+        " application/json\r\n"
+    )
     # The idle ones first: beyond 2048 of one address the oldest give way to those that follow.
-    starts = [b""] * 3000 + [head.encode()] * 64 + [f"{head}Content-Length: 100\r\n\r\n{{".encode()] * 64
+    starts = (
+        [b""] * 3000 + [head.encode()] * 64 + [f"{head}Content-Length: 100\r\n\r\n{{".encode()] * 64
+    )
     with Watch(server) as watch, contextlib.ExitStack() as opened:
         began = time.monotonic()
         connections = []
         for start in starts:
-            connection = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+            connection = opened.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), 10)
+            )
             connection.sendall(start)
             connections.append(connection)
         record_property("opened_after_s", round(time.monotonic() - began, 2))
@@ -241,7 +294,9 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
 
 
 @pytest.mark.slow
-def test_20_heavy_requests_at_once_stall_no_other_request(server: Server, record_property: Record) -> None:
+def test_20_heavy_requests_at_once_stall_no_other_request(
+    server: Server, record_property: Record
+) -> None:
     data = ALLOWED["2048 messages"]
     with Watch(server) as watch:
         threads = [threading.Thread(target=send, args=(server, data, 300)) for _ in range(20)]

@@ -1,6 +1,8 @@
-"""A server under load and under attack: nothing is lost that can be kept, nobody waits for ever, nothing takes it down.
+"""A server under load and under attack: nothing is lost that can be kept, nobody waits for ever,
+nothing takes it down.
 
-On a GPU: `python -m pytest tests/e2e/test_robustness.py --junitxml FILE`; FILE has what each test counted and measured.
+On a GPU: `python -m pytest tests/e2e/test_robustness.py --junitxml FILE`; FILE has what each test
+counted and measured.
 """
 
 from __future__ import annotations
@@ -21,20 +23,23 @@ from malformed import NOT_HTTP, Malformed, malformed
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
-from nibble.hardware import detect
+from nibble.machine.hardware import detect
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]
 RUNNING, STREAMS = 32, 64  # half of the streams wait when the signal comes
 FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", str(RUNNING))
 LONG = 1900
-# vllm 0.32 entrypoints/openai/completion/protocol.py:487 asks it for a key before it knows that it is an object.
+# vllm 0.32 entrypoints/openai/completion/protocol.py:487 asks it for a key before it knows that it
+# is an object.
 NO_OBJECT = b'"structured_outputs": 1'
 
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    """With more layers on a GPU, where a stream of the other would be over before anything happened to it."""
+    """With more layers on a GPU, where a stream of the other would be over before anything
+    happened to it.
+    """
     if detect().gpus:
         return make_slow_model(ROOT / ".cache" / "slow_model_gpu", layers=48)
     return make_slow_model(ROOT / ".cache" / "slow_model")
@@ -82,7 +87,9 @@ def answers(server: Server) -> bool:
 def status_of(server: Server, request: Malformed) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     with contextlib.closing(connection):
-        connection.request("POST", request.path, request.body, {"Content-Type": request.content_type})
+        connection.request(
+            "POST", request.path, request.body, {"Content-Type": request.content_type}
+        )
         response = connection.getresponse()
         response.read()
         return response.status
@@ -119,7 +126,9 @@ def test_what_is_no_http_is_answered_or_closed(server: Server) -> None:
     assert answers(server) and server.is_ready()
 
 
-def test_clients_that_disconnect_leave_nothing_running(server: Server, record_property: Record) -> None:
+def test_clients_that_disconnect_leave_nothing_running(
+    server: Server, record_property: Record
+) -> None:
     streams = open_streams(server, STREAMS, LONG)
     for stream in streams[:16]:
         stream.wait_for(1, 120)
@@ -140,7 +149,9 @@ def test_sigterm_loses_none_of_64_streams(server: Server, record_property: Recor
     tokens = tokens_in(server, 10)
     streams = open_streams(server, STREAMS, tokens)
     streams[0].wait_for(3, 120)
-    assert not any(stream.finish_reason for stream in streams), "a stream was over before the signal"
+    assert not any(stream.finish_reason for stream in streams), (
+        "a stream was over before the signal"
+    )
     server.signal()
     began = time.monotonic()
     for stream in streams:
@@ -148,7 +159,9 @@ def test_sigterm_loses_none_of_64_streams(server: Server, record_property: Recor
     record_property("streams", STREAMS)
     record_property("tokens_each", tokens)
     record_property("seconds_to_drain", round(time.monotonic() - began, 1))
-    found = Counter((stream.error, stream.finish_reason, stream.completion_tokens) for stream in streams)
+    found = Counter(
+        (stream.error, stream.finish_reason, stream.completion_tokens) for stream in streams
+    )
     assert found == {(None, "length", tokens): STREAMS}
     assert server.wait(30) == 0
     assert server.engine_processes() == []

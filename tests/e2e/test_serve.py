@@ -20,7 +20,9 @@ from slow_model import make_slow_model
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")
-LONG = 1500  # tokens; more than any machine here produces before the test is through with the stream
+LONG = (
+    1500  # tokens; more than any machine here produces before the test is through with the stream
+)
 
 Start = Callable[..., Server]
 
@@ -76,11 +78,17 @@ class TestOneServer:
         assert times == sorted(times)
         assert status["facts"]["kv_cache_tokens"] > 0
         told = "\n".join(server.said())
-        assert re.search(r"load.*\n(?s:.*)warm-up.*\n(?s:.*)ready in [\d.]+ s: http://127.0.0.1:\d+/v1", told)
+        assert re.search(
+            r"load.*\n(?s:.*)warm-up.*\n(?s:.*)ready in [\d.]+ s: http://127.0.0.1:\d+/v1", told
+        )
 
     def test_the_model_answers_chat_as_default_and_by_its_name(self, server: Server) -> None:
         for name in ("default", "slow_model"):
-            question = {"model": name, "messages": [{"role": "user", "content": "word1"}], "max_tokens": 5}
+            question = {
+                "model": name,
+                "messages": [{"role": "user", "content": "word1"}],
+                "max_tokens": 5,
+            }
             status, answer = server.ask("/v1/chat/completions", {**question, "ignore_eos": True})
             assert status == 200
             assert answer["usage"]["completion_tokens"] == 5
@@ -93,7 +101,9 @@ class TestOneServer:
         )
         assert '"object":"chat.completion"' in done.stdout
 
-    def test_what_vllm_writes_passes_through_to_the_stream_it_wrote_to(self, server: Server) -> None:
+    def test_what_vllm_writes_passes_through_to_the_stream_it_wrote_to(
+        self, server: Server
+    ) -> None:
         assert "Loading weights took" in server.out.read_text()
         assert "Application startup complete" in server.err.read_text()
         assert "[nibble]" not in server.out.read_text()
@@ -117,7 +127,11 @@ class TestOneServer:
         assert server.status()["state"] == "draining"  # type: ignore[index]
         assert not server.is_ready()
         stream.join(90)
-        assert (stream.error, stream.finish_reason, stream.completion_tokens) == (None, "length", 700)
+        assert (stream.error, stream.finish_reason, stream.completion_tokens) == (
+            None,
+            "length",
+            700,
+        )
         assert server.wait(30) == 0
         assert server.engine_processes() == []
         assert "[nibble] drained and stopped" in server.said()
@@ -149,7 +163,9 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert server.engine_processes() == []
 
 
-def test_a_killed_api_server_exits_10_and_is_named_and_its_sockets_are_removed(start: Start) -> None:
+def test_a_killed_api_server_exits_10_and_is_named_and_its_sockets_are_removed(
+    start: Start,
+) -> None:
     server = start().wait_until_ready()
     assert server.engine_pid
     variables = Path(f"/proc/{server.engine_pid}/environ").read_text().split("\0")

@@ -1,4 +1,6 @@
-"""Virtual environments as the installer makes them, and nibble's changes in them; pip and the package index are the real ones."""
+"""Virtual environments as the installer makes them, and nibble's changes in them; pip and the
+package index are the real ones.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from nibble.patching.apply import patch_states
-from nibble.patching.series import load_series
-from nibble.patching.status import installed_tree
-from nibble.patching.tree import open_tree
-from nibble.paths import root
+from nibble.engine.patching.apply import patch_states
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.status import installed_tree
+from nibble.engine.patching.tree import open_tree
+from nibble.machine.paths import root
 from setup import main
 
 
-def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(tmp_path: Path) -> None:
+def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(
+    tmp_path: Path,
+) -> None:
     # What Debian without python3-venv does: the module is there, ensurepip is not.
     blocked = tmp_path / "blocked"
     blocked.mkdir()
@@ -38,13 +42,18 @@ def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(
     )
     assert result.returncode == 0, result.stderr
     pip = subprocess.run(
-        [str(tmp_path / "v/bin/python"), "-m", "pip", "--version"], capture_output=True, text=True, check=True
+        [str(tmp_path / "v/bin/python"), "-m", "pip", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert str(tmp_path) in pip.stdout
 
 
 def test_an_environment_is_made_anew_by_its_own_interpreter(tmp_path: Path) -> None:
-    """`make setup RUNTIME=cuda` after a CPU setup: the Makefile's python3 is then the environment's own."""
+    """`make setup RUNTIME=cuda` after a CPU setup: the Makefile's python3 is then the
+    environment's own.
+    """
     folder = tmp_path / "v"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     code = (
@@ -73,7 +82,15 @@ def test_a_vllm_that_pip_installs_again_over_the_patches_is_patched_again(tmp_pa
     )
     assert entry is not None
     (tmp_path / "lock.txt").write_text(entry[0])
-    install = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+    install = [
+        str(folder / "bin/python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+    ]
     installation = main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu"]))
 
     def states() -> set[str]:
@@ -91,7 +108,9 @@ def test_a_vllm_that_pip_installs_again_over_the_patches_is_patched_again(tmp_pa
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """A virtual environment with the packages of ours, in a copy of the checkout; finished but for nibble-kernels."""
+    """A virtual environment with the packages of ours, in a copy of the checkout; finished but
+    for nibble-kernels.
+    """
     for name in ("setup", "nibble", "kernels", "patches/vllm", "requirements", "pyproject.toml"):
         source, to = root() / name, tmp_path / name
         to.parent.mkdir(exist_ok=True)
@@ -101,7 +120,9 @@ def environment(tmp_path: Path) -> Path:
     folder = tmp_path / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (site,) = folder.glob("lib/python3.*/site-packages")
-    (site / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (site / "outer.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    )
     code = (
         "from setup import main, venv; made = main.Installation(main.parse(['--runtime', 'cpu'])); "
         "venv.write_stamp(made.venv, {**made._wanted(), 'kernels': ''})"
@@ -129,7 +150,9 @@ print(nibble_kernels.__file__, nibble_kernels.implementations()["cpu"])
 
 
 def computes(folder: Path) -> str:
-    """Quantizes to NVFP4 in the environment, with no program on PATH; how the operators are implemented there."""
+    """Quantizes to NVFP4 in the environment, with no program on PATH; how the operators are
+    implemented there.
+    """
     done = subprocess.run(
         [str(folder / "bin/python"), "-P", "-c", QUANTIZE],
         env={"PATH": ""},
@@ -142,7 +165,10 @@ def computes(folder: Path) -> str:
     return how
 
 
-PLAIN = "[1/1] nibble's kernels\nkernels: plain torch ({}): NVFP4 on the CPU will be slow; {} and run make setup again"
+PLAIN = (
+    "[1/1] nibble's kernels\nkernels: plain torch ({}): NVFP4 on the CPU will be slow; {} and run"
+    " make setup again"
+)
 
 
 def test_without_a_compiler_setup_says_so_in_one_line_and_nvfp4_computes_in_plain_torch(
@@ -161,12 +187,17 @@ def test_a_compiler_installed_later_is_picked_up_and_the_third_run_does_nothing(
     if not shutil.which("c++"):
         pytest.skip("no C++ compiler here")
     set_up(environment, PATH="")
-    assert set_up(environment, PATH=os.environ["PATH"]) == "[1/1] nibble's kernels\nkernels: compiled here"
+    assert (
+        set_up(environment, PATH=os.environ["PATH"])
+        == "[1/1] nibble's kernels\nkernels: compiled here"
+    )
     assert computes(environment) == "compiled"
     assert set_up(environment, PATH=os.environ["PATH"]) == ""
 
 
-def test_a_compiler_that_fails_costs_one_line_with_the_log(environment: Path, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_costs_one_line_with_the_log(
+    environment: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)

@@ -1,4 +1,6 @@
-"""Structured outputs through a real server: hostile ones get 400 in time and disturb no other request, sound ones are valid."""
+"""Structured outputs through a real server: hostile ones get 400 in time and disturb no other
+request, sound ones are valid.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     found.end()
 
 
-def ask(server: Server, body: dict[str, Any], path: str = CHAT, tokens: int = 64) -> tuple[int, Any]:
+def ask(
+    server: Server, body: dict[str, Any], path: str = CHAT, tokens: int = 64
+) -> tuple[int, Any]:
     prompt = {} if path != CHAT else {"messages": [{"role": "user", "content": "What is NVFP4?"}]}
-    return server.ask(path, {"model": "default", "max_tokens": tokens, "temperature": 0, **prompt, **body})
+    return server.ask(
+        path, {"model": "default", "max_tokens": tokens, "temperature": 0, **prompt, **body}
+    )
 
 
 def text_of(answer: Any) -> str:
@@ -52,7 +58,9 @@ def text_of(answer: Any) -> str:
 
 
 class Bystanders:
-    """What others see meanwhile: /health, asked all the time, and the words of one stream after another."""
+    """What others see meanwhile: /health, asked all the time, and the words of one stream after
+    another.
+    """
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -92,8 +100,11 @@ class Bystanders:
                 stream.hang_up()
 
 
-def test_every_hostile_body_gets_400_with_a_reason_in_time_and_disturbs_no_other(server: Server) -> None:
-    assert ask(server, {"response_format": {"type": "json_object"}}, tokens=4)[0] == 200  # starts the worker
+def test_every_hostile_body_gets_400_with_a_reason_in_time_and_disturbs_no_other(
+    server: Server,
+) -> None:
+    # Starts the worker
+    assert ask(server, {"response_format": {"type": "json_object"}}, tokens=4)[0] == 200
     wrong = {}
     with Bystanders(server) as others:
         for name, (body, reason) in REFUSED.items():
@@ -102,7 +113,11 @@ def test_every_hostile_body_gets_400_with_a_reason_in_time_and_disturbs_no_other
             spent = time.monotonic() - began
             error = answer.get("error", {})
             message = str(error.get("message"))
-            if status == 503 and reason == "more than" and os.getloadavg()[0] > (os.cpu_count() or 1):
+            if (
+                status == 503
+                and reason == "more than"
+                and os.getloadavg()[0] > (os.cpu_count() or 1)
+            ):
                 continue  # the compiler got less than a third of a core
             shape = {"message", "type", "param", "code"} <= error.keys()
             if (
@@ -134,7 +149,8 @@ def test_tools_together_with_thinking_are_served(path: str, server: Server) -> N
     if path.endswith("count_tokens"):
         del body["max_tokens"], body["stop_sequences"], body["temperature"]
     status, answer = server.ask(path, {"model": "default", **body})
-    # Past the guard: vLLM itself wants a reasoning parser for a generated answer, and the demo has no thoughts.
+    # Past the guard: vLLM itself wants a reasoning parser for a generated answer, and the demo has
+    # no thoughts.
     assert status == 200 or "--reasoning-parser" in answer["error"]["message"], answer
 
 

@@ -1,4 +1,5 @@
-"""Two ranks without Ray on one machine, each at a loopback address of its own: what rank 1 proves, and its memory.
+"""Two ranks without Ray on one machine, each at a loopback address of its own: what rank 1 proves,
+and its memory.
 
 Machines of their own: tests/cluster.
 """

@@ -1,6 +1,8 @@
-"""Two servers started at the same moment on one machine, nothing shared but its hardware: both get ready and answer.
+"""Two servers started at the same moment on one machine, nothing shared but its hardware: both get
+ready and answer.
 
-On a GPU: `TWO_STARTS_ROUNDS=5 python -m pytest --slow tests/e2e/test_two_starts.py`; each round begins with empty caches.
+On a GPU: `TWO_STARTS_ROUNDS=5 python -m pytest --slow tests/e2e/test_two_starts.py`; each round
+begins with empty caches.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
         server.end()
 
 
-def test_two_servers_started_at_the_same_moment_from_empty_caches_both_answer(servers: list[Server]) -> None:
+def test_two_servers_started_at_the_same_moment_from_empty_caches_both_answer(
+    servers: list[Server],
+) -> None:
     with ThreadPoolExecutor(2) as pool:
         for server in pool.map(Server.wait_until_ready, servers):
             assert any("ready" in line for line in server.said())

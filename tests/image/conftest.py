@@ -19,6 +19,8 @@ def image_config(cpu_image: str) -> dict:
 
 @pytest.fixture(scope="session")
 def slow_hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face cache with a model slow enough to be streaming when a signal comes, as `test/slow`."""
+    """A Hugging Face cache with a model slow enough to be streaming when a signal comes, as
+    `test/slow`.
+    """
     model = slow_model.make_slow_model(images.CACHE / "slow-model")
     return containers.hub_cache(tmp_path_factory.mktemp("hf") / "huggingface", model, "test/slow")

@@ -14,16 +14,18 @@ import pytest
 from containers import HARDENED, Answer, Container, docker, run_once, running, volume
 from served_containers import KEY, chat, trouble
 
-from nibble.patching.run import probe_names
-from nibble.patching.series import load_series
-from nibble.paths import root
+from nibble.engine.patching.run import probe_names
+from nibble.engine.patching.series import load_series
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.docker
 
 DEMO = "/opt/nibble/models/nibble-demo"
 CACHE_IN_MEMORY = ("--tmpfs", "/var/cache/nibble:exec,size=512m")
 # Takes 50 MiB twice a second, slower than the watchdog looks.
-HOG = "import time; held = []\nwhile True: held.append(bytearray(b'x') * (50 << 20)); time.sleep(0.5)"
+HOG = (
+    "import time; held = []\nwhile True: held.append(bytearray(b'x') * (50 << 20)); time.sleep(0.5)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,12 @@ def slow_server(cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
         # Random weights: the canary's questions have no right answer here, nor one in time.
         options += ["--env", f"NIBBLE_API_KEY={KEY}", "--env", "NIBBLE_CANARY=off"]
         options += ["--volume", f"{slow_hub_cache}:/root/.cache/huggingface:ro"]
-        options += ["--volume", f"{cache}:/var/cache/nibble", "--env", "VLLM_EXTRA_ARGS=--enforce-eager"]
+        options += [
+            "--volume",
+            f"{cache}:/var/cache/nibble",
+            "--env",
+            "VLLM_EXTRA_ARGS=--enforce-eager",
+        ]
         with running(cpu_image, "serve", "test/slow", options=options) as container:
             container.wait_healthy()
             yield container
@@ -43,14 +50,22 @@ def slow_server(cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
 class TestDrain:
     TOKENS = 600
 
-    def test_a_complete_read_only_cache_is_usable_by_another_user(self, slow_server: Container) -> None:
+    def test_a_complete_read_only_cache_is_usable_by_another_user(
+        self, slow_server: Container
+    ) -> None:
         assert slow_server.exec("id", "-u").stdout.strip() == "1234"
         assert "/root/.cache/huggingface is read-only" in slow_server.logs()
         assert chat(slow_server, KEY, "hello", max_tokens=2).status == 200
 
     def test_docker_stop_lets_a_streaming_answer_finish(self, slow_server: Container) -> None:
-        """Not [DONE], which an aborted stream has too: the finish reason and the number of tokens."""
-        payload = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+        """Not [DONE], which an aborted stream has too: the finish reason and the number of
+        tokens.
+        """
+        payload = {
+            "model": "default",
+            "messages": [{"role": "user", "content": "hello"}],
+            "ignore_eos": True,
+        }
         payload |= {"max_tokens": self.TOKENS, "stream_options": {"include_usage": True}}
         chunks = []
         stopper: threading.Thread | None = None
@@ -58,7 +73,9 @@ class TestDrain:
         for chunk in slow_server.stream(payload, KEY):
             chunks.append(chunk)
             if stopper is None and len(chunks) == 20:
-                stopper = threading.Thread(target=docker, args=("stop", "--time", "60", slow_server.id))
+                stopper = threading.Thread(
+                    target=docker, args=("stop", "--time", "60", slow_server.id)
+                )
                 stopper.start()
             if stopper is not None and len(chunks) == 80:
                 late.append(chat(slow_server, KEY, "too late", max_tokens=2))
@@ -81,13 +98,17 @@ class TestMemoryLimit:
         )
         assert result.returncode == 7, result.stderr
         assert re.search(
-            r"would not fit: weights .* = \d\.\d GiB needed; 1\.\d GiB available of 1\.5 GiB \(cgroup ",
+            r"would not fit: weights .* = \d\.\d GiB needed; 1\.\d GiB available of 1\.5 GiB"
+            r" \(cgroup ",
             result.stderr,
         )
         assert "a higher limit of that cgroup" in result.stderr
 
-    @pytest.mark.slow  # tests/e2e/test_memory_watchdog.py has the same in a cgroup without a container
-    def test_the_watchdog_stops_the_engine_and_the_kernel_has_nothing_to_kill(self, cpu_image: str) -> None:
+    # tests/e2e/test_memory_watchdog.py has the same in a cgroup without a container
+    @pytest.mark.slow
+    def test_the_watchdog_stops_the_engine_and_the_kernel_has_nothing_to_kill(
+        self, cpu_image: str
+    ) -> None:
         options = [*HARDENED, *CACHE_IN_MEMORY, "--memory", "3400m", "--memory-swap", "3400m"]
         options += ["--env", "NIBBLE_MEMORY_RESERVE_GIB=0.75"]
         with running(cpu_image, "serve", DEMO, options=options) as container:
@@ -97,15 +118,22 @@ class TestMemoryLimit:
             assert container.inspect()["State"]["OOMKilled"] is False
             assert re.search(r"\[nibble\] .*new requests get 503 until", container.logs())
             assert re.search(
-                r"nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are available \(cgroup ",
+                r"nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are"
+                r" available \(cgroup ",
                 container.logs(),
             )
 
 
 class TestOtherModes:
     def test_bash_gives_a_shell_with_the_environment_set(self, cpu_image: str) -> None:
-        result = run_once(cpu_image, "bash", "-c", "echo $HF_HOME $NIBBLE_TARGET; command -v nibble")
-        assert result.stdout.split() == ["/var/cache/nibble/huggingface", "cpu", "/opt/venv/bin/nibble"]
+        result = run_once(
+            cpu_image, "bash", "-c", "echo $HF_HOME $NIBBLE_TARGET; command -v nibble"
+        )
+        assert result.stdout.split() == [
+            "/var/cache/nibble/huggingface",
+            "cpu",
+            "/opt/venv/bin/nibble",
+        ]
 
     def test_an_unknown_command_is_executed_as_given(self, cpu_image: str) -> None:
         result = run_once(cpu_image, "python", "-c", "print('as given')", options=HARDENED)
@@ -133,7 +161,10 @@ class TestOtherModes:
         ]
         with running(cpu_image, "ray-head", options=options) as head:
             head.wait_healthy(120)
-            connect = "import socket as s; s.create_connection((s.gethostbyname(s.gethostname()), 6379), 5)"
+            connect = (
+                "import socket as s; s.create_connection((s.gethostbyname(s.gethostname()),"
+                " 6379), 5)"
+            )
             assert head.exec("python", "-c", connect).returncode == 0
             docker("stop", "--time", "30", head.id)
             assert "0123456789abcdef0123456789abcdef" not in head.logs()
@@ -149,7 +180,9 @@ class TestSeedMounts:
 
     def test_a_writable_hugging_face_cache_is_used(self, cpu_image: str, tmp_path: Path) -> None:
         tmp_path.chmod(0o777)
-        environ, _, code = environment_with(cpu_image, f"{tmp_path}:/root/.cache/huggingface", "4321:0")
+        environ, _, code = environment_with(
+            cpu_image, f"{tmp_path}:/root/.cache/huggingface", "4321:0"
+        )
         assert code == 0
         assert "HF_HOME=/root/.cache/huggingface\n" in environ
         assert "HF_HUB_OFFLINE" not in environ
@@ -169,26 +202,38 @@ class TestSeedMounts:
         [
             ("/root/.cache/flashinfer", "FLASHINFER_WORKSPACE_BASE=/root\n"),
             ("/root/.cache/vllm", "VLLM_CACHE_ROOT=/root/.cache/vllm\n"),
-            ("/root/.cache/vllm/torch_compile_cache", "VLLM_CACHE_ROOT=/var/cache/nibble/vllm-seed\n"),
+            (
+                "/root/.cache/vllm/torch_compile_cache",
+                "VLLM_CACHE_ROOT=/var/cache/nibble/vllm-seed\n",
+            ),
             ("/root/.triton", "TRITON_CACHE_DIR=/root/.triton/cache\n"),
         ],
     )
-    def test_compile_caches_are_used(self, cpu_image: str, tmp_path: Path, place: str, setting: str) -> None:
+    def test_compile_caches_are_used(
+        self, cpu_image: str, tmp_path: Path, place: str, setting: str
+    ) -> None:
         tmp_path.chmod(0o777)
         environ, said, code = environment_with(cpu_image, f"{tmp_path}:{place}")
         assert (code, said) == (0, "")
         assert setting in environ
 
-    def test_the_torch_compile_mount_receives_what_vllm_writes(self, cpu_image: str, tmp_path: Path) -> None:
+    def test_the_torch_compile_mount_receives_what_vllm_writes(
+        self, cpu_image: str, tmp_path: Path
+    ) -> None:
         tmp_path.chmod(0o777)
         mount = f"{tmp_path}:/root/.cache/vllm/torch_compile_cache"
-        write = "cd $VLLM_CACHE_ROOT && mkdir -p torch_compile_cache && echo graph > torch_compile_cache/g"
+        write = (
+            "cd $VLLM_CACHE_ROOT && mkdir -p torch_compile_cache && echo graph >"
+            " torch_compile_cache/g"
+        )
         assert run_once(cpu_image, "bash", "-c", write, options=["--volume", mount]).returncode == 0
         assert (tmp_path / "g").read_text() == "graph\n"
 
     def test_without_mounts_everything_is_under_the_cache_volume(self, cpu_image: str) -> None:
         environ = run_once(cpu_image, "bash", "-c", "env").stdout
-        homes = "HOME XDG_CACHE_HOME HF_HOME VLLM_CACHE_ROOT VLLM_CONFIG_ROOT TORCHINDUCTOR_CACHE_DIR"
+        homes = (
+            "HOME XDG_CACHE_HOME HF_HOME VLLM_CACHE_ROOT VLLM_CONFIG_ROOT TORCHINDUCTOR_CACHE_DIR"
+        )
         for name in [*homes.split(), "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"]:
             assert re.search(rf"^{name}=/var/cache/nibble(/|$)", environ, re.M), name
 
@@ -206,7 +251,9 @@ class TestImage:
         assert vllm.split("+")[0] == labels["ai.nibble.vllm"]
         assert torch.split("+")[0] == labels["ai.nibble.torch"]
         assert labels["ai.nibble.target"] == "cpu"
-        assert labels["ai.nibble.patches"].split(",") == [patch.name for patch in load_series("vllm").patches]
+        assert labels["ai.nibble.patches"].split(",") == [
+            patch.name for patch in load_series("vllm").patches
+        ]
         assert re.fullmatch(r"[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
 
     def test_configuration_is_the_promised_one(self, image_config: dict) -> None:
@@ -249,14 +296,17 @@ class TestKernels:
         assert result.stdout == "compiled nibble_kernels\n", result.stderr
 
     def test_doctor_finds_them(self, cpu_image: str) -> None:
-        report = json.loads(run_once(cpu_image, "nibble", "doctor", "--json", options=HARDENED).stdout)
+        report = json.loads(
+            run_once(cpu_image, "nibble", "doctor", "--json", options=HARDENED).stdout
+        )
         (check,) = (check for check in report["checks"] if check["name"] == "kernels")
         assert check["status"] == "ok", check
         assert "cpu: compiled" in check["what"]
 
 
 IN_ORDER = {"applied", "unmended", "fixed upstream", "not needed", "not applicable"}
-# Python takes bytecode whose header has the time and size of its source; site-packages cannot be written at run time.
+# Python takes bytecode whose header has the time and size of its source; site-packages cannot be
+# written at run time.
 STALE_BYTECODE = """
 import importlib.util, json, pathlib, struct
 folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
@@ -270,21 +320,28 @@ for path in (folder.parent / name for name in touched):
 
 class TestPatches:
     def test_doctor_shows_the_series_and_the_table_of_the_build(self, cpu_image: str) -> None:
-        report = json.loads(run_once(cpu_image, "nibble", "doctor", "--json", options=HARDENED).stdout)
+        report = json.loads(
+            run_once(cpu_image, "nibble", "doctor", "--json", options=HARDENED).stdout
+        )
         checks = {check["name"]: check for check in report["checks"]}
         assert checks["patches"]["status"] == "ok", checks["patches"]
         assert checks["probes"]["status"] == "ok", checks["probes"]
         assert {line["probe"] for line in report["patches"]} == set(probe_names())
         assert {line["word"] for line in report["patches"]} <= IN_ORDER
 
-    @pytest.mark.slow  # a minute; the build ran them in the image, and its table is what the test above reads
+    # a minute; the build ran them in the image, and its table is what the test above reads
+    @pytest.mark.slow
     def test_the_probes_pass_in_a_hardened_container(self, cpu_image: str) -> None:
         found = run_once(cpu_image, "nibble", "patches", "status", "--json", options=HARDENED)
         assert found.returncode == 0, found.stderr
         lines = {line["probe"]: line for line in json.loads(found.stdout)}
         assert lines.keys() == set(probe_names())
         assert [line for line in lines.values() if line["word"] not in IN_ORDER] == []
-        assert lines["n12_moe_padding"]["word"] == lines["n15_exclude_modules_key"]["word"] == "applied"
+        assert (
+            lines["n12_moe_padding"]["word"]
+            == lines["n15_exclude_modules_key"]["word"]
+            == "applied"
+        )
 
     def test_bytecode_of_patched_files_is_not_stale(self, cpu_image: str) -> None:
         found = run_once(cpu_image, "python", "-c", STALE_BYTECODE, options=HARDENED)
@@ -301,8 +358,19 @@ def test_an_image_without_a_patch_that_a_probe_wants_is_not_built(
     cpu_image: str, build_environ: dict[str, str], tmp_path: Path
 ) -> None:
     checkout = tmp_path / "checkout"
-    listed = ["git", "-C", str(root()), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0"):
+    listed = [
+        "git",
+        "-C",
+        str(root()),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split(
+        "\0"
+    ):
         if name and (root() / name).is_file():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(root() / name, checkout / name)
@@ -311,7 +379,12 @@ def test_an_image_without_a_patch_that_a_probe_wants_is_not_built(
     (series.parent / "moe-gated-padding.patch").unlink()
     environ = build_environ | {"IMAGE": "nibble-test-without"}
     result = subprocess.run(
-        [checkout / "build.sh", "cpu"], env=environ, capture_output=True, text=True, timeout=1500, check=False
+        [checkout / "build.sh", "cpu"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
     )
     assert result.returncode != 0
     assert "nibble: error: N12 needed in /opt/venv/" in result.stdout + result.stderr

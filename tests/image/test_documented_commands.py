@@ -1,4 +1,6 @@
-"""Every docker command that README and docs print, run as printed but for names, ports and what needs a GPU."""
+"""Every docker command that README and docs print, run as printed but for names, ports and what
+needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from containers import Container, client, docker, run_once, running, volume
 from documented import Documented, documented
 from served_containers import chat, trouble
 
-from nibble.container_commands import cpu_commands
-from nibble.shared_memory import VARIABLE
+from nibble.cli.container_commands import cpu_commands
+from nibble.plan.shared_memory import VARIABLE
 
 pytestmark = pytest.mark.docker
 
 (README_SERVER,) = [one for one in documented("docker run") if one.serves and one.target == "cpu"]
 GPU_SERVERS = [one for one in documented("docker run") if one.serves and one.target != "cpu"]
-OTHERS = [one for one in documented("docker run") if not one.serves and "ray_auth_token" not in one.command]
+OTHERS = [
+    one
+    for one in documented("docker run")
+    if not one.serves and "ray_auth_token" not in one.command
+]
 TO_HEAD, TO_OTHER_NODE = (one for one in documented("docker ") if "ray_auth_token" in one.command)
 (ASK,) = [one for one in documented("docker exec") if "chat" in one.command]
 DOCKERS_SHM_BYTES = 64 << 20
@@ -40,7 +46,9 @@ def name() -> str:
 
 @pytest.fixture(scope="module")
 def used_volume(cpu_image: str) -> Iterator[str]:
-    """A cache volume in which another user's server has made its key and its folders, and was killed."""
+    """A cache volume in which another user's server has made its key and its folders, and was
+    killed.
+    """
     with volume() as cache:
         options = ["--user", "12345:0", "--volume", f"{cache}:/var/cache/nibble"]
         with running(cpu_image, "serve", "nibble-demo-nvfp4", options=options) as before:
@@ -51,7 +59,9 @@ def used_volume(cpu_image: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def server(cpu_image: str, used_volume: str) -> Iterator[Container]:
-    """README's server: user 2000:0, Docker's own shared memory, and the key that its volume's first user generated."""
+    """README's server: user 2000:0, Docker's own shared memory, and the key that its volume's
+    first user generated.
+    """
     given = name()
     command = README_SERVER.with_(cpu_image, used_volume, given)
     started = shell(command.replace("docker run --rm", "docker run --detach"))
@@ -116,7 +126,9 @@ class TestReadmesServer:
         assert README_SERVER.page == "README.md"
         assert README_SERVER.command == cpu_commands()[1].replace(" \\\n ", "")
 
-    def test_it_has_dockers_own_shared_memory_and_small_queues(self, server: Container, key: str) -> None:
+    def test_it_has_dockers_own_shared_memory_and_small_queues(
+        self, server: Container, key: str
+    ) -> None:
         assert server.inspect()["HostConfig"]["ShmSize"] == DOCKERS_SHM_BYTES
         used = "import shutil; print(shutil.disk_usage('/dev/shm').used)"
         assert int(server.exec("python", "-c", used).stdout) < DOCKERS_SHM_BYTES // 2
@@ -128,15 +140,21 @@ class TestReadmesServer:
         assert answered.returncode == 0, answered.stderr
         assert "NVFP4" in answered.stdout
 
-    def test_docker_stop_of_an_idle_server_is_exit_0_and_the_log_is_clean(self, server: Container) -> None:
+    def test_docker_stop_of_an_idle_server_is_exit_0_and_the_log_is_clean(
+        self, server: Container
+    ) -> None:
         docker("stop", "--time", "60", server.id)
         assert server.exit_code() == 0
         assert trouble(server.logs()) == ""
 
 
 @pytest.mark.parametrize("command", GPU_SERVERS, ids=str)
-def test_a_server_for_gpus_reads_its_line_and_asks_for_a_gpu(cpu_image: str, command: Documented) -> None:
-    """The image says that it is for a GPU; Docker, the entry point and nibble have then read every word."""
+def test_a_server_for_gpus_reads_its_line_and_asks_for_a_gpu(
+    cpu_image: str, command: Documented
+) -> None:
+    """The image says that it is for a GPU; Docker, the entry point and nibble have then read
+    every word.
+    """
     with volume() as cache:
         done = shell(command.with_(cpu_image, cache, name()))
     assert done.returncode == 3, done.stdout + done.stderr
@@ -145,7 +163,9 @@ def test_a_server_for_gpus_reads_its_line_and_asks_for_a_gpu(cpu_image: str, com
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=str)
-def test_every_other_line_does_what_it_says(cpu_image: str, used_volume: str, command: Documented) -> None:
+def test_every_other_line_does_what_it_says(
+    cpu_image: str, used_volume: str, command: Documented
+) -> None:
     done = shell(command.with_(cpu_image, used_volume, name()))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -154,8 +174,14 @@ def test_a_volume_of_another_group_is_usable_after_the_printed_command(cpu_image
     (give_away,) = [one for one in OTHERS if "chown" in one.command]
     with volume() as cache:
         mount = ["--volume", f"{cache}:/var/cache/nibble"]
-        spoil = "mkdir /var/cache/nibble/engine && chown -R 777:777 /var/cache/nibble && chmod -R g-s,go-w /var/cache/nibble"
-        assert run_once(cpu_image, "bash", "-c", spoil, options=[*mount, "--user", "0:0"]).returncode == 0
+        spoil = (
+            "mkdir /var/cache/nibble/engine && chown -R 777:777 /var/cache/nibble && chmod -R"
+            " g-s,go-w /var/cache/nibble"
+        )
+        assert (
+            run_once(cpu_image, "bash", "-c", spoil, options=[*mount, "--user", "0:0"]).returncode
+            == 0
+        )
         refused = run_once(cpu_image, "serve", "nibble-demo-nvfp4", options=mount)
         assert refused.returncode == 5, refused.stderr
         assert "cannot write to /var/cache/nibble (Permission denied)" in refused.stderr
@@ -165,7 +191,9 @@ def test_a_volume_of_another_group_is_usable_after_the_printed_command(cpu_image
 
 
 class TestClusterToken:
-    def test_the_printed_commands_bring_it_to_another_node(self, cpu_image: str, tmp_path: Path) -> None:
+    def test_the_printed_commands_bring_it_to_another_node(
+        self, cpu_image: str, tmp_path: Path
+    ) -> None:
         with volume() as heads, volume() as others:
             mount = ["--volume", f"{heads}:/var/cache/nibble"]
             with running(cpu_image, "ray-head", options=mount) as head:
@@ -187,12 +215,16 @@ class TestClusterToken:
         token.write_text("0123456789abcdef" * 4 + "\n")
         token.chmod(0o600)
         options = ["--volume", f"{token}:/run/token:ro", "--env", "RAY_AUTH_TOKEN_FILE=/run/token"]
-        refused = run_once(cpu_image, "ray-worker", options=[*options, "--env", "HEAD_IP=127.0.0.1"])
+        refused = run_once(
+            cpu_image, "ray-worker", options=[*options, "--env", "HEAD_IP=127.0.0.1"]
+        )
         assert refused.returncode == 5
         assert "run `chgrp 0 /run/token && chmod g+r /run/token` as root" in refused.stderr
         assert refused.stderr.count("\n") == 1
         subprocess.run(["bash", "-c", f"chgrp 0 {token} && chmod g+r {token}"], check=True)
-        reached = run_once(cpu_image, "ray-worker", options=[*options, "--env", "HEAD_IP=127.0.0.1"])
+        reached = run_once(
+            cpu_image, "ray-worker", options=[*options, "--env", "HEAD_IP=127.0.0.1"]
+        )
         assert reached.returncode == 9, "the token is read, and no head answers"
 
 
@@ -203,11 +235,21 @@ def test_a_read_only_container_without_a_volume_is_told_to_mount_one(cpu_image: 
     assert refused.returncode == 5, refused.stderr
     said = refused.stderr.splitlines()[-1]
     assert "docker run --volume nibble-cache:/var/cache/nibble" in said and "chown" not in said
-    served = ["--read-only", "--tmpfs", "/tmp:exec", "--tmpfs", "/var/cache/nibble:exec", "--env", "PORT=no"]
+    served = [
+        "--read-only",
+        "--tmpfs",
+        "/tmp:exec",
+        "--tmpfs",
+        "/var/cache/nibble:exec",
+        "--env",
+        "PORT=no",
+    ]
     assert "PORT" in run_once(cpu_image, "serve", "nibble-demo-nvfp4", options=served).stderr
 
 
-def test_too_little_shared_memory_is_refused_before_the_load_with_the_option(cpu_image: str) -> None:
+def test_too_little_shared_memory_is_refused_before_the_load_with_the_option(
+    cpu_image: str,
+) -> None:
     two = ["--env", "TENSOR_PARALLEL_SIZE=2"]
     refused = run_once(cpu_image, "serve", "nibble-demo-nvfp4", options=two)
     assert refused.returncode == 7, refused.stderr

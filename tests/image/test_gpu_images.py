@@ -11,8 +11,8 @@ import pytest
 from containers import builder, docker, run_once
 from cuda_tools import CUDA, NVCC
 
-from nibble.patching.apply import RECORD_FOLDER
-from nibble.patching.series import load_series
+from nibble.engine.patching.apply import RECORD_FOLDER
+from nibble.engine.patching.series import load_series
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")
@@ -20,13 +20,20 @@ pytestmark = pytest.mark.docker
 
 
 def build_stage(target: str, stage: str, build_environ: dict[str, str], *arguments: str) -> str:
-    """Build one stage of a GPU Dockerfile on the stand-in base with the client that build.sh would take."""
+    """Build one stage of a GPU Dockerfile on the stand-in base with the client that build.sh
+    would take.
+    """
     base = build_environ["BASE_IMAGE"]
     tag = f"nibble-test-stage:{target}-{stage}"
     options = ["--file", f"docker/Dockerfile.{target}", "--target", stage, "--tag", tag]
     options += ["--network", build_environ["NIBBLE_BUILD_NETWORK"]]
     # Not the packages of NVIDIA's repository: that one comes with NVIDIA's base image.
-    for argument in (f"BASE_IMAGE={base}", f"RUNTIME_IMAGE={base}", "RUNTIME_PACKAGES=", *arguments):
+    for argument in (
+        f"BASE_IMAGE={base}",
+        f"RUNTIME_IMAGE={base}",
+        "RUNTIME_PACKAGES=",
+        *arguments,
+    ):
         options += ["--build-arg", argument]
     if certificates := os.environ.get("SSL_CERT_FILE"):
         options += ["--secret", f"id=ca,src={certificates}"]
@@ -40,7 +47,9 @@ def build_stage(target: str, stage: str, build_environ: dict[str, str], *argumen
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
-def test_source_archive_stage_builds_on_the_stand_in_base(target: str, build_environ: dict[str, str]) -> None:
+def test_source_archive_stage_builds_on_the_stand_in_base(
+    target: str, build_environ: dict[str, str]
+) -> None:
     image = build_stage(target, "vllm-sdist", build_environ)
     found = run_once(image, "grep", "^Version:", "/build/vllm/PKG-INFO")
     assert found.stdout == "Version: 0.32.0\n"
@@ -49,7 +58,9 @@ def test_source_archive_stage_builds_on_the_stand_in_base(target: str, build_env
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
-def test_system_stage_builds_on_the_stand_in_base(target: str, build_environ: dict[str, str]) -> None:
+def test_system_stage_builds_on_the_stand_in_base(
+    target: str, build_environ: dict[str, str]
+) -> None:
     image = build_stage(target, "system", build_environ)
     found = run_once(
         image, "bash", "-c", "command -v tini && id -u nibble && stat -c %u:%g:%a /var/cache/nibble"
@@ -58,7 +69,9 @@ def test_system_stage_builds_on_the_stand_in_base(target: str, build_environ: di
 
 
 @pytest.mark.slow
-def test_kernels_that_were_not_compiled_stop_the_build_in_one_line(build_environ: dict[str, str]) -> None:
+def test_kernels_that_were_not_compiled_stop_the_build_in_one_line(
+    build_environ: dict[str, str],
+) -> None:
     with pytest.raises(AssertionError) as refused:
         build_stage("sm120", "kernels-wheel", build_environ, "VLLM_FROM=wheel")
     assert "error: nibble-kernels was not compiled for sm120" in str(refused.value)
@@ -79,7 +92,9 @@ def test_a_wrong_checksum_is_refused_in_one_line(build_environ: dict[str, str]) 
 
 @pytest.fixture
 def cuda_base(base_image: str, tmp_path: Path) -> str:
-    """The stand-in base with the CUDA toolkit of this machine, which compiles nibble-kernels and FlashInfer's."""
+    """The stand-in base with the CUDA toolkit of this machine, which compiles nibble-kernels and
+    FlashInfer's.
+    """
     if not NVCC.exists():
         pytest.skip(f"no {NVCC}: CUDA_HOME names another toolkit")
     tag = f"{base_image}-cuda"
@@ -112,20 +127,28 @@ def cuda_base(base_image: str, tmp_path: Path) -> str:
 def test_sm120_image_from_the_wheel_builds_on_the_stand_in_base(
     build_environ: dict[str, str], cuda_base: str
 ) -> None:
-    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, the series and nibble on top."""
-    image = build_stage("sm120", "runtime", build_environ | {"BASE_IMAGE": cuda_base}, "VLLM_FROM=wheel")
+    """All of --from wheel but NVIDIA's base: some 5 GB of CUDA wheels, with hashes, the series
+    and nibble on top.
+    """
+    image = build_stage(
+        "sm120", "runtime", build_environ | {"BASE_IMAGE": cuda_base}, "VLLM_FROM=wheel"
+    )
     ask = "from importlib.metadata import version as v; print(v('vllm'), v('torch'))"
     try:
         found = run_once(image, "python", "-c", ask)
         assert found.stdout.split() == ["0.32.0", "2.13.0"], found.stderr
         report = json.loads(run_once(image, "nibble", "doctor", "--json").stdout)
         checks = {check["name"]: check for check in report["checks"]}
-        applicable = [patch for patch in load_series("vllm").patches if patch.paths[0].startswith("vllm/")]
+        applicable = [
+            patch for patch in load_series("vllm").patches if patch.paths[0].startswith("vllm/")
+        ]
         assert checks["patches"]["what"] == f"{len(applicable)} applied"
         words = {line["id"]: line["word"] for line in report["patches"]}
         assert words["N1"] == words["N12"] == "applied", "FlashInfer is in this image"
         assert not {"needed", "failed"} & {*words.values()}
-        assert checks["kernels"]["what"].startswith("0.1.0; cpu: compiled; cuda: compiled"), checks["kernels"]
+        assert checks["kernels"]["what"].startswith("0.1.0; cpu: compiled; cuda: compiled"), checks[
+            "kernels"
+        ]
         left = run_once(image, "find", "/tmp", "/var/cache/nibble", "-mindepth", "1")
         assert left.stdout == "/var/cache/nibble/home\n", "what the probes made"
     finally:

@@ -1,4 +1,6 @@
-"""The build id of an image says what is in it: its parts are those of the checkout that it was built from."""
+"""The build id of an image says what is in it: its parts are those of the checkout that it was
+built from.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ import pytest
 from containers import builder, docker
 from images import ROOT
 
-from nibble.build_id import part_files
+from nibble.engine.installed import part_files
 
 pytestmark = pytest.mark.docker
-IDS = "from nibble.build_id import build_id, compiled_id; print(build_id(), compiled_id())"
-ASK = "import json; from nibble.build_id import FILES, part_files; print(json.dumps({n: dict(part_files(n)) for n in FILES}))"
+IDS = "from nibble.engine.installed import build_id, compiled_id; print(build_id(), compiled_id())"
+ASK = (
+    "import json; from nibble.engine.installed import FILES, part_files; print(json.dumps({n:"
+    " dict(part_files(n)) for n in FILES}))"
+)
 
 
 def test_the_parts_of_the_image_are_those_of_the_checkout(cpu_image: str) -> None:
@@ -43,7 +48,9 @@ def rebuilt_image(cpu_image: str, build_environ: dict[str, str], base_image: str
     subprocess.run(command, input=lines, text=True, check=True, capture_output=True, timeout=300)
     environ = build_environ | {"BASE_IMAGE": base, "IMAGE": "nibble-test-rebuilt"}
     words = [str(ROOT / "build.sh"), "cpu"]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(
+        words, env=environ, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.returncode == 0, f"build.sh cpu\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return "nibble-test-rebuilt:cpu"
 
@@ -57,12 +64,14 @@ def test_two_images_of_one_source_are_the_same_build_and_have_the_same_caches(
     cpu_image: str, rebuilt_image: str
 ) -> None:
     first, second = (
-        docker("image", "inspect", "--format", "{{.Id}}", one).stdout for one in (cpu_image, rebuilt_image)
+        docker("image", "inspect", "--format", "{{.Id}}", one).stdout
+        for one in (cpu_image, rebuilt_image)
     )
     assert first != second
     assert said(cpu_image, "python", "-c", IDS) == said(rebuilt_image, "python", "-c", IDS)
     plans = [
-        json.loads(said(one, "plan", "nibble-demo-nvfp4", "--json")) for one in (cpu_image, rebuilt_image)
+        json.loads(said(one, "plan", "nibble-demo-nvfp4", "--json"))
+        for one in (cpu_image, rebuilt_image)
     ]
     for part in ("env", "cache_entries"):
         assert plans[0][part] == plans[1][part], part

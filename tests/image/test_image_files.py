@@ -1,4 +1,6 @@
-"""The image definitions without an engine: lint, pins, what must agree with what, and the step that patches vLLM."""
+"""The image definitions without an engine: lint, pins, what must agree with what, and the step
+that patches vLLM.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ import pytest
 import yaml
 from patch_series import CHANGES, make_series, make_tree
 
-from nibble import container_commands
-from nibble.patching.apply import RECORD_FOLDER
-from nibble.patching.series import load_series
-from nibble.settings import Settings
+from nibble.cli import container_commands
+from nibble.engine.patching.apply import RECORD_FOLDER
+from nibble.engine.patching.series import load_series
+from nibble.settings.options import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -48,7 +50,10 @@ def test_hadolint_finds_nothing(target: str) -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert hadolint, "hadolint is in requirements/dev.lock: make test installs it"
     result = subprocess.run(
-        [hadolint, str(DOCKER / f"Dockerfile.{target}")], capture_output=True, text=True, check=False
+        [hadolint, str(DOCKER / f"Dockerfile.{target}")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (result.returncode, result.stdout) == (0, "")
 
@@ -72,7 +77,9 @@ def test_versions_are_those_of_the_locks(target: str) -> None:
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_gpu_dockerfiles_differ_in_their_target_only(target: str) -> None:
-    """Shared steps stay shared: a change made in one of the four and forgotten in the others fails here."""
+    """Shared steps stay shared: a change made in one of the four and forgotten in the others
+    fails here.
+    """
 
     def neutral(name: str) -> str:
         text = dockerfile(name).split("\n", 1)[1]
@@ -108,7 +115,9 @@ def test_dockerfiles_need_no_newer_frontend_than_20_10(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_signals_reach_one_process_and_health_follows_the_mode(target: str) -> None:
-    """`tini -g` would signal vLLM's workers too, which breaks streams (measured: 181 of 900 tokens)."""
+    """`tini -g` would signal vLLM's workers too, which breaks streams (measured: 181 of 900
+    tokens).
+    """
     text = dockerfile(target)
     assert 'ENTRYPOINT ["tini", "--", "/opt/nibble/docker/start.sh"]' in text
     assert "STOPSIGNAL SIGTERM" in text
@@ -145,7 +154,8 @@ def test_compose_and_quadlet_give_what_the_printed_command_gives() -> None:
     assert common["stop_grace_period"] == f"{options['--stop-timeout']}s"
     assert f"StopTimeout={options['--stop-timeout']}\n" in quadlet
     assert (
-        common["shm_size"] == f"{options['--shm-size']}b" and f"ShmSize={options['--shm-size']}\n" in quadlet
+        common["shm_size"] == f"{options['--shm-size']}b"
+        and f"ShmSize={options['--shm-size']}\n" in quadlet
     )
     assert common["tmpfs"] == [options["--tmpfs"]]
     assert f"Tmpfs={options['--tmpfs'].replace(':', ':rw,')}\n" in quadlet
@@ -158,7 +168,10 @@ def test_compose_and_quadlet_give_what_the_printed_command_gives() -> None:
     )
     assert "--read-only" in words and common["read_only"] is True and "ReadOnly=true\n" in quadlet
     assert common["command"] == ["serve"] and f"PublishPort={options['-p']}\n" in quadlet
-    assert f"Environment=MODEL={words[-1]}\n" in quadlet and f"Image=localhost/{words[-3]}\n" in quadlet
+    assert (
+        f"Environment=MODEL={words[-1]}\n" in quadlet
+        and f"Image=localhost/{words[-3]}\n" in quadlet
+    )
 
 
 def test_the_scripts_run_the_image_as_the_printed_command_does() -> None:
@@ -178,7 +191,9 @@ def test_workflow_actions_are_pinned_by_commit() -> None:
 
 def build(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "build.sh"), *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environ
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +217,9 @@ KERNEL = {"csrc/kernel.cu": ("// kernel 3\n", "// kernel three\n")}
 
 
 def patching_stage(folder: Path, target: str) -> Path:
-    """A copy of what the stage `patching` of a Dockerfile holds, with a small series in place of ours."""
+    """A copy of what the stage `patching` of a Dockerfile holds, with a small series in place of
+    ours.
+    """
     stage = re.search(r"^FROM scratch AS patching\n(.*?)^FROM ", dockerfile(target), re.M | re.S)
     assert stage is not None
     for line in re.findall(r"^COPY (.*)$", stage[1].replace("\\\n", ""), re.M):
@@ -218,20 +235,26 @@ def patching_stage(folder: Path, target: str) -> Path:
 
 
 def apply_patches(stage: Path, *words: Path) -> subprocess.CompletedProcess[str]:
-    """The step as a build runs it, with the standard library and the stage alone (-S: no site-packages)."""
+    """The step as a build runs it, with the standard library and the stage alone (-S: no
+    site-packages).
+    """
     command = [sys.executable, "-S", str(DOCKER / "steps" / "apply_patches.py"), *map(str, words)]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(stage), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
 
 
 def is_compiled(path: Path) -> bool:
-    """Whether Python would take the bytecode that lies beside it (its header has the source's time and size)."""
+    """Whether Python would take the bytecode that lies beside it (its header has the source's
+    time and size).
+    """
     header = Path(importlib.util.cache_from_source(path)).read_bytes()[8:16]
     return struct.unpack("<II", header) == (int(path.stat().st_mtime), path.stat().st_size)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_patching_stage_is_enough_to_apply_a_series_and_has_no_probe(target: str, tmp_path: Path) -> None:
+def test_the_patching_stage_is_enough_to_apply_a_series_and_has_no_probe(
+    target: str, tmp_path: Path
+) -> None:
     stage = patching_stage(tmp_path / "stage", target)
     assert not [path for path in stage.rglob("*") if "probe" in path.name]
     site = make_tree(tmp_path / "site")
@@ -256,7 +279,10 @@ def test_a_vllm_compiled_from_patched_source_has_a_record_of_its_own(tmp_path: P
     stage = patching_stage(tmp_path / "stage", "cpu")
     source = make_tree(tmp_path / "source", source=True)
     result = apply_patches(stage, source)
-    assert (result.returncode, result.stdout) == (0, f"patches applied to {source}: first, second, kernel\n")
+    assert (result.returncode, result.stdout) == (
+        0,
+        f"patches applied to {source}: first, second, kernel\n",
+    )
     site = make_tree(tmp_path / "site")
     shutil.rmtree(site / "vllm")
     shutil.copytree(source / "vllm", site / "vllm")
@@ -281,7 +307,9 @@ def test_a_patch_that_does_not_fit_stops_the_build_in_one_line(tmp_path: Path) -
 def test_the_label_of_an_image_names_the_patches_of_the_series(file: str) -> None:
     command = re.search(r"PATCHES=\$\((.*? -)\)", (ROOT / file).read_text())
     assert command is not None
-    named = subprocess.run(["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = subprocess.run(
+        ["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert named.stdout.strip().split(",") == [patch.name for patch in load_series("vllm").patches]
 
 
@@ -301,4 +329,6 @@ def test_source_builds_compile_for_the_arch_list_of_the_target(target: str) -> N
     environ = os.environ | {"TARGETS_DIR": str(ROOT / "targets")}
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     assert result.stdout.strip() == target_data(target)["torch_cuda_arch_list"]
-    assert result.stdout.strip()[-1] in "af", "plain targets refuse the FP4 instructions (design.md 5)"
+    assert result.stdout.strip()[-1] in "af", (
+        "plain targets refuse the FP4 instructions (design.md 5)"
+    )

@@ -1,4 +1,6 @@
-"""nibble-kernels built as a user's machine builds it, once for all tests and again when a source changes."""
+"""nibble-kernels built as a user's machine builds it, once for all tests and again when a source
+changes.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,17 @@ def cuda_targets() -> str:
 
 
 def of_make_setup() -> Path | None:
-    """The site-packages in which `make setup` compiled these very sources for the CPU; None where it did not, or more is due."""
+    """The site-packages in which `make setup` compiled these very sources for the CPU; None
+    where it did not, or more is due.
+    """
     machine = kernel_setup.look("cpu")
     stamp = read_stamp(Path(sys.prefix))
     same = stamp.get("kernels") == machine.key(kernel_setup.sources(), kernel_setup.wheels())
-    return Path(sysconfig.get_path("purelib")) if same and machine.compiler and not cuda_targets() else None
+    return (
+        Path(sysconfig.get_path("purelib"))
+        if same and machine.compiler and not cuda_targets()
+        else None
+    )
 
 
 def build_folder() -> Path:
@@ -68,10 +76,22 @@ def installed() -> Path:
 
 
 def pip_install(target: Path, environ: dict[str, str]) -> None:
-    """Install a copy of the sources, because setuptools writes beside them (and keeps what it wrote)."""
+    """Install a copy of the sources, because setuptools writes beside them (and keeps what it
+    wrote).
+    """
     copy = target.with_suffix(".sources")
-    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    shutil.copytree(
+        KERNELS, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    )
+    words = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(target),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *words, str(copy)], check=True, env=environ)
     shutil.rmtree(copy)
 

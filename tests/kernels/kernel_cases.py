@@ -18,9 +18,13 @@ def vectors(name: str) -> dict[str, Any]:
 
 
 def call(implementation: str, module: str, function: str, *args: Any) -> Any:
-    """The function of nibble_kernels.<module>'s reference, or its operator on a device; results on the CPU."""
+    """The function of nibble_kernels.<module>'s reference, or its operator on a device; results
+    on the CPU.
+    """
     if implementation == "reference":
-        return getattr(importlib.import_module(f"nibble_kernels.{module}.reference"), function)(*args)
+        return getattr(importlib.import_module(f"nibble_kernels.{module}.reference"), function)(
+            *args
+        )
     importlib.import_module(f"nibble_kernels.{module}")
     on_device = (arg.to(implementation) if isinstance(arg, Tensor) else arg for arg in args)
     result = getattr(torch.ops.nibble, function)(*on_device)
@@ -32,19 +36,26 @@ def raw(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8).view(x.numel(), x.element_size())
 
 
-def assert_same_bits(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], case: object = "") -> None:
-    """Equal shapes, types and bytes; the message has the case, the first difference and how many there are."""
+def assert_same_bits(
+    found: tuple[Tensor, ...], expected: tuple[Tensor, ...], case: object = ""
+) -> None:
+    """Equal shapes, types and bytes; the message has the case, the first difference and how many
+    there are.
+    """
     assert len(found) == len(expected)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), case
         different = (raw(one) != raw(other)).any(1).nonzero()
         assert not len(different), (
-            f"{case} output {number}: {len(different)} of {one.numel()} differ, first at {different[0].item()}: "
-            f"{raw(one)[different[0]].tolist()} instead of {raw(other)[different[0]].tolist()}"
+            f"{case} output {number}: {len(different)} of {one.numel()} differ, first at"
+            f" {different[0].item()}: {raw(one)[different[0]].tolist()} instead of"
+            f" {raw(other)[different[0]].tolist()}"
         )
 
 
-def assert_as_specified(device: str, module: str, function: str, *args: Any, case: object = "") -> None:
+def assert_as_specified(
+    device: str, module: str, function: str, *args: Any, case: object = ""
+) -> None:
     """The operator on a device gives the reference's bits."""
     expected = call("reference", module, function, *args)
     assert_same_bits(call(device, module, function, *args), expected, case)
@@ -78,7 +89,9 @@ def every_half(dtype: torch.dtype) -> Tensor:
 
 
 def activations(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Rows of different sizes, with zeros of both signs, a block of zeros and tiny and huge elements."""
+    """Rows of different sizes, with zeros of both signs, a block of zeros and tiny and huge
+    elements.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * torch.exp(
         2 * torch.randn(rows, 1, generator=generator)
@@ -91,7 +104,9 @@ def activations(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> T
 
 
 def fitting_scale(x: Tensor, factor: float = 1.0) -> Tensor:
-    """The reciprocal of an input_scale calibrated on x; a factor above 1 makes the largest elements saturate."""
+    """The reciprocal of an input_scale calibrated on x; a factor above 1 makes the largest
+    elements saturate.
+    """
     return (448 * 6 / x.float().abs().max() * factor).reshape(1)
 
 
@@ -115,7 +130,9 @@ def values_of(weight: Tensor, scales: Tensor) -> Tensor:
 def assert_rounded_once(
     found: Tensor, x: Tensor, w: Tensor, factor: Tensor, bias: Tensor | float = 0.0
 ) -> None:
-    """Within the rounding of float32 sums (16 units of the sum of magnitudes) and of one conversion of the float64 product."""
+    """Within the rounding of float32 sums (16 units of the sum of magnitudes) and of one
+    conversion of the float64 product.
+    """
     exact = x.double() @ w.T * factor + bias
     size = x.double().abs() @ w.T.abs() * factor.abs() + abs(bias)
     kind = torch.finfo(found.dtype)

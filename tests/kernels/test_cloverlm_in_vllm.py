@@ -20,39 +20,49 @@ from torch import Tensor
 pytestmark = pytest.mark.vllm
 PROGRAM = Path(__file__).parents[1] / "fixtures/cloverlm_in_vllm.py"
 SHAPE = CloverShape()
-SPLIT = CloverShape(heads=28, key_heads=7, head_dim=32)  # CloverLM's heads, which two ranks share unevenly
+# CloverLM's heads, which two ranks share unevenly
+SPLIT = CloverShape(heads=28, key_heads=7, head_dim=32)
 REAL = CloverShape(heads=28, key_heads=7, head_dim=128)
 QUARTET2 = {"quantization": "quartet2"}
 WEIGHTS_ALONE = {"nvfp4_activations": "bf16"}
 FLOAT32 = {"dtype": "float32"}
-IN_PIECES = {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}  # of prompts with up to 33 tokens
+IN_PIECES = {
+    "max_num_batched_tokens": 16,
+    "enable_chunked_prefill": True,
+}  # of prompts with up to 33 tokens
 # vLLM would bind each process to a NUMA node of its own.
 TWO_PROCESSES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-CPU_STAGES = (
-    Path(__file__).parents[1] / "fixtures/cluster_platform"
-)  # pipeline parallelism for vLLM's CPU platform
+# Pipeline parallelism for vLLM's CPU platform
+CPU_STAGES = Path(__file__).parents[1] / "fixtures/cluster_platform"
 PROMPTS = [
-    torch.randint(0, SHAPE.vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    torch.randint(
+        0, SHAPE.vocabulary, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
     for length in (12, 7, 20, 33)
 ]
 EACH_ALONE = tuple([prompt] for prompt in PROMPTS)
 
-# Log-probabilities of 512 tokens with a standard deviation of 5. Seen: 0.24 and 0.09, in BF16 with either kind of weights.
+# Log-probabilities of 512 tokens with a standard deviation of 5. Seen: 0.24 and 0.09, in BF16 with
+# either kind of weights.
 BF16_MAX, BF16_RMS = 0.5, 0.15
 REAL_MAX, REAL_RMS = 2.5, 1.0  # with CloverLM's widths, whose standard deviation is 21
-# With keys and values in FP8. Seen on the CPU: 1.2 and 0.25. By the formula alone 0.20, and 0.22 with queries and the softmax in
-# FP8 too, as GPUs have them; keys that are read with another scale than they are written with: 13 and 3 at least.
+# With keys and values in FP8. Seen on the CPU: 1.2 and 0.25. By the formula alone 0.20, and 0.22
+# with queries and the softmax in FP8 too, as GPUs have them; keys that are read with another scale
+# than they are written with: 13 and 3 at least.
 FP8_MAX, FP8_RMS = 2.0, 0.45
-# In float32 two orders of summation differ by 1e-6. A code that lies on a tie can fall the other way, and from that position on
-# the answers to a prompt are another draw of the quantization error; prompts without such a code agree. Relative to the largest.
+# In float32 two orders of summation differ by 1e-6. A code that lies on a tie can fall the other
+# way, and from that position on the answers to a prompt are another draw of the quantization error;
+# prompts without such a code agree. Relative to the largest.
 FLOAT32_RMS = 2e-6
 
 
-def in_vllm(installed: Path, folder: Path, requests: list[dict[str, Any]], **environ: str) -> list[Any]:
+def in_vllm(
+    installed: Path, folder: Path, requests: list[dict[str, Any]], **environ: str
+) -> list[Any]:
     """For each request, batch and prompt the log-probabilities, float64 [positions, vocabulary]."""
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, **environ}
@@ -68,7 +78,8 @@ def in_vllm(installed: Path, folder: Path, requests: list[dict[str, Any]], **env
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     found = json.loads(done.stdout.rpartition("RESULT ")[2])
     return [
-        [[torch.tensor(prompt, dtype=torch.float64) for prompt in batch] for batch in run] for run in found
+        [[torch.tensor(prompt, dtype=torch.float64) for prompt in batch] for batch in run]
+        for run in found
     ]
 
 
@@ -152,7 +163,8 @@ def expected(shape: CloverShape, prompts: list[list[int]], linear: Any = None) -
     linear = linear and linear(tensors)
     heads = {"heads": shape.heads, "head_dim": shape.head_dim}
     return [
-        reference.logits(tensors, torch.tensor(p), **heads, linear=linear).log_softmax(-1) for p in prompts
+        reference.logits(tensors, torch.tensor(p), **heads, linear=linear).log_softmax(-1)
+        for p in prompts
     ]
 
 
@@ -177,7 +189,9 @@ def test_the_formula_gives_the_vectors_logits(kernels: Any) -> None:
     from nibble_kernels.vllm_plugin.cloverlm import reference
 
     vector = models.tiny_vector()
-    found = reference.logits(models.tiny_tensors(), torch.tensor(vector["input_ids"]), heads=4, head_dim=8)
+    found = reference.logits(
+        models.tiny_tensors(), torch.tensor(vector["input_ids"]), heads=4, head_dim=8
+    )
     assert (found - torch.tensor(vector["logits"])).abs().max() < 1e-6
 
 
@@ -187,7 +201,9 @@ def test_vllm_gives_the_vectors_logits(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["bf16", "float32 residual"])
-def test_bf16_weights_give_the_formulas_logits(way: str, kernels: Any, answers: dict[str, Any]) -> None:
+def test_bf16_weights_give_the_formulas_logits(
+    way: str, kernels: Any, answers: dict[str, Any]
+) -> None:
     wanted = expected(SHAPE, PROMPTS)
     found = answers[way][-1]
     assert largest(found, wanted) < BF16_MAX and rms(found, wanted) < BF16_RMS
@@ -238,7 +254,9 @@ def test_who_else_is_in_the_batch_changes_no_bit(way: str, answers: dict[str, An
 
 
 def test_with_the_authors_scale_it_changes_the_answer(answers: dict[str, Any]) -> None:
-    """Seen: up to 3.8 of log-probabilities with a standard deviation of 5; a draw of the quantization error."""
+    """Seen: up to 3.8 of log-probabilities with a standard deviation of 5; a draw of the
+    quantization error.
+    """
     alone, batched = answers["batch"]
     assert largest(alone, batched[:1]) > 0.1
 
@@ -264,7 +282,9 @@ def test_two_ranks_answer_as_one(
     installed: Path,
     tmp_path: Path,
 ) -> None:
-    """By batch each prompt alone: a code that falls the other way in one changes the others through their common scale."""
+    """By batch each prompt alone: a code that falls the other way in one changes the others
+    through their common scale.
+    """
     folder = models.write_bf16(tmp_path / "model", SPLIT)
     batches = EACH_ALONE if alone == "split, batch" else (PROMPTS,)
     ranks = request(folder, FLOAT32 | options | {"tensor_parallel_size": 2}, *batches, **nibble)
@@ -305,13 +325,19 @@ def test_the_real_widths_give_the_formulas_logits(
 ) -> None:
     folder = models.write_bf16(tmp_path / "model", REAL)
     prompts = PROMPTS[:2]
-    linear = (lambda tensors: quantized(tensors, by_mode(mode) if mode else None)) if options else None
-    ((found,),) = in_vllm(installed, tmp_path, [request(folder, FLOAT32 | options, prompts, **nibble)])
+    linear = (
+        (lambda tensors: quantized(tensors, by_mode(mode) if mode else None)) if options else None
+    )
+    ((found,),) = in_vllm(
+        installed, tmp_path, [request(folder, FLOAT32 | options, prompts, **nibble)]
+    )
     assert most_agree(found, expected(REAL, prompts, linear))
 
 
 def test_the_real_widths_give_them_in_bf16(kernels: Any, installed: Path, tmp_path: Path) -> None:
-    """Seen, of log-probabilities with a standard deviation of 21: 1.2 and 0.66 with BF16 weights, 1.0 and 0.47 with W4A16."""
+    """Seen, of log-probabilities with a standard deviation of 21: 1.2 and 0.66 with BF16
+    weights, 1.0 and 0.47 with W4A16.
+    """
     folder = models.write_bf16(tmp_path / "model", REAL)
     prompts = PROMPTS[:2]
     requests = [request(folder, {}, prompts), request(folder, QUARTET2, prompts, **WEIGHTS_ALONE)]

@@ -1,4 +1,6 @@
-"""CloverLM on a GPU: against the formula, CUDA graphs against one kernel after the other, batches, and two GPUs against one."""
+"""CloverLM on a GPU: against the formula, CUDA graphs against one kernel after the other,
+batches, and two GPUs against one.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ from test_cloverlm_in_vllm import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-# Humming, vLLM's choice for weights alone, adds the parts of a long sum in the order in which they are ready, with atomics
-# (humming 0.1.17 epilogue/gmem_writer.cuh:169), so it need not equal itself. nibble's kernel has one order.
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+# Humming, vLLM's choice for weights alone, adds the parts of a long sum in the order in which they
+# are ready, with atomics (humming 0.1.17 epilogue/gmem_writer.cuh:169), so it need not equal
+# itself. nibble's kernel has one order.
 NIBBLES = {"linear_kernel": "nibble"}
 WEIGHTS_ALONE = {"nvfp4_activations": "bf16"}
 WAYS = {
@@ -44,23 +50,30 @@ WAYS = {
     "w4a16, vLLM's kernel": (QUARTET2, WEIGHTS_ALONE),
 }
 
-# As BF16_MAX and BF16_RMS, for SPLIT, whose heads are shorter. Seen on the CPU: 0.43 and 0.18 from the formula, 0.65 and 0.17
-# between one rank and two.
+# As BF16_MAX and BF16_RMS, for SPLIT, whose heads are shorter. Seen on the CPU: 0.43 and 0.18 from
+# the formula, 0.65 and 0.17 between one rank and two.
 SPLIT_MAX, SPLIT_RMS = 1.0, 0.3
 # vLLM's own attention and products, and nibble's, that add in one order whatever the batch is.
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-# With heads of 128 as CloverLM has them: how torch adds up a shorter one's norm depends on how many heads there are (Reduce.cuh).
+# With heads of 128 as CloverLM has them: how torch adds up a shorter one's norm depends on how many
+# heads there are (Reduce.cuh).
 HEADS_OF_128 = CloverShape(heads=4, key_heads=1, head_dim=128)
 
 
 @pytest.fixture(scope="module")
-def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
-    """By way and whether graphs were used, to four prompts and to three, so that a graph of 4 has a row that is padding."""
+def answers(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, bool], Any]:
+    """By way and whether graphs were used, to four prompts and to three, so that a graph of 4
+    has a row that is padding.
+    """
     folder = tmp_path_factory.mktemp("cloverlm")
     model = models.write_bf16(folder / "model", SHAPE)
     requests = {
-        (way, graphs): request(model, options | (GRAPHS if graphs else {}), PROMPTS, PROMPTS[:3], **nibble)
-        | {"tokens": 8}
+        (way, graphs): (
+            request(model, options | (GRAPHS if graphs else {}), PROMPTS, PROMPTS[:3], **nibble)
+            | {"tokens": 8}
+        )
         for way, (options, nibble) in WAYS.items()
         for graphs in (False, True)
     }
@@ -72,7 +85,9 @@ def test_cuda_graphs_change_nothing(way: str, answers: dict[tuple[str, bool], An
     assert largest(answers[way, True][0], answers[way, False][0]) == 0.0
 
 
-def test_with_vllms_kernel_they_change_no_more_than_rounding(answers: dict[tuple[str, bool], Any]) -> None:
+def test_with_vllms_kernel_they_change_no_more_than_rounding(
+    answers: dict[tuple[str, bool], Any],
+) -> None:
     way = "w4a16, vLLM's kernel"
     assert largest(answers[way, True][0], answers[way, False][0]) < BF16_MAX
 
@@ -86,7 +101,9 @@ def test_a_row_of_padding_changes_no_more_than_rounding(
 
 
 @pytest.mark.parametrize("way", ["bf16", "w4a16", "w4a16, vLLM's kernel"])
-def test_the_formulas_logits_come_out(way: str, kernels: Any, answers: dict[tuple[str, bool], Any]) -> None:
+def test_the_formulas_logits_come_out(
+    way: str, kernels: Any, answers: dict[tuple[str, bool], Any]
+) -> None:
     linear = None if way == "bf16" else lambda tensors: quantized(tensors, None)
     found = [y[: len(p)] for y, p in zip(answers[way, True][1], PROMPTS[:3], strict=True)]
     wanted = expected(SHAPE, PROMPTS[:3], linear)
@@ -110,7 +127,9 @@ def test_as_nibble_serves_it_compiled_the_formulas_logits_come_out(
     options, nibble = WAYS[way]
     served = request(model, options | {"enforce_eager": False}, PROMPTS[:3], **nibble)
     ((found,),) = in_vllm(installed, tmp_path, [served])
-    wanted = expected(SHAPE, PROMPTS[:3], None if way == "bf16" else lambda tensors: quantized(tensors, None))
+    wanted = expected(
+        SHAPE, PROMPTS[:3], None if way == "bf16" else lambda tensors: quantized(tensors, None)
+    )
     assert largest(found, wanted) < BF16_MAX and rms(found, wanted) < BF16_RMS
 
 
@@ -118,18 +137,26 @@ def test_as_nibble_serves_it_compiled_the_formulas_logits_come_out(
 def alone_and_batched(
     installed: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, bool], Any]:
-    """The first prompt's answers alone and with others, from a vLLM whose other operators do not depend on the batch."""
+    """The first prompt's answers alone and with others, from a vLLM whose other operators do not
+    depend on the batch.
+    """
     folder = tmp_path_factory.mktemp("batches")
     model = models.write_bf16(folder / "model", HEADS_OF_128)
     requests = {
         (way, graphs): request(
-            model, WAYS[way][0] | (GRAPHS if graphs else {}), PROMPTS[:1], PROMPTS[:3], **WAYS[way][1]
+            model,
+            WAYS[way][0] | (GRAPHS if graphs else {}),
+            PROMPTS[:1],
+            PROMPTS[:3],
+            **WAYS[way][1],
         )
         | {"tokens": 8}
         for way in ("w4a16", "token", "batch-pow2", "batch")
         for graphs in (False, True)
     }
-    return dict(zip(requests, in_vllm(installed, folder, list(requests.values()), **INVARIANT), strict=True))
+    return dict(
+        zip(requests, in_vllm(installed, folder, list(requests.values()), **INVARIANT), strict=True)
+    )
 
 
 @pytest.mark.parametrize("way", ["w4a16", "token", "batch-pow2"])
@@ -158,7 +185,9 @@ SPLIT_WAYS = ("bf16", "w4a16", "token")
 
 
 @pytest.fixture(scope="module")
-def by_ranks(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def by_ranks(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, Any]]:
     """One GPU's answers and those of two."""
     folder = tmp_path_factory.mktemp("ranks")
     model = models.write_bf16(folder / "model", SPLIT)
@@ -166,7 +195,10 @@ def by_ranks(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for ranks, environ in ((1, {}), (2, TWO_PROCESSES)):
         requests = [
             request(
-                model, WAYS[way][0] | GRAPHS | {"tensor_parallel_size": ranks}, PROMPTS[:3], **WAYS[way][1]
+                model,
+                WAYS[way][0] | GRAPHS | {"tensor_parallel_size": ranks},
+                PROMPTS[:3],
+                **WAYS[way][1],
             )
             for way in SPLIT_WAYS
         ]
@@ -177,8 +209,12 @@ def by_ranks(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("way", SPLIT_WAYS)
-def test_two_gpus_answer_as_one(way: str, kernels: Any, by_ranks: dict[int, dict[str, Any]]) -> None:
-    """Both within the formula's bounds: BF16 adds the ranks' parts in another order than one GPU does."""
+def test_two_gpus_answer_as_one(
+    way: str, kernels: Any, by_ranks: dict[int, dict[str, Any]]
+) -> None:
+    """Both within the formula's bounds: BF16 adds the ranks' parts in another order than one GPU
+    does.
+    """
     one, two = by_ranks[1][way], by_ranks[2][way]
     modes: dict[str, Any] = {
         "bf16": None,

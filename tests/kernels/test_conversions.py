@@ -1,4 +1,6 @@
-"""E2M1 and E4M3 against the vectors, against each other on every 16-bit float, and against CUDA's own header."""
+"""E2M1 and E4M3 against the vectors, against each other on every 16-bit float, and against
+CUDA's own header.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_e2m1_vectors(implementation: str) -> None:
     cases = vectors("e2m1_encode")["vectors"]
     x = torch.cat([float_of(case["f32_bits"]) for case in cases])
     pairs = torch.stack((x, torch.zeros_like(x)), dim=1)
-    found = call(implementation, "conversions", _name("e2m1_encode", implementation), pairs).view(-1)
+    found = call(implementation, "conversions", _name("e2m1_encode", implementation), pairs).view(
+        -1
+    )
     assert_same_bits((found,), (torch.tensor([case["code"] for case in cases], dtype=torch.uint8),))
 
 
@@ -26,8 +30,12 @@ def test_e4m3_vectors(implementation: str) -> None:
     """Ties to even, saturation at 448 whatever torch's cast does, NaN to 0x7F."""
     cases = vectors("e4m3_encode")["vectors"]
     x = torch.cat([float_of(case["f32_bits"]) for case in cases])
-    found = call(implementation, "conversions", _name("e4m3_encode", implementation), x).view(torch.uint8)
-    assert_same_bits((found,), (torch.tensor([case["code_satfinite"] for case in cases], dtype=torch.uint8),))
+    found = call(implementation, "conversions", _name("e4m3_encode", implementation), x).view(
+        torch.uint8
+    )
+    assert_same_bits(
+        (found,), (torch.tensor([case["code_satfinite"] for case in cases], dtype=torch.uint8),)
+    )
 
 
 def _name(function: str, implementation: str) -> str:
@@ -37,9 +45,13 @@ def _name(function: str, implementation: str) -> str:
 
 
 def test_every_16_bit_float_and_its_neighbours_encode_as_specified(compiled: str) -> None:
-    """All ties and limits of both formats are bfloat16 numbers; the floats next to each of those are tried too."""
+    """All ties and limits of both formats are bfloat16 numbers; the floats next to each of those
+    are tried too.
+    """
     bits = torch.arange(65536, dtype=torch.int64) << 16
-    neighbours = torch.cat([(bits + step).to(torch.int32) for step in (-1, 0, 1)]).view(torch.float32)
+    neighbours = torch.cat([(bits + step).to(torch.int32) for step in (-1, 0, 1)]).view(
+        torch.float32
+    )
     for x in (every_half(torch.bfloat16), every_half(torch.float16), neighbours):
         for function in ("e2m1_encode", "e4m3_encode"):
             found = call(compiled, "conversions", function, x)
@@ -61,7 +73,9 @@ def test_leading_dimensions_are_kept(compiled: str) -> None:
     for rows in ((), (0,), (3,), (2, 1, 5)):
         x = torch.randn(*rows, 6)
         found = call(compiled, "conversions", "e2m1_encode", x)
-        assert_same_bits((found,), (call("reference", "conversions", "e2m1_encode_packed", x),), rows)
+        assert_same_bits(
+            (found,), (call("reference", "conversions", "e2m1_encode_packed", x),), rows
+        )
         assert found.shape == (*rows, 3)
 
 
@@ -87,7 +101,9 @@ int main() {
 @pytest.mark.skipif(not (CUDA_HEADERS / "cuda_fp4.hpp").exists(), reason="no CUDA headers here")
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 def test_every_bfloat16_encodes_as_in_cudas_own_header(kernels: object, tmp_path: Path) -> None:
-    """An implementation that is not ours: what cuda_fp4.hpp and cuda_fp8.hpp compute on the host."""
+    """An implementation that is not ours: what cuda_fp4.hpp and cuda_fp8.hpp compute on the
+    host.
+    """
     (tmp_path / "header.cpp").write_text(HEADER_PROGRAM)
     program = tmp_path / "header"
     subprocess.run(["g++", f"-I{CUDA_HEADERS}", "-o", program, tmp_path / "header.cpp"], check=True)

@@ -1,4 +1,6 @@
-"""Experts in NVFP4 through a real vLLM on its CPU platform, with gate and up of unequal global scales."""
+"""Experts in NVFP4 through a real vLLM on its CPU platform, with gate and up of unequal global
+scales.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def without(folder: Path, scale: str) -> Path:
 
 @pytest.fixture(scope="module")
 def found(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM makes of each model: log-probabilities, or the error. "bf16" has the same weights, by vLLM's own experts."""
+    """What vLLM makes of each model: log-probabilities, or the error. "bf16" has the same
+    weights, by vLLM's own experts.
+    """
     here = tmp_path_factory.mktemp("experts")
     models = {"bf16": write_checkpoint(here / "bf16", SHAPE, "bf16")}
     for form in FORMS:

@@ -1,7 +1,9 @@
-"""The decode kernels' own sources (nvfp4_linear and nvfp4_moe) without a GPU: compiled by g++, a thread for each lane of a block.
+"""The decode kernels' own sources (nvfp4_linear and nvfp4_moe) without a GPU: compiled by g++, a
+thread for each lane of a block.
 
-Only the instructions are stood in for (emulator/nibble/tensor_core.cuh), as PTX describes them. Runs where each lane reads
-and writes, the order of x, both forms of operands with and without the conversion instruction, phases, epilogues and tails.
+Only the instructions are stood in for (emulator/nibble/tensor_core.cuh), as PTX describes them.
+Runs where each lane reads and writes, the order of x, both forms of operands with and without the
+conversion instruction, phases, epilogues and tails.
 """
 
 from __future__ import annotations
@@ -18,13 +20,22 @@ import pytest
 import torch
 from conftest import KERNELS
 from kernel_cases import activations, assert_rounded_once, packed_weight, values_of
-from test_nvfp4_gpu_moe import COLUMNS, EXPERTS, GLOBAL_SCALES, OUTPUTS, choices, expected_sums, experts_of
+from test_nvfp4_gpu_moe import (
+    COLUMNS,
+    EXPERTS,
+    GLOBAL_SCALES,
+    OUTPUTS,
+    choices,
+    expected_sums,
+    experts_of,
+)
 from torch import Tensor
 
 EMULATOR = Path(__file__).parent / "emulator"
 GLOBAL_SCALE = 1.23e-4
-# Rows of x, N, K, clusters, thread blocks of each, phases: every form, half a chunk at a row's end, fewer tiles than warps,
-# groups of four rows, several rounds of groups, phases and ranks of unequal length.
+# Rows of x, N, K, clusters, thread blocks of each, phases: every form, half a chunk at a row's end,
+# fewer tiles than warps, groups of four rows, several rounds of groups, phases and ranks of unequal
+# length.
 CASES = [
     (1, 24, 176, 1, 1, 1),
     (8, 1128, 640, 1, 1, 1),
@@ -49,7 +60,11 @@ def compiled_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], 
         library = tmp_path_factory.mktemp("emulator") / "decode.so"
         sources = KERNELS / "src/nibble_kernels"
         words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread"]
-        words += [f"-DEMULATE_E2M1_INSTRUCTIONS={int(instructions)}", f"-I{EMULATOR}", f"-I{sources}"]
+        words += [
+            f"-DEMULATE_E2M1_INSTRUCTIONS={int(instructions)}",
+            f"-I{EMULATOR}",
+            f"-I{sources}",
+        ]
         words += [f"-I{sources / 'include'}", "-o", str(library), str(EMULATOR / "decode.cpp")]
         subprocess.run(words, check=True)
         return ctypes.CDLL(str(library))
@@ -80,7 +95,9 @@ def multiply(
         weight = prepare_weight(codes, scales, native=not bfloat_operands)
         rows, columns = len(codes), x.shape[1]
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
-        arguments: list[Any] = pointers(x, weight.codes, weight.scales, column_scale, bias, residual, out)
+        arguments: list[Any] = pointers(
+            x, weight.codes, weight.scales, column_scale, bias, residual, out
+        )
         arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
         library.multiply_on_the_host(x.dtype == torch.bfloat16, bfloat_operands, *arguments)
         return out
@@ -97,8 +114,15 @@ def test_sums_are_rounded_once(multiply: Multiply, operands: str) -> None:
     dtype = torch.float16 if operands == "float16" else torch.bfloat16
     for tokens, rows, columns, *division in CASES:
         codes, scales = packed_weight(rows, columns)
-        x, factors, bias = activations(tokens, columns, dtype), torch.rand(rows) + 0.5, torch.randn(rows)
-        options: dict[str, Any] = {"bfloat_operands": operands == "bfloat16", "division": tuple(division)}
+        x, factors, bias = (
+            activations(tokens, columns, dtype),
+            torch.rand(rows) + 0.5,
+            torch.randn(rows),
+        )
+        options: dict[str, Any] = {
+            "bfloat_operands": operands == "bfloat16",
+            "division": tuple(division),
+        }
         y = multiply(x, codes, scales, column_scale=factors, bias=bias.to(dtype), **options)
         expected = GLOBAL_SCALE * factors.double()
         assert_rounded_once(y, x, values_of(codes, scales), expected, bias.to(dtype).double())
@@ -124,11 +148,19 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply)
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize(("tokens", "topk", "blocks"), [(1, 6, 13), (3, 2, 4), (8, 6, 9), (16, 4, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "topk", "blocks"), [(1, 6, 13), (3, 2, 4), (8, 6, 9), (16, 4, 3)]
+)
 def test_each_pair_gets_its_experts_product(
-    compiled_with: Callable[[bool], ctypes.CDLL], kernels: object, tokens: int, topk: int, blocks: int
+    compiled_with: Callable[[bool], ctypes.CDLL],
+    kernels: object,
+    tokens: int,
+    topk: int,
+    blocks: int,
 ) -> None:
-    """More blocks than experts in use, and fewer; first with silu · mul from tokens, then weighted from pairs."""
+    """More blocks than experts in use, and fewer; first with silu · mul from tokens, then
+    weighted from pairs.
+    """
     from nibble_kernels.nvfp4_moe.gpu import prepare_experts
 
     codes, scales = experts_of()
@@ -137,13 +169,27 @@ def test_each_pair_gets_its_experts_product(
     elsewhere = ((ids < 0) | (ids >= EXPERTS)).flatten()
     for by_pair in (False, True):
         x = activations(tokens * topk if by_pair else tokens, COLUMNS, torch.bfloat16) / 16
-        y = torch.full((tokens * topk, OUTPUTS if by_pair else OUTPUTS // 2), float("nan")).bfloat16()
+        y = torch.full(
+            (tokens * topk, OUTPUTS if by_pair else OUTPUTS // 2), float("nan")
+        ).bfloat16()
         arguments: list[Any] = pointers(x, *experts[:3], ids, weights if by_pair else None, y)
-        arguments += [tokens, tokens * topk, tokens * topk // len(x), EXPERTS, OUTPUTS, COLUMNS, blocks]
+        arguments += [
+            tokens,
+            tokens * topk,
+            tokens * topk // len(x),
+            EXPERTS,
+            OUTPUTS,
+            COLUMNS,
+            blocks,
+        ]
         compiled_with(False).multiply_experts_on_the_host(*arguments, not by_pair)
         sums = expected_sums(x, codes, scales, ids)
         gate, up = sums.chunk(2, dim=-1)
-        exact = sums * weights.double().flatten()[:, None] if by_pair else torch.nn.functional.silu(gate) * up
+        exact = (
+            sums * weights.double().flatten()[:, None]
+            if by_pair
+            else torch.nn.functional.silu(gate) * up
+        )
         size = sums.abs() if by_pair else (gate * up).abs()
         assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-8 + size * 2.0**-16 + 1e-3).all()
         assert not y[elsewhere].any()

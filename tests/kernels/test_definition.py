@@ -56,7 +56,9 @@ def test_a_layer_that_adds_too_little_is_told_by_its_factor_and_a_late_fault_by_
     noisy = right + 0.05 * torch.randn(32, 64)
     healthy = definition.compare_layer(noisy, right, right)
     assert abs(healthy["factor"] - 1) < 0.01 and 0.03 < healthy["early"] < 0.06
-    assert definition.compare_layer(noisy * 0.9, right, right)["factor"] == pytest.approx(0.9, abs=0.01)
+    assert definition.compare_layer(noisy * 0.9, right, right)["factor"] == pytest.approx(
+        0.9, abs=0.01
+    )
     late = noisy.clone()
     late[16:] = torch.randn(16, 64)
     found = definition.compare_layer(late, right, right)
@@ -71,7 +73,9 @@ def test_one_raised_logit_is_found_among_all() -> None:
     assert abs(definition.compare_logits(found, right)["off"]) < 0.1
     found[:, 300] += 3
     told = definition.compare_logits(found, right)
-    assert told["token"] == 300 and told["off"] == pytest.approx(3, abs=0.1) and told["spread"] < 0.2
+    assert (
+        told["token"] == 300 and told["off"] == pytest.approx(3, abs=0.1) and told["spread"] < 0.2
+    )
     assert definition.compare_logits(right * 0.9, right)["factor"] == pytest.approx(0.9, abs=1e-3)
 
 
@@ -151,7 +155,12 @@ def kept_and_fed(tokens: int = 24, fault: float = 1.0, skips: bool = False) -> A
 def test_products_get_what_the_reference_kept_and_rounding_is_gone() -> None:
     met = kept_and_fed()
     assert met.is_complete
-    assert [point["at"] for point in met.found[0]] == ["self_attn", "self_attn.o_proj", "mlp", "mlp.2"]
+    assert [point["at"] for point in met.found[0]] == [
+        "self_attn",
+        "self_attn.o_proj",
+        "mlp",
+        "mlp.2",
+    ]
     assert all(max(point["early"], point["late"]) < 0.01 for point in met.found[0][1::2])
 
 

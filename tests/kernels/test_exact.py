@@ -34,9 +34,8 @@ def test_fma_where_rounding_twice_is_wrong(kernels: object) -> None:
     from nibble_kernels.exact import fma
 
     a, b, c = torch.tensor(1 + 2.0**-12), torch.tensor(1 + 2.0**-12), torch.tensor(2.0**-80)
-    exact = Fraction(a.item()) * Fraction(b.item()) + Fraction(
-        c.item()
-    )  # just above the tie 1 + 2^-11 + 2^-24
+    # Just above the tie 1 + 2^-11 + 2^-24
+    exact = Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item())
     assert fma(a, b, c).item() == nearest_float32(exact)
     assert fma(a, b, c).item() != (a.double() * b.double() + c.double()).float().item()
 
@@ -48,7 +47,11 @@ def test_fma_of_infinity_and_nan(kernels: object) -> None:
     assert fma(inf, 1.0, 1.0).item() == inf
     assert fma(3e38, 3e38, 0.0).item() == inf
     assert (
-        fma(torch.tensor([inf, nan, 1.0]), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, nan]))
+        fma(
+            torch.tensor([inf, nan, 1.0]),
+            torch.tensor([0.0, 1.0, 1.0]),
+            torch.tensor([1.0, 1.0, nan]),
+        )
         .isnan()
         .all()
     )

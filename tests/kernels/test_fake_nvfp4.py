@@ -1,4 +1,6 @@
-"""models/fake_nvfp4.py, with which the demos are trained: a layer gets NVFP4, and the gradient is that of its own input."""
+"""models/fake_nvfp4.py, with which the demos are trained: a layer gets NVFP4, and the gradient
+is that of its own input.
+"""
 
 from __future__ import annotations
 

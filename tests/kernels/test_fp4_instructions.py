@@ -1,4 +1,6 @@
-"""The same sources compile for every target, and on those that convert FP4 in hardware the kernels do. Nothing runs."""
+"""The same sources compile for every target, and on those that convert FP4 in hardware the
+kernels do. Nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 PACKAGE = KERNELS / "src/nibble_kernels"
 SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("*/*.cu"))
-FAST = [("120f", "nvfp4_quant/kernel.cu"), ("90a", "conversions/probe.cu"), ("120f", "conversions/probe.cu")]
+FAST = [
+    ("120f", "nvfp4_quant/kernel.cu"),
+    ("90a", "conversions/probe.cu"),
+    ("120f", "conversions/probe.cu"),
+]
 ALL = [(arch, source) for arch in ("90a", "100f", "120f", "121a") for source in SOURCES]
 WITHOUT_FP4 = {"90a"}
 PTX_2_TO_THE_23 = "0f4B0000"  # 8388608.0 and the constants near it: the software conversion's shift
@@ -56,7 +62,10 @@ def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
         "-keep-dir",
         str(folder),
     ]
-    words += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+    words += [
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        "-DTORCH_TARGET_VERSION=0x020B000000000000ULL",
+    ]
     words += [
         f"-I{PACKAGE / 'include'}",
         f"-I{PACKAGE}",
@@ -91,9 +100,14 @@ def sass_functions(cubin: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("arch", "source"),
-    [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow, id="-".join(one)) for one in ALL],
+    [
+        pytest.param(*one, marks=() if one in FAST else pytest.mark.slow, id="-".join(one))
+        for one in ALL
+    ],
 )
-def test_kernels_convert_with_the_targets_instructions(arch: str, source: str, compile_for: Compiler) -> None:
+def test_kernels_convert_with_the_targets_instructions(
+    arch: str, source: str, compile_for: Compiler
+) -> None:
     ptx, cubin = compile_for(arch, source)
     has_fp4 = arch not in WITHOUT_FP4
     for name, body in ptx_functions(ptx):
@@ -104,17 +118,25 @@ def test_kernels_convert_with_the_targets_instructions(arch: str, source: str, c
         elif "8Software" in name:
             assert not encodes, name
     opcodes = {
-        name: Counter(re.findall(r"\bF2FP\.[A-Z0-9_.]*", body)) for name, body in sass_functions(cubin)
+        name: Counter(re.findall(r"\bF2FP\.[A-Z0-9_.]*", body))
+        for name, body in sass_functions(cubin)
     }
     used = sum(
-        count for names in opcodes.values() for opcode, count in names.items() if "SATFINITE.E2M1" in opcode
+        count
+        for names in opcodes.values()
+        for opcode, count in names.items()
+        if "SATFINITE.E2M1" in opcode
     )
     assert bool(used) == (has_fp4 and ("E2M1" in ptx or "satfinite.e2m1x2" in ptx))
 
 
 @pytest.mark.parametrize(
     "arch",
-    ["120f", pytest.param("121a", marks=pytest.mark.slow), pytest.param("100f", marks=pytest.mark.slow)],
+    [
+        "120f",
+        pytest.param("121a", marks=pytest.mark.slow),
+        pytest.param("100f", marks=pytest.mark.slow),
+    ],
 )
 def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
     arch: str, compile_for: Compiler
@@ -131,22 +153,28 @@ def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
 
 
 @pytest.mark.parametrize(
-    "arch", ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))]
+    "arch",
+    ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))],
 )
 @pytest.mark.parametrize(("source", "count"), [("nvfp4_linear", 9), ("nvfp4_moe", 6)])
 def test_the_decode_kernels_are_compiled_to_what_they_count_on(
     arch: str, source: str, count: int, compile_for: Compiler
 ) -> None:
-    """Nothing spilled, tensor cores and overlapped launches in every form, codes converted as the target can.
+    """Nothing spilled, tensor cores and overlapped launches in every form, codes converted as the
+    target can.
 
     Half of the kernels are empty: forms for another size of shared memory.
     """
     _, cubin = compile_for(arch, f"{source}/decode.cu")
     tool = disassembler()
     words = [tool / "cuobjdump", "-res-usage", cubin]
-    usage = subprocess.run(words, capture_output=True, text=True, check=True, env={"PATH": str(tool)}).stdout
+    usage = subprocess.run(
+        words, capture_output=True, text=True, check=True, env={"PATH": str(tool)}
+    ).stdout
     spilled = re.findall(r"STACK:(\d+)", usage)
-    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == 2 * count and set(spilled) == {"0"}
+    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == 2 * count and set(spilled) == {
+        "0"
+    }
     launched = f"FormILb{int(arch.startswith('12'))}E"
     unpack = "E2M1" if arch not in WITHOUT_FP4 else "E4M3"
     for name, body in sass_functions(cubin):
@@ -155,12 +183,16 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
             continue
         form = re.search(r"FormILb\dELj(\d)E", name)  # groups of tokens
         assert form and len(re.findall(r"\bHMMA\.16816\.F32", body)) == 8 * int(form[1]), name
-        assert "LDL" not in body and "LDGSTS" in body and "ACQBULK" in body and "PREEXIT" in body, name
+        assert "LDL" not in body and "LDGSTS" in body and "ACQBULK" in body and "PREEXIT" in body, (
+            name
+        )
         if "11HalfOperand" in name:
             assert len(re.findall(rf"F2FP\.F16\.{unpack}\.UNPACK_B", body)) >= 32, name
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
-    """sm_120 without f or a refuses the instruction (kernels.md 0.1); the sources compile for it all the same."""
+    """sm_120 without f or a refuses the instruction (kernels.md 0.1); the sources compile for it
+    all the same.
+    """
     ptx, _ = compile_for("120", "conversions/probe.cu")
     assert "e2m1x2" not in ptx

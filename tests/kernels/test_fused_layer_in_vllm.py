@@ -1,4 +1,6 @@
-"""formats.md 5.2 through vLLM's own layer classes: what vLLM alone makes of unequal global scales, and what the plugin does."""
+"""formats.md 5.2 through vLLM's own layer classes: what vLLM alone makes of unequal global
+scales, and what the plugin does.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,20 @@ PATHS = {
     ("bf16", "auto"): 0.095,
     ("fp4-as-bf16", "auto"): 0.095,  # NIBBLE_NVFP4_ACTIVATIONS=bf16
 }
-Errors = dict[str, dict[str, float]]  # of q, k and v to the "original" weights and to the "stored" ones
+Errors = dict[
+    str, dict[str, float]
+]  # of q, k and v to the "original" weights and to the "stored" ones
 
 
 def run_program(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *words], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, str(PROGRAM), *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -77,7 +85,9 @@ def test_nibbles_gpu_kernel_is_refused_where_it_cannot_run(installed: Path) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activations", ["fp4", "bf16", "fp4-as-bf16"])
-def test_nibbles_gpu_kernel_leaves_each_part_its_own_scale(installed: Path, activations: str) -> None:
+def test_nibbles_gpu_kernel_leaves_each_part_its_own_scale(
+    installed: Path, activations: str
+) -> None:
     """Activations stay in BF16 on a GPU that cannot multiply FP4."""
     for found in errors(installed, "merged", [(activations, "nibble")], "cuda").values():
         assert all(found[part]["stored"] < BF16_ROUNDING for part in ("q", "k", "v")), found

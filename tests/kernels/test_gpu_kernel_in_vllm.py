@@ -1,4 +1,6 @@
-"""vLLM with nibble's GPU kernel as its linear layers, on the CPU platform: what reaches the operators, eager and compiled."""
+"""vLLM with nibble's GPU kernel as its linear layers, on the CPU platform: what reaches the
+operators, eager and compiled.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,13 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return float((torch.tensor(one) - torch.tensor(other)).abs().max())
 
 
-def test_gate_and_up_come_with_silu_mul_and_answer_as_before(installed: Path, tmp_path: Path) -> None:
+def test_gate_and_up_come_with_silu_mul_and_answer_as_before(
+    installed: Path, tmp_path: Path
+) -> None:
     """Of both forms of checkpoints."""
     folders = {
-        form: write_checkpoint(tmp_path / form, Shape(), form) for form in ("modelopt", "compressed-tensors")
+        form: write_checkpoint(tmp_path / form, Shape(), form)
+        for form in ("modelopt", "compressed-tensors")
     }
     jobs: list[vllm_logprobs.Job] = [(str(folder), {}, PROMPT) for folder in folders.values()]
     jobs += [(str(folder), OUR_OPTIONS, PROMPT) for folder in folders.values()]
@@ -66,7 +71,9 @@ def test_gate_and_up_come_with_silu_mul_and_answer_as_before(installed: Path, tm
 
 
 def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: Path) -> None:
-    """Of both forms, gate and up with unequal global scales; a prompt long enough for the products of torch, and a short one."""
+    """Of both forms, gate and up with unequal global scales; a prompt long enough for the
+    products of torch, and a short one.
+    """
     shape = Shape(experts=4)
     forms: tuple[Form, ...] = ("bf16", "modelopt", "compressed-tensors")
     folders = [str(write_checkpoint(tmp_path / form, shape, form)) for form in forms]
@@ -88,8 +95,12 @@ def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) ->
     assert largest_difference(eager, compiled) < BF16_ROUNDING
 
 
-def test_cloverlm_answers_the_formula_with_it(installed: Path, kernels: ModuleType, tmp_path: Path) -> None:
-    """It multiplies CloverLM's weights under VLLM_BATCH_INVARIANT: with activations as they are, and as the modes round them."""
+def test_cloverlm_answers_the_formula_with_it(
+    installed: Path, kernels: ModuleType, tmp_path: Path
+) -> None:
+    """It multiplies CloverLM's weights under VLLM_BATCH_INVARIANT: with activations as they are,
+    and as the modes round them.
+    """
     folder = cloverlm_models.write_bf16(tmp_path / "model", cloverlm.SHAPE)
     quartet2, ours = cloverlm.FLOAT32 | cloverlm.QUARTET2, {"linear_kernel": "nibble"}
     requests = [
@@ -111,7 +122,9 @@ def test_cloverlm_answers_the_formula_with_it(installed: Path, kernels: ModuleTy
 
 @pytest.fixture
 def choice(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that chooses, on a GPU whose kernels are compiled; vLLM's own choice is "vLLM's"."""
+    """The module that chooses, on a GPU whose kernels are compiled; vLLM's own choice is
+    "vLLM's".
+    """
     from nibble_kernels.vllm_plugin import cuda
     from nibble_kernels.vllm_plugin import kernels as module
 
@@ -136,7 +149,9 @@ def test_batch_invariance_without_nibbles_kernel_is_refused_and_says_what_is_mis
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     missing = (False, "nibble-kernels: CUDA not compiled")
     monkeypatch.setattr(choice.NibbleNvFp4LinearKernel, "is_supported", lambda: missing)
-    with pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT .* nibble's kernel.*: CUDA not compiled"):
+    with pytest.raises(
+        ValueError, match=r"VLLM_BATCH_INVARIANT .* nibble's kernel.*: CUDA not compiled"
+    ):
         choice.nvfp4_linear_kernel(use_a16=True)
 
 

@@ -1,4 +1,6 @@
-"""Where nothing could be compiled, the package imports, computes the same, and says so in one line."""
+"""Where nothing could be compiled, the package imports, computes the same, and says so in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ codes, scales = nvfp4_quant(x, torch.tensor([448.0]))
 silu_mul_nvfp4_quant(x, torch.ones(1)), add_rmsnorm_nvfp4_quant(x, x, x[0], torch.ones(1), 1e-6), quant_fp4(x)
 assert codes.unique().tolist() == [0x77] and e2m1_encode(x).unique().tolist() == [0x22]
 print(implementations()["cpu"], conversion_report("cpu")["e2m1"])
-"""
+"""  # noqa: E501
 
 
 def run(program: str, packages: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +45,9 @@ def test_from_the_sources_alone() -> None:
     assert done.stdout == "not compiled when it was installed software\n"
     lines = [line for line in done.stderr.splitlines() if "nibble-kernels" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("nibble-kernels: plain torch code, much slower, on cpu (not compiled")
+    assert lines[0].startswith(
+        "nibble-kernels: plain torch code, much slower, on cpu (not compiled"
+    )
 
 
 def test_in_vllms_processes_the_supervisor_says_it_for_all_of_them(tmp_path: Path) -> None:
@@ -61,7 +65,9 @@ def test_compiled_it_says_nothing(installed: Path) -> None:
 def test_installed_where_there_is_no_compiler(tmp_path: Path) -> None:
     """pip installs the package without compiled parts instead of failing."""
     environ = {
-        name: value for name, value in os.environ.items() if name not in {"CXX", "TORCH_CUDA_ARCH_LIST"}
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"CXX", "TORCH_CUDA_ARCH_LIST"}
     }
     pip_install(tmp_path / "site", environ | {"PATH": ""})
     assert not list(tmp_path.rglob("*.so"))
@@ -79,7 +85,9 @@ def test_a_library_that_does_not_load_is_told(installed: Path, tmp_path: Path) -
 
 
 def test_the_libraries_need_nothing_of_torch_but_its_stable_interface(installed: Path) -> None:
-    """Functions of C named aoti_torch_… and torch_…, so that any later version of torch loads them."""
+    """Functions of C named aoti_torch_… and torch_…, so that any later version of torch loads
+    them.
+    """
     for library in (installed / "nibble_kernels").glob("*.so"):
         told = subprocess.run(
             ["nm", "-DC", "--undefined-only", library], capture_output=True, text=True, check=True

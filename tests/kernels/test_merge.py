@@ -81,7 +81,9 @@ def test_any_ratio_keeps_every_value(merge: ModuleType, ratio: float) -> None:
     assert merged.column_scale is not None
 
 
-def test_a_part_that_folds_needs_no_column_factor_beside_one_that_does_not(merge: ModuleType) -> None:
+def test_a_part_that_folds_needs_no_column_factor_beside_one_that_does_not(
+    merge: ModuleType,
+) -> None:
     scales = random_scales(48, 8, seed=4, low=0x40)
     merged = merge.merge_scales(scales, torch.tensor([4e-5, 1.7e-5, 2e-5]), [16, 16, 16])
     assert merged.column_scale is not None
@@ -90,7 +92,9 @@ def test_a_part_that_folds_needs_no_column_factor_beside_one_that_does_not(merge
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shards_of_tensor_parallelism_mean_what_the_whole_layer_means(merge: ModuleType, ranks: int) -> None:
+def test_shards_of_tensor_parallelism_mean_what_the_whole_layer_means(
+    merge: ModuleType, ranks: int
+) -> None:
     own, widths = torch.tensor([1.3e-4, 4e-5, 7e-5]), [32, 16, 16]
     parts = [random_scales(width, 8, seed=20 + i) for i, width in enumerate(widths)]
     for rank in range(ranks):
@@ -102,7 +106,9 @@ def test_shards_of_tensor_parallelism_mean_what_the_whole_layer_means(merge: Mod
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, -1e-4, float("inf")])
-def test_a_global_scale_that_is_no_positive_number_is_refused(merge: ModuleType, bad: float) -> None:
+def test_a_global_scale_that_is_no_positive_number_is_refused(
+    merge: ModuleType, bad: float
+) -> None:
     with pytest.raises(merge.ScaleError, match="finite and positive"):
         merge.merge_scales(random_scales(32, 4, seed=5), torch.tensor([1e-4, bad]), [16, 16])
 
@@ -139,12 +145,18 @@ def test_a_row_with_a_block_of_zeros_is_held_by_marlin_whatever_its_scale(
     from nibble_kernels.vllm_plugin.layers import merge_layer
 
     layer: Any = torch.nn.Module()
-    layer.weight_scale = torch.nn.Parameter(random_scales(4, 8, seed=8, low=0x60), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(
+        random_scales(4, 8, seed=8, low=0x60), requires_grad=False
+    )
     layer.weight_scale.data[2, :2] = e4m3(448.0, 2**-9)
     codes = torch.full((4, 64), 0x22, dtype=torch.uint8)
     codes[2, 8:16] = 0
     name = "weight_global_scale" if divisors else "weight_scale_2"
-    setattr(layer, "weight_packed" if divisors else "weight", torch.nn.Parameter(codes, requires_grad=False))
+    setattr(
+        layer,
+        "weight_packed" if divisors else "weight",
+        torch.nn.Parameter(codes, requires_grad=False),
+    )
     setattr(layer, name, torch.nn.Parameter(torch.tensor([1e-4]), requires_grad=False))
     layer.logical_widths = [4]
     assert merge_layer(layer, name, marlin=True, divisors=divisors) is None
@@ -175,7 +187,9 @@ def test_experts_keep_the_product_of_up_and_w2(merge: ModuleType) -> None:
     ratios = [1.0, 2.9, 0.37, 10.0]
     scales, w13, w2, w2_input = moe(9, ratios)
     merged = merge.merge_gate_up(scales, w13, w2, w2_input, linear_in_up=True)
-    up = block_multipliers(merged.w13_scales[:, 16:], merged.w13_global_scale, merged.w2_global_scale)
+    up = block_multipliers(
+        merged.w13_scales[:, 16:], merged.w13_global_scale, merged.w2_global_scale
+    )
     assert (up / block_multipliers(scales[:, 16:], w13[:, 1], w2) - 1).abs().max() < 2**-22
     gate = block_multipliers(merged.w13_scales[:, :16], merged.w13_global_scale)
     assert torch.equal(gate, block_multipliers(scales[:, :16], w13[:, 0]))
@@ -183,7 +197,9 @@ def test_experts_keep_the_product_of_up_and_w2(merge: ModuleType) -> None:
     assert torch.allclose(merged.w2_input_scale * torch.tensor(ratios), w2_input, rtol=1e-6)
 
 
-def test_experts_whose_ratio_folds_leave_w2_alone_whatever_the_activation(merge: ModuleType) -> None:
+def test_experts_whose_ratio_folds_leave_w2_alone_whatever_the_activation(
+    merge: ModuleType,
+) -> None:
     scales, w13, w2, w2_input = moe(10, [2.0, 0.5, 1.0])
     merged = merge.merge_gate_up(scales, w13, w2, w2_input, linear_in_up=False)
     assert torch.equal(merged.w2_global_scale, w2) and torch.equal(merged.w2_input_scale, w2_input)

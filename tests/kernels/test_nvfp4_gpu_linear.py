@@ -1,4 +1,6 @@
-"""nvfp4_weight_linear and its parts: prepared weights, the decode kernel, dequantization. On the CPU it is the specification."""
+"""nvfp4_weight_linear and its parts: prepared weights, the decode kernel, dequantization. On the
+CPU it is the specification.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import activations, assert_rounded_once, assert_same_bits, packed_weight, values_of
+from kernel_cases import (
+    activations,
+    assert_rounded_once,
+    assert_same_bits,
+    packed_weight,
+    values_of,
+)
 from torch import Tensor
 
 EVERY_SCALE = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
@@ -48,7 +56,11 @@ def one_of_each() -> tuple[Tensor, Tensor]:
     """Every code under every scale: 254 rows and two of zeros, 64 columns."""
     codes = torch.arange(16, dtype=torch.uint8)
     row = torch.cat([codes[0::2] | codes[1::2] << 4] * 4)
-    scales = torch.cat((EVERY_SCALE, torch.zeros(2, dtype=torch.uint8)))[:, None].expand(-1, 4).contiguous()
+    scales = (
+        torch.cat((EVERY_SCALE, torch.zeros(2, dtype=torch.uint8)))[:, None]
+        .expand(-1, 4)
+        .contiguous()
+    )
     return row.expand(256, -1).contiguous(), scales.view(torch.float8_e4m3fn)
 
 
@@ -91,14 +103,19 @@ def test_every_code_under_every_scale_is_exact(device: str, dtype: torch.dtype) 
         for rows in (1, 8, 16, 32, 64):
             y = decode(x[:rows], weight, 1.0)
             assert torch.equal(y.double() + 0.0, expected.T[:rows]), (native, rows)
-        assert torch.equal(nvfp4_dequantize_weight(weight, 64, x.to(device)).cpu().double() + 0.0, expected)
+        assert torch.equal(
+            nvfp4_dequantize_weight(weight, 64, x.to(device)).cpu().double() + 0.0, expected
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("device", "shape"),
     [("cpu", shape) for shape in SHAPES]
-    + [pytest.param("cuda", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, (1544, 2048), (520, 17408))],
+    + [
+        pytest.param("cuda", shape, marks=pytest.mark.gpu)
+        for shape in (*SHAPES, (1544, 2048), (520, 17408))
+    ],
 )
 def test_sums_are_rounded_once(
     kernels: object, device: str, shape: tuple[int, int], dtype: torch.dtype
@@ -136,7 +153,9 @@ def test_columns_in_sixteens_are_multiplied_too(device: str) -> None:
 
     codes, scales = packed_weight(48, 80)
     x, bias = activations(5, 80, torch.bfloat16), torch.randn(48).bfloat16()
-    y = nvfp4_weight_linear(x.to(device), prepared(device, codes, scales), GLOBAL_SCALE, bias=bias.to(device))
+    y = nvfp4_weight_linear(
+        x.to(device), prepared(device, codes, scales), GLOBAL_SCALE, bias=bias.to(device)
+    )
     factor = torch.tensor(GLOBAL_SCALE).double()
     assert_rounded_once(y.cpu(), x, values_of(codes, scales), factor, bias.double())
 
@@ -168,7 +187,9 @@ def test_nan_and_infinity_show(device: str) -> None:
     x[1, 3], x[2, 200] = float("nan"), float("inf")
     for native in layouts_of():
         y = decode(x, prepared(device, codes, scales, native))
-        assert y[[0, 3]].isfinite().all() and not y[1].isfinite().any() and not y[2].isfinite().any()
+        assert (
+            y[[0, 3]].isfinite().all() and not y[1].isfinite().any() and not y[2].isfinite().any()
+        )
 
 
 def test_no_rows(device: str) -> None:
@@ -184,7 +205,9 @@ def test_every_division_of_the_work_gives_the_sum(kernels: object, ranks: int) -
     for rows in (1, 12, 30, 64):
         for phases in (1, 2, 5):
             y = decode(x[:rows], weight, division=(ranks, phases))
-            assert_rounded_once(y, x[:rows], values_of(codes, scales), torch.tensor(GLOBAL_SCALE).double())
+            assert_rounded_once(
+                y, x[:rows], values_of(codes, scales), torch.tensor(GLOBAL_SCALE).double()
+            )
 
 
 @pytest.mark.gpu
@@ -195,14 +218,18 @@ def test_codes_for_bfloat16_refuse_float16(kernels: object) -> None:
 
 
 def test_a_batch_invariant_prompt_is_multiplied_as_its_last_token_is(device: str) -> None:
-    """By the decode kernel, which rounds gate and up once; torch's product, for as many rows otherwise, does so twice."""
+    """By the decode kernel, which rounds gate and up once; torch's product, for as many rows
+    otherwise, does so twice.
+    """
     from nibble_kernels.nvfp4_linear.gpu import MAX_DECODE_ROWS, nvfp4_weight_linear
 
     weight = prepared(device, *packed_weight(272, 512))
     x = activations(MAX_DECODE_ROWS + 1, 512, torch.bfloat16)
     decoded = decode(x, weight, silu_mul=True, batch_invariant=True)
     found = [
-        nvfp4_weight_linear(x.to(device), weight, GLOBAL_SCALE, silu_mul=True, batch_invariant=invariant)
+        nvfp4_weight_linear(
+            x.to(device), weight, GLOBAL_SCALE, silu_mul=True, batch_invariant=invariant
+        )
         for invariant in (True, False)
     ]
     assert_same_bits((found[0].cpu(),), (decoded,))
@@ -221,7 +248,9 @@ def test_a_rows_result_does_not_depend_on_its_batch(kernels: object) -> None:
         assert_same_bits((decode(x[:least], weight),), (everything[:least],), most)
 
     def invariant(rows: int) -> Tensor:
-        return nvfp4_weight_linear(x[:rows].cuda(), weight, GLOBAL_SCALE, batch_invariant=True).cpu()
+        return nvfp4_weight_linear(
+            x[:rows].cuda(), weight, GLOBAL_SCALE, batch_invariant=True
+        ).cpu()
 
     everything = invariant(len(x))
     for rows in (1, 5, 16, 17, 40, 64, 65):
@@ -261,5 +290,7 @@ def test_operators_are_registered_soundly(device: str) -> None:
     torch.library.opcheck(
         ops.nvfp4_decode_linear.default, (x, *weight, 1.0, None, None, None, True, False, [])
     )
-    torch.library.opcheck(ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, True, False))
+    torch.library.opcheck(
+        ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, True, False)
+    )
     torch.library.opcheck(ops.nvfp4_dequantize_weight.default, (*weight, 96, x))

@@ -1,4 +1,6 @@
-"""nvfp4_moe_decode_linear: every pair of a token and an expert, experts of other processes, both products of an MLP."""
+"""nvfp4_moe_decode_linear: every pair of a token and an expert, experts of other processes, both
+products of an MLP.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def prepared(device: str, weight: tuple[Tensor, Tensor], global_scales: Tensor) 
 def choices(tokens: int, topk: int) -> Tensor:
     """Different experts for each token; some of another process."""
     generator = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([torch.randperm(EXPERTS + 2, generator=generator)[:topk] for _ in range(tokens)])
+    ids = torch.stack(
+        [torch.randperm(EXPERTS + 2, generator=generator)[:topk] for _ in range(tokens)]
+    )
     return torch.where(ids == EXPERTS + 1, -1, ids).int()
 
 
@@ -52,7 +56,9 @@ def device(request: pytest.FixtureRequest, kernels: Any) -> str:
 
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 1), (1, 6), (3, 2), (8, 6), (9, 5), (16, 4)])
 @pytest.mark.parametrize("by_pair", [False, True])
-def test_each_pair_gets_its_experts_product(device: str, tokens: int, topk: int, by_pair: bool) -> None:
+def test_each_pair_gets_its_experts_product(
+    device: str, tokens: int, topk: int, by_pair: bool
+) -> None:
     from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear, prepare_experts
 
     codes, scales = experts_of()
@@ -60,8 +66,12 @@ def test_each_pair_gets_its_experts_product(device: str, tokens: int, topk: int,
     x = activations(tokens * topk if by_pair else tokens, COLUMNS, torch.bfloat16)
     expected = expected_sums(x, codes, scales, ids)
     for native in (False, True):
-        experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native)
-        y = nvfp4_moe_decode_linear(x.to(device), experts, ids.to(device), topk_weights=weights.to(device))
+        experts = prepare_experts(
+            codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native
+        )
+        y = nvfp4_moe_decode_linear(
+            x.to(device), experts, ids.to(device), topk_weights=weights.to(device)
+        )
         wanted = expected * weights.double().flatten()[:, None]
         size = x.float().abs().sum(-1).max() * 2688 * GLOBAL_SCALES.max()
         assert ((y.cpu().double() - wanted).abs() <= wanted.abs() * 2.0**-8 + size * 2.0**-20).all()
@@ -73,7 +83,9 @@ def test_silu_mul_joins_gate_and_up_with_their_own_global_scales(device: str) ->
 
     codes, scales = experts_of()
     ids, x = choices(5, 3), activations(5, COLUMNS, torch.bfloat16) / 16
-    experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native=False)
+    experts = prepare_experts(
+        codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native=False
+    )
     y = nvfp4_moe_decode_linear(x.to(device), experts, ids.to(device), silu_mul=True).cpu().double()
     gate, up = expected_sums(x, codes, scales, ids).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up
@@ -91,7 +103,9 @@ def test_prepared_experts_have_a_global_scale_for_each_half(kernels: object) -> 
 
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 6), (7, 3), (40, 4), (129, 2), (300, 5)])
 def test_a_layer_of_experts_adds_up_its_pairs(device: str, tokens: int, topk: int) -> None:
-    """Decode kernels 64 pairs at a time, and above 128 tokens torch; experts of other processes add nothing."""
+    """Decode kernels 64 pairs at a time, and above 128 tokens torch; experts of other processes
+    add nothing.
+    """
     from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe
 
     hidden, inner = 96, 64
@@ -105,11 +119,17 @@ def test_a_layer_of_experts_adds_up_its_pairs(device: str, tokens: int, topk: in
     y = torch.zeros(ids.numel(), hidden, dtype=torch.float64)
     for pair, expert in enumerate(ids.flatten().tolist()):
         if 0 <= expert < EXPERTS:
-            y[pair] = h[pair] @ values_of(w2[expert], w2_scales[expert]).T * w2_factors[expert].double()
+            y[pair] = (
+                h[pair] @ values_of(w2[expert], w2_scales[expert]).T * w2_factors[expert].double()
+            )
     expected = (y * weights.double().flatten()[:, None]).unflatten(0, (tokens, topk)).sum(1)
     first = prepared(device, (w13, w13_scales), GLOBAL_SCALES)
     second = prepared(device, (w2, w2_scales), w2_factors)
-    found = nvfp4_weight_moe(x.to(device), weights.to(device), ids.to(device), first, second).cpu().double()
+    found = (
+        nvfp4_weight_moe(x.to(device), weights.to(device), ids.to(device), first, second)
+        .cpu()
+        .double()
+    )
     assert (
         found - expected
     ).norm() / expected.norm() < 0.006  # each of several roundings to bfloat16 is 2^-9 at most
@@ -123,17 +143,23 @@ def test_all_experts_are_dequantized_at_once(device: str) -> None:
     codes, scales = experts_of()
     expected = torch.stack([values_of(*expert) for expert in zip(codes, scales, strict=True)])
     for native in (False, True):
-        experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native)
+        experts = prepare_experts(
+            codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native
+        )
         parts = PreparedWeight(experts.codes, experts.scales, experts.rows, native)
         like = torch.empty(0, dtype=torch.bfloat16, device=device)
-        assert torch.equal(nvfp4_dequantize_weight(parts, COLUMNS, like).cpu().double() + 0.0, expected + 0.0)
+        assert torch.equal(
+            nvfp4_dequantize_weight(parts, COLUMNS, like).cpu().double() + 0.0, expected + 0.0
+        )
 
 
 def test_the_operators_are_registered_soundly(device: str) -> None:
     from nibble_kernels.nvfp4_moe.gpu import prepare_experts
 
     codes, scales = experts_of()
-    experts = prepare_experts(codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native=False)
+    experts = prepare_experts(
+        codes.to(device), scales.to(device), GLOBAL_SCALES.to(device), native=False
+    )
     x, ids = activations(4, COLUMNS, torch.bfloat16).to(device), choices(4, 2).to(device)
     arguments = (x, *experts[:3], ids, None, OUTPUTS, False, True)
     torch.library.opcheck(torch.ops.nibble.nvfp4_moe_decode_linear.default, arguments)

@@ -1,4 +1,6 @@
-"""nvfp4_linear: every code and scale, sums within float32's rounding, layouts, edges and refusals, on every instruction set."""
+"""nvfp4_linear: every code and scale, sums within float32's rounding, layouts, edges and
+refusals, on every instruction set.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,27 @@ def level(request: pytest.FixtureRequest, kernels: object) -> Iterator[str]:
 
 
 def linear(
-    level: str, x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor = ONE, **rest: Tensor
+    level: str,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    global_scale: Tensor = ONE,
+    **rest: Tensor,
 ) -> Tensor:
     from nibble_kernels.nvfp4_linear import nvfp4_linear, reference
 
     if level == "reference":
         names = ("column_scale", "bias", "input_scale_inv")
-        return reference.nvfp4_linear(x, weight, scales, global_scale, *(rest.get(name) for name in names))
+        return reference.nvfp4_linear(
+            x, weight, scales, global_scale, *(rest.get(name) for name in names)
+        )
     return nvfp4_linear(x, weight, scales, global_scale, **rest)
 
 
 def test_every_code_with_every_scale_is_exact(level: str) -> None:
-    """One column at a time picks each of 16 codes x 254 scales, of either nibble, with and without subnormal scales."""
+    """One column at a time picks each of 16 codes x 254 scales, of either nibble, with and
+    without subnormal scales.
+    """
     bytes_ = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
     codes = torch.arange(16, dtype=torch.uint8)
     block = torch.cat([codes[0::2] | codes[1::2] << 4] * 4)  # 64 columns: each code in order
@@ -65,7 +76,9 @@ def test_every_code_with_every_scale_is_exact(level: str) -> None:
     found = linear(level, torch.eye(64), weight, scales)
     assert torch.equal(found.double(), values_of(weight, scales).T + 0.0)
     for row in (0, 17, 63):  # the loop for few rows
-        assert torch.equal(linear(level, torch.eye(64)[row : row + 1], weight, scales), found[row : row + 1])
+        assert torch.equal(
+            linear(level, torch.eye(64)[row : row + 1], weight, scales), found[row : row + 1]
+        )
 
 
 def test_a_nan_scale_shows(level: str) -> None:
@@ -81,7 +94,9 @@ def test_a_nan_scale_shows(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_are_those_of_float32(level: str, dtype: torch.dtype) -> None:
-    """Any number of rows on either side, rows that end inside what is decoded at a time, all factors."""
+    """Any number of rows on either side, rows that end inside what is decoded at a time, all
+    factors.
+    """
     for columns, outputs in product((16, 48, 64, 208, 1040, 2064), (1, 5, 24, 49)):
         weight, scales = packed_weight(outputs, columns)
         column_scale, bias = torch.rand(outputs) + 0.5, torch.randn(outputs).to(dtype)
@@ -103,7 +118,9 @@ def test_quantized_activations_are_those_of_nvfp4_quant(level: str) -> None:
         x = activations(rows, columns, torch.bfloat16)
         inverse = fitting_scale(x)
         codes, x_scales = nvfp4_quant(x, inverse, tiled=False, exact=True)
-        found = linear(level, x.float(), weight, scales, torch.tensor(0.01), input_scale_inv=inverse)
+        found = linear(
+            level, x.float(), weight, scales, torch.tensor(0.01), input_scale_inv=inverse
+        )
         factor = torch.tensor(0.01).double() / inverse.double()
         assert_rounded_once(found, values_of(codes, x_scales), values_of(weight, scales), factor)
 
@@ -113,7 +130,11 @@ def test_a_published_quantizers_weights(level: str) -> None:
     for case in vectors("nvfp4_weights_modelopt")["vectors"]:
         rows, columns = case["shape"]
         weight = bytes_of(case["weight_packed_hex"]).view(rows, columns // 2)
-        scales = bytes_of(case["weight_scale_e4m3_hex"]).view(rows, columns // 16).view(torch.float8_e4m3fn)
+        scales = (
+            bytes_of(case["weight_scale_e4m3_hex"])
+            .view(rows, columns // 16)
+            .view(torch.float8_e4m3fn)
+        )
         global_scale = float_of(case["weight_scale_2_f32_bits"])
         expected = bytes_of(case["dequant_f32_le_hex"]).view(torch.float32).view(rows, columns)
         found = linear(level, torch.eye(columns), weight, scales, global_scale).T
@@ -121,7 +142,9 @@ def test_a_published_quantizers_weights(level: str) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others(level: str) -> None:
-    """Within each of the two loops: alone or among up to eight, and among nine or among three hundred."""
+    """Within each of the two loops: alone or among up to eight, and among nine or among three
+    hundred.
+    """
     if level == "reference":
         pytest.skip("torch's own matrix product promises nothing")
     weight, scales = packed_weight(50, 1040)
@@ -143,7 +166,9 @@ def test_the_number_of_threads_changes_nothing(level: str) -> None:
             x, results = torch.randn(rows, 1040, dtype=torch.bfloat16), []
             for count in (1, 2, 3, 7):
                 torch.set_num_threads(count)
-                results.append(linear(level, x, weight, scales, input_scale_inv=torch.tensor([30.0])))
+                results.append(
+                    linear(level, x, weight, scales, input_scale_inv=torch.tensor([30.0]))
+                )
             assert_same_bits(tuple(results), (results[0],) * len(results), rows)
     finally:
         torch.set_num_threads(threads)
@@ -156,10 +181,15 @@ def test_any_leading_dimensions_and_strides(level: str) -> None:
     assert torch.equal(linear(level, x, weight, scales), expected.view(3, 5, 2, 10))
     wide = torch.randn(4, 128)
     assert torch.equal(
-        linear(level, wide[:, 32:96], weight, scales), linear(level, wide[:, 32:96].clone(), weight, scales)
+        linear(level, wide[:, 32:96], weight, scales),
+        linear(level, wide[:, 32:96].clone(), weight, scales),
     )
     assert linear(level, torch.empty(0, 64), weight, scales).shape == (0, 10)
-    assert linear(level, torch.empty(2, 0, 64), weight, scales, input_scale_inv=ONE).shape == (2, 0, 10)
+    assert linear(level, torch.empty(2, 0, 64), weight, scales, input_scale_inv=ONE).shape == (
+        2,
+        0,
+        10,
+    )
     assert linear(level, torch.ones(64), weight, scales).shape == (10,)
 
 
@@ -175,7 +205,11 @@ def test_wrong_arguments_are_refused(kernels: object) -> None:
         (r"codes \[..., 16\].*rows of 32", (torch.ones(2, 32), weight, scales, ONE), {}),
         (r"got \[10, 32\] and \[10, 3\]", (x, weight, scales[:, :3], ONE), {}),
         (r"global_scale must be float32 \[\]", (x, weight, scales, torch.ones(2)), {}),
-        (r"column_scale must be float32 \[10\]", (x, weight, scales, ONE), {"column_scale": torch.ones(9)}),
+        (
+            r"column_scale must be float32 \[10\]",
+            (x, weight, scales, ONE),
+            {"column_scale": torch.ones(9)},
+        ),
         ("bias must have one element", (x, weight, scales, ONE), {"bias": torch.ones(11)}),
         (
             "input_scale_inv must be float32",
@@ -229,7 +263,9 @@ def test_without_compiled_code_the_result_is_the_same_within_rounding(
     torch.save((x, weight, scales, ONE, torch.tensor([30.0])), file)
     sources = Path(__file__).parents[2] / "kernels/src"
     subprocess.run(
-        [sys.executable, "-c", program, file], check=True, env=os.environ | {"PYTHONPATH": str(sources)}
+        [sys.executable, "-c", program, file],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(sources)},
     )
     expected = linear("compiled", x, weight, scales, input_scale_inv=torch.tensor([30.0]))
     torch.testing.assert_close(torch.load(file), expected, rtol=1e-5, atol=1e-3)

@@ -1,4 +1,6 @@
-"""nvfp4_moe: experts against float64, every activation vLLM names, routing, both quantizations, edges and refusals."""
+"""nvfp4_moe: experts against float64, every activation vLLM names, routing, both quantizations,
+edges and refusals.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def activated(h: Tensor, name: str) -> Tensor:
         return gate.relu() ** 2
     function = name.removesuffix("_no_mul")
     return (
-        F.silu(gate) if function == "silu" else F.gelu(gate, approximate="tanh" if "tanh" in name else "none")
+        F.silu(gate)
+        if function == "silu"
+        else F.gelu(gate, approximate="tanh" if "tanh" in name else "none")
     ) * up
 
 
@@ -99,7 +103,11 @@ def expected(
         half = layer["w13"].shape[1] // len(scales)
         factors = scales.repeat(half) if name == "swigluoai" else scales.repeat_interleave(half)
         w13, w2 = (values_of(layer[w][e], layer[f"{w}_scale"][e]) for w in ("w13", "w2"))
-        h = activated(given(x[token], inputs and inputs[0], e) @ w13.T * factors, name).float().to(x.dtype)
+        h = (
+            activated(given(x[token], inputs and inputs[0], e) @ w13.T * factors, name)
+            .float()
+            .to(x.dtype)
+        )
         y = given(h, inputs and inputs[1], e) @ w2.T * layer["w2_global_scale"][e].double()
         out.index_add_(0, token, weights[token, place].double()[:, None] * y)
     return out
@@ -141,7 +149,9 @@ def test_gate_and_up_keep_their_own_scales(moe: Any, tokens: int, dtype: torch.d
     weights, ids = routing(tokens, 5, 3)
     found = moe(x, weights, ids.to(torch.int32), **layer, activation="silu")
     assert found.dtype == dtype
-    assert_close(found, expected(x, weights, ids, layer, "silu"), 2e-5 if dtype == torch.float32 else 1e-2)
+    assert_close(
+        found, expected(x, weights, ids, layer, "silu"), 2e-5 if dtype == torch.float32 else 1e-2
+    )
 
 
 def test_activations_are_quantized_with_each_experts_scales(moe: Any) -> None:
@@ -150,7 +160,13 @@ def test_activations_are_quantized_with_each_experts_scales(moe: Any) -> None:
     weights, ids = routing(30, 3, 2)
     inputs = torch.tensor([1.0, 2.0, 0.7]) * 2e-3, torch.tensor([0.5, 1.0, 2.0]) * 1e-2
     found = moe(
-        x, weights, ids, **layer, activation="silu", w13_input_scale=inputs[0], w2_input_scale=inputs[1]
+        x,
+        weights,
+        ids,
+        **layer,
+        activation="silu",
+        w13_input_scale=inputs[0],
+        w2_input_scale=inputs[1],
     )
     exact = expected(x, weights, ids, layer, "silu", inputs)
     # A sum that lies on a tie of the second quantization may fall to either side.
@@ -227,10 +243,16 @@ def test_wrong_arguments_are_refused(kernels: object) -> None:
         (r"expected x \[T, H\]", {"x": torch.randn(5, 64)}),
         ("w13 must be codes", {"x": torch.randn(4, 32)}),
         ("w2 must be codes", {"w2": layer["w2"][..., :8]}),
-        (r"w2 must be \[3, 64, ...\]", {"w2": layer["w2"][:, :32], "w2_scale": layer["w2_scale"][:, :32]}),
+        (
+            r"w2 must be \[3, 64, ...\]",
+            {"w2": layer["w2"][:, :32], "w2_scale": layer["w2_scale"][:, :32]},
+        ),
         (r"w13_global_scale must be float32 \[3, 2\]", {"w13_global_scale": torch.ones(3)}),
         ("both w13 and w2", {"w2_input_scale": torch.ones(3)}),
-        ("w13_input_scale must be", {"w13_input_scale": torch.ones(2), "w2_input_scale": torch.ones(3)}),
+        (
+            "w13_input_scale must be",
+            {"w13_input_scale": torch.ones(2), "w2_input_scale": torch.ones(3)},
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             nvfp4_moe(**(good | dict[str, Any](change)))

@@ -1,4 +1,6 @@
-"""nvfp4_quant and what is fused before it: the vectors, every implementation bit for bit, edges and refusals."""
+"""nvfp4_quant and what is fused before it: the vectors, every implementation bit for bit, edges
+and refusals.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from kernel_cases import (
     vectors,
 )
 
-# One block; columns that fill no tile; a row short of a tile and one more than it; more than a warp's and a thread block's.
+# One block; columns that fill no tile; a row short of a tile and one more than it; more than a
+# warp's and a thread block's.
 SHAPES = [(1, 16), (3, 48), (127, 64), (129, 208), (8, 1040), (257, 2048)]
 LAYOUTS = (True, False)  # tiled
 
@@ -31,15 +34,21 @@ def test_vectors(implementation: str) -> None:
         scale = float_of(case["input_global_scale_inv_f32_bits"])
         codes, scales = call(implementation, "nvfp4_quant", "nvfp4_quant", x, scale, False, True)
         expected = bytes_of(case["packed_hex"]), bytes_of(case["block_scale_e4m3_hex"])
-        assert_same_bits((codes.view(-1), scales.view(torch.uint8).view(-1)), expected, case["kind"])
+        assert_same_bits(
+            (codes.view(-1), scales.view(torch.uint8).view(-1)), expected, case["kind"]
+        )
 
 
-@pytest.mark.parametrize("factor", [1.0, 30.0, 1e-4], ids=["fitting", "saturating", "scales of zero"])
+@pytest.mark.parametrize(
+    "factor", [1.0, 30.0, 1e-4], ids=["fitting", "saturating", "scales of zero"]
+)
 def test_as_specified(compiled: str, factor: float) -> None:
     for shape, dtype, tiled in product(SHAPES, two_byte_or_any(compiled), LAYOUTS):
         x = activations(*shape, dtype)
         args = (x, fitting_scale(x, factor), tiled, True)
-        assert_as_specified(compiled, "nvfp4_quant", "nvfp4_quant", *args, case=(shape, dtype, tiled))
+        assert_as_specified(
+            compiled, "nvfp4_quant", "nvfp4_quant", *args, case=(shape, dtype, tiled)
+        )
 
 
 def test_silu_mul_as_specified(compiled: str) -> None:
@@ -75,7 +84,9 @@ def test_silu_is_close_to_torchs(kernels: object) -> None:
     from nibble_kernels.exact import silu
 
     x = torch.cat((torch.linspace(-80, 80, 100_001), torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-30])))
-    torch.testing.assert_close(silu(x).double(), torch.nn.functional.silu(x.double()), rtol=4e-7, atol=1e-36)
+    torch.testing.assert_close(
+        silu(x).double(), torch.nn.functional.silu(x.double()), rtol=4e-7, atol=1e-36
+    )
 
 
 def test_nan_and_infinity_show(compiled: str) -> None:
@@ -87,7 +98,9 @@ def test_nan_and_infinity_show(compiled: str) -> None:
         assert_as_specified(
             compiled, "nvfp4_quant", "nvfp4_quant", x, torch.tensor([1.0]), tiled, True, case=tiled
         )
-    scales = call(compiled, "nvfp4_quant", "nvfp4_quant", x, torch.tensor([1.0]), False, True)[1].float()
+    scales = call(compiled, "nvfp4_quant", "nvfp4_quant", x, torch.tensor([1.0]), False, True)[
+        1
+    ].float()
     assert scales.isnan().nonzero().tolist() == [[0, 0]]
     assert (scales[0, 1], scales[1, 2]) == (448, 448)
 
@@ -109,7 +122,9 @@ def test_no_rows(implementation: str) -> None:
 def test_rows_that_are_not_contiguous(compiled: str) -> None:
     wide = activations(20, 256, torch.bfloat16)
     for x in (wide[:, 64:192], wide[::3, :128], wide.view(4, 5, 256).transpose(0, 1)):
-        assert_as_specified(compiled, "nvfp4_quant", "nvfp4_quant", x, fitting_scale(wide), False, True)
+        assert_as_specified(
+            compiled, "nvfp4_quant", "nvfp4_quant", x, fitting_scale(wide), False, True
+        )
 
 
 def test_padding_of_tiled_scales_is_zero(compiled: str) -> None:
@@ -117,7 +132,8 @@ def test_padding_of_tiled_scales_is_zero(compiled: str) -> None:
     from nibble_kernels.scale_layout import untile
 
     for _ in range(3):
-        torch.full((4096,), 255, dtype=torch.uint8, device=compiled)  # for the allocator to hand out again
+        # For the allocator to hand out again
+        torch.full((4096,), 255, dtype=torch.uint8, device=compiled)
         x = torch.ones(5, 48, dtype=torch.bfloat16)
         scales = call(compiled, "nvfp4_quant", "nvfp4_quant", x, torch.ones(1), True, True)[1]
         linear = untile(scales, 128, 4).float()
@@ -126,22 +142,29 @@ def test_padding_of_tiled_scales_is_zero(compiled: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", ["nvfp4_quant", "silu_mul_nvfp4_quant", "add_rmsnorm_nvfp4_quant"])
+@pytest.mark.parametrize(
+    "function", ["nvfp4_quant", "silu_mul_nvfp4_quant", "add_rmsnorm_nvfp4_quant"]
+)
 def test_approximate_reciprocals_move_few_codes_by_one(kernels: object, function: str) -> None:
     """Only quotients within an ulp or two of a tie may change, to the neighbour."""
     from nibble_kernels.conversions.reference import unpack
 
     x = activations(512, 4096, torch.bfloat16)
-    others = (activations(512, 4096, torch.bfloat16, seed=1), torch.ones(4096, dtype=torch.bfloat16))
+    others = (
+        activations(512, 4096, torch.bfloat16, seed=1),
+        torch.ones(4096, dtype=torch.bfloat16),
+    )
     rest = (*others, fitting_scale(x), 1e-6) if "rmsnorm" in function else (fitting_scale(x),)
     exact = call("cuda", "nvfp4_quant", function, x, *rest, False, True)
     approximate = call("cuda", "nvfp4_quant", function, x, *rest, False, False)
     difference = (unpack(exact[0]).int() & 7) - (unpack(approximate[0]).int() & 7)
     scales = exact[1].view(torch.uint8).int() - approximate[1].view(torch.uint8).int()
     changed = (difference != 0).float().mean().item()
-    assert (scales.abs().max() <= 1, difference.abs().max() <= 1, changed < 1e-3) == (True, True, True), (
-        changed
-    )
+    assert (scales.abs().max() <= 1, difference.abs().max() <= 1, changed < 1e-3) == (
+        True,
+        True,
+        True,
+    ), changed
 
 
 @pytest.mark.parametrize("columns", [8, 24, 100])
@@ -159,4 +182,15 @@ def test_wrong_arguments_are_refused_by_the_operators(compiled: str) -> None:
     with pytest.raises(RuntimeError, match="expected bfloat16"):
         call(compiled, "nvfp4_quant", "nvfp4_quant", x.int(), one, True, True)
     with pytest.raises(RuntimeError, match="residual must have x's type"):
-        call(compiled, "nvfp4_quant", "add_rmsnorm_nvfp4_quant", x, x[:1], x[0], one, 1e-6, True, True)
+        call(
+            compiled,
+            "nvfp4_quant",
+            "add_rmsnorm_nvfp4_quant",
+            x,
+            x[:1],
+            x[0],
+            one,
+            1e-6,
+            True,
+            True,
+        )

@@ -34,7 +34,9 @@ def test_modelopts_bytes(weights: ModuleType) -> None:
         found = weights.quantize(torch.frombuffer(data, dtype=torch.bfloat16).view(case["shape"]))
         assert hex_of(found.packed) == case["weight_packed_hex"], case["kind"]
         assert hex_of(found.scales) == case["weight_scale_e4m3_hex"], case["kind"]
-        assert f"{found.global_scale.view(torch.int32).item():08x}" == case["weight_scale_2_f32_bits"]
+        assert (
+            f"{found.global_scale.view(torch.int32).item():08x}" == case["weight_scale_2_f32_bits"]
+        )
         assert hex_of(weights.dequantize(found)) == case["dequant_f32_le_hex"], case["kind"]
 
 
@@ -61,7 +63,9 @@ def test_four_over_six_errs_less_and_in_no_block_more_than_six(weights: ModuleTy
     # a global scale for 448 in place of 256 is what all sixes with the same scale would have
     six = weights.dequantize(weights.quantize(weight, weight.abs().amax().float() * (448 / 256)))
     assert relative_error(weight, mixed) == pytest.approx(0.087, abs=0.003)
-    errors = [(weight.float() - one).square().unflatten(-1, (-1, 16)).sum(-1) for one in (mixed, six)]
+    errors = [
+        (weight.float() - one).square().unflatten(-1, (-1, 16)).sum(-1) for one in (mixed, six)
+    ]
     assert (errors[0] <= errors[1] * (1 + 1e-5)).all()
 
 

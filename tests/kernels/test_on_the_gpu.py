@@ -1,4 +1,6 @@
-"""What only a GPU can show: software and instructions alike, large tensors, and the plain torch code on its own device."""
+"""What only a GPU can show: software and instructions alike, large tensors, and the plain torch
+code on its own device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ pytestmark = pytest.mark.gpu
 def all_operators(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Every quantizer's results for the two layouts and both precisions."""
     from nibble_kernels.conversions import e2m1_encode, e4m3_encode
-    from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
+    from nibble_kernels.nvfp4_quant import (
+        add_rmsnorm_nvfp4_quant,
+        nvfp4_quant,
+        silu_mul_nvfp4_quant,
+    )
     from nibble_kernels.quant_fp4 import quant_fp4
 
     results: list[torch.Tensor] = [e2m1_encode(x), e4m3_encode(x)]
@@ -59,7 +65,11 @@ def test_more_rows_than_a_grid_has(kernels: ModuleType) -> None:
 
 def test_more_than_four_gibibytes(kernels: ModuleType) -> None:
     """The last rows of a large tensor come out as they do alone."""
-    from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
+    from nibble_kernels.nvfp4_quant import (
+        add_rmsnorm_nvfp4_quant,
+        nvfp4_quant,
+        silu_mul_nvfp4_quant,
+    )
 
     x = torch.randn(140_032, 32768, dtype=torch.bfloat16, device="cuda")
     last, one = x[-128:].contiguous(), torch.ones(1, device="cuda")
@@ -82,11 +92,17 @@ def test_the_plain_torch_code_gives_the_same_bits_there(kernels: ModuleType) -> 
     from nibble_kernels.nvfp4_quant import reference
     from nibble_kernels.quant_fp4.reference import quant_fp4
 
-    x, weight, scale = activations(50, 256, torch.bfloat16), torch.rand(256).bfloat16(), torch.tensor([50.0])
+    x, weight, scale = (
+        activations(50, 256, torch.bfloat16),
+        torch.rand(256).bfloat16(),
+        torch.tensor([50.0]),
+    )
 
     def results(device: str) -> tuple[torch.Tensor, ...]:
         y, w, g = x.to(device), weight.to(device), scale.to(device)
-        found = reference.nvfp4_quant(y, g, True, True) + reference.silu_mul_nvfp4_quant(y, g, False, True)
+        found = reference.nvfp4_quant(y, g, True, True) + reference.silu_mul_nvfp4_quant(
+            y, g, False, True
+        )
         found += reference.add_rmsnorm_nvfp4_quant(y, y, w, g, 1e-6, True, True) + quant_fp4(
             y, None, True, 1.0, True, True
         )

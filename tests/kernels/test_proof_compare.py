@@ -1,4 +1,6 @@
-"""Layers against what is right: errors, formats, values that are not finite, and what /status gets of many layers."""
+"""Layers against what is right: errors, formats, values that are not finite, and what /status
+gets of many layers.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def test_many_layers_are_one_entry_a_kind() -> None:
     fine = Result("linear", "kind", "other", "plain", 0.001)
     blank = Result("routing", "Grouped", "router", problem="no reference for this routing")
     linear, routing = group([wrong, fine, fine, blank])
-    assert (linear["layers"], linear["compared"], linear["wrong"], linear["worst_error"]) == (2, 2, 1, 1.0)
+    assert (linear["layers"], linear["compared"], linear["wrong"], linear["worst_error"]) == (
+        2,
+        2,
+        1,
+        1.0,
+    )
     assert linear["wrong_layers"] == ["layer: off by 1, at most 0.02"]
     assert (routing["compared"], routing["not_compared"]) == (0, ["no reference for this routing"])
 

@@ -1,4 +1,6 @@
-"""Quartet II's quantizer: the vectors, every implementation bit for bit, and what four-over-six is for."""
+"""Quartet II's quantizer: the vectors, every implementation bit for bit, and what four-over-six
+is for.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def test_vectors(implementation: str) -> None:
         )
         found = codes.view(-1), scales.view(torch.uint8).view(-1), tensor_scale.view(1)
         scale_bytes = bytes_of(case["micro_scale_e4m3_hex_rowmajor"])
-        expected = bytes_of(case["packed_hex"]), scale_bytes, float_of(case["tensor_scale_f32_bits"])
+        expected = (
+            bytes_of(case["packed_hex"]),
+            scale_bytes,
+            float_of(case["tensor_scale_f32_bits"]),
+        )
         assert_same_bits(found, expected, case["kind"])
 
 
@@ -39,13 +45,16 @@ def test_vectors(implementation: str) -> None:
 def test_as_specified(compiled: str, four_over_six: bool, given: bool) -> None:
     for shape, dtype, tiled in product(SHAPES, two_byte_or_any(compiled), (True, False)):
         x = activations(*shape, dtype)
-        amax = x.float().abs().max() / 3 if given else None  # too small: the largest blocks saturate
+        # Too small: the largest blocks saturate
+        amax = x.float().abs().max() / 3 if given else None
         args = (x, amax, four_over_six, 1.1 if given else 1.0, tiled, True)
         assert_as_specified(compiled, "quant_fp4", "quant_fp4", *args, case=(shape, dtype, tiled))
 
 
 def test_extreme_elements_give_the_same_on_every_device(compiled: str) -> None:
-    for value, four_over_six in product((0.0, float("nan"), float("inf"), 1e-30, 3e38), (True, False)):
+    for value, four_over_six in product(
+        (0.0, float("nan"), float("inf"), 1e-30, 3e38), (True, False)
+    ):
         x = activations(4, 64, torch.bfloat16) * (0 if value == 0 else 1)
         x[2, 17] = value
         args = (x, None, four_over_six, 1.0, True, True)
@@ -70,8 +79,12 @@ def test_four_over_six_is_closer(compiled: str) -> None:
     x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     errors = {}
     for four_over_six in (True, False):
-        codes, scales, g = call(compiled, "quant_fp4", "quant_fp4", x, None, four_over_six, 1.0, False, True)
+        codes, scales, g = call(
+            compiled, "quant_fp4", "quant_fp4", x, None, four_over_six, 1.0, False, True
+        )
         values = e2m1_decode_packed(codes).view(256, 64, 16) * scales.float()[..., None] * g
-        errors[four_over_six] = ((values.view(256, 1024) - x.float()).norm() / x.float().norm()).item()
+        errors[four_over_six] = (
+            (values.view(256, 1024) - x.float()).norm() / x.float().norm()
+        ).item()
     assert errors[True] == pytest.approx(0.0870, abs=3e-4)
     assert errors[False] == pytest.approx(0.0951, abs=3e-4)

@@ -1,4 +1,6 @@
-"""Quartet II's activations by mode, its weights from both forms of checkpoint, and the heads of each rank."""
+"""Quartet II's activations by mode, its weights from both forms of checkpoint, and the heads of
+each rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def op(implementation: str) -> Any:
 def activations(rows: int = 6, columns: int = 128) -> Tensor:
     """Rows of very different size."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 3, rows)[:, None]).bfloat16()
+    return (
+        torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
+    ).bfloat16()
 
 
 def meaning(codes: Tensor, scales: Tensor, g: Tensor) -> Tensor:
@@ -43,7 +47,8 @@ def meaning(codes: Tensor, scales: Tensor, g: Tensor) -> Tensor:
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     """Shapes and bits."""
     return all(
-        a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(one, other, strict=True)
     )
 
@@ -114,7 +119,9 @@ def test_what_powers_of_two_give_is_exact_in_bf16(mode: str, op: Any) -> None:
     from nibble_kernels.quartet2 import nvfp4_dequantize
 
     codes, scales, g = op(activations(), mode)
-    assert torch.equal(nvfp4_dequantize(codes, scales, g, torch.bfloat16).double(), meaning(codes, scales, g))
+    assert torch.equal(
+        nvfp4_dequantize(codes, scales, g, torch.bfloat16).double(), meaning(codes, scales, g)
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -164,19 +171,27 @@ def test_another_mode_or_shape_is_refused(kernels: ModuleType) -> None:
 
 @pytest.fixture
 def stored(kernels: ModuleType) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A weight in both forms: BF16, and packed with tiled scales as the authors' converter writes it."""
+    """A weight in both forms: BF16, and packed with tiled scales as the authors' converter
+    writes it.
+    """
     pytest.importorskip("vllm")
     from nibble_kernels.quant_fp4 import quant_fp4
 
     weight = (torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.05).bfloat16()
     codes, scales, g = quant_fp4(weight, four_over_six=True, tiled=True)
-    packed = {"weight": codes.view(torch.float4_e2m1fn_x2), "weight_scale": scales, "weight_scale_2": g}
+    packed = {
+        "weight": codes.view(torch.float4_e2m1fn_x2),
+        "weight_scale": scales,
+        "weight_scale_2": g,
+    }
     return {"weight": weight}, packed
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_both_forms_give_every_rank_the_same_operands_with_one_scale(ranks: int, stored: Any) -> None:
+def test_both_forms_give_every_rank_the_same_operands_with_one_scale(
+    ranks: int, stored: Any
+) -> None:
     from nibble_kernels.vllm_plugin.quartet2 import operands
 
     bf16, packed = stored
@@ -255,13 +270,18 @@ def test_the_rotation_is_that_of_the_vectors(kernels: ModuleType) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="vLLM asks more of a model before it chooses among GPU backends"
+    torch.cuda.is_available(),
+    reason="vLLM asks more of a model before it chooses among GPU backends",
 )
-@pytest.mark.parametrize(("cache", "scale"), [("fp8", 2.0**-8), ("fp8_e5m2", 2.0**-8), ("auto", 1.0)])
+@pytest.mark.parametrize(
+    ("cache", "scale"), [("fp8", 2.0**-8), ("fp8_e5m2", 2.0**-8), ("auto", 1.0)]
+)
 def test_keys_of_length_one_have_a_scale_of_their_own_in_an_fp8_cache(
     cache: Any, scale: float, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After loading, when vLLM has set its own, in each of the three places where its backends look."""
+    """After loading, when vLLM has set its own, in each of the three places where its backends
+    look.
+    """
     from nibble_kernels.vllm_plugin.cloverlm import model
     from nibble_kernels.vllm_plugin.cloverlm.config import CloverLMConfig
     from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
@@ -278,7 +298,9 @@ def test_keys_of_length_one_have_a_scale_of_their_own_in_an_fp8_cache(
     with set_current_vllm_config(config):
         attention = model.CloverAttention(config, "blocks.0.mhsa").attention
         attention.process_weights_after_loading(torch.bfloat16)
-    assert [float(attention._k_scale), float(attention._k_scale_cpu), attention._k_scale_float] == [scale] * 3
+    assert [float(attention._k_scale), float(attention._k_scale_cpu), attention._k_scale_float] == [
+        scale
+    ] * 3
 
 
 @pytest.mark.vllm
@@ -289,7 +311,10 @@ def test_rows_that_fill_up_a_graph_do_not_count(kernels: ModuleType) -> None:
     x = activations()
     x[-2:] = torch.nan
     context = ForwardContext(
-        no_compile_layers={}, attn_metadata={}, slot_mapping={}, is_padding=torch.arange(len(x)) >= len(x) - 2
+        no_compile_layers={},
+        attn_metadata={},
+        slot_mapping={},
+        is_padding=torch.arange(len(x)) >= len(x) - 2,
     )
     with override_forward_context(context):
         assert _batch_amax(x) == x[:-2].abs().amax()

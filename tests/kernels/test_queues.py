@@ -1,4 +1,6 @@
-"""The queue of a worker's answers is as large as VLLM_MQ_MAX_CHUNK_BYTES_MB says, and larger messages arrive all the same."""
+"""The queue of a worker's answers is as large as VLLM_MQ_MAX_CHUNK_BYTES_MB says, and larger
+messages arrive all the same.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_without_the_variable_it_stays_vllms_own(monkeypatch: pytest.MonkeyPatch
     assert queue.buffer.max_chunk_bytes == VLLMS_OWN_BYTES
 
 
-def test_the_variable_sizes_it_and_a_larger_message_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_sizes_it_and_a_larger_message_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     size_answer_queue()
     answers = multiproc_executor.MessageQueue(1, 1)  # as WorkerProc._init_message_queues makes it
@@ -48,4 +52,7 @@ def test_the_variable_sizes_it_and_a_larger_message_arrives(monkeypatch: pytest.
 def test_a_size_that_the_caller_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     size_answer_queue()
-    assert multiproc_executor.MessageQueue(1, 1, max_chunk_bytes=2 << 20).buffer.max_chunk_bytes == 2 << 20
+    assert (
+        multiproc_executor.MessageQueue(1, 1, max_chunk_bytes=2 << 20).buffer.max_chunk_bytes
+        == 2 << 20
+    )

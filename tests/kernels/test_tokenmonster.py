@@ -1,7 +1,8 @@
 """TokenMonster vocabularies made here: read, encoded, decoded, and what is none refused.
 
-Encoding was compared with the project's own JavaScript (ea8fd60, tokenize_bytes): 6 000 texts, 216 569 tokens with and without
-capcode, all equal. The published vocabulary of CloverLM could not be had here.
+Encoding was compared with the project's own JavaScript (ea8fd60, tokenize_bytes): 6 000 texts, 216
+569 tokens with and without capcode, all equal. The published vocabulary of CloverLM could not be
+had here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def load(kernels: ModuleType) -> Any:
 
 @pytest.mark.parametrize("capcode", [0, 1])
 @pytest.mark.parametrize("text", SAMPLES)
-def test_what_is_decoded_is_what_was_encoded(capcode: int, text: str, load: Any, tmp_path: Path) -> None:
+def test_what_is_decoded_is_what_was_encoded(
+    capcode: int, text: str, load: Any, tmp_path: Path
+) -> None:
     vocabulary = load(write_vocabulary(tmp_path / "v.vocab", capcode=capcode))
     expected = unicodedata.normalize("NFD", text)
     if capcode:
@@ -63,7 +66,9 @@ def test_a_word_after_a_space_is_one_token_and_words_are_not_cut(load: Any, tmp_
     assert tokens == [b" people", b" other"]
 
 
-def test_a_word_without_a_space_gets_one_and_the_mark_that_takes_it_away(load: Any, tmp_path: Path) -> None:
+def test_a_word_without_a_space_gets_one_and_the_mark_that_takes_it_away(
+    load: Any, tmp_path: Path
+) -> None:
     vocabulary = load(write_vocabulary(tmp_path / "v.vocab"))
     ids = vocabulary.encode("people")
     assert [vocabulary.text_of[token] for token in ids] == [b"\x7f", b" people"]
@@ -110,19 +115,25 @@ def damaged(content: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", list(damaged(b"")))
-def test_a_file_that_cannot_be_read_is_refused_by_its_name(what: str, load: Any, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_by_its_name(
+    what: str, load: Any, tmp_path: Path
+) -> None:
     from nibble_kernels.tokenmonster import VocabularyError
 
     file = write_vocabulary(tmp_path / "v.vocab")
     file.write_bytes(damaged(file.read_bytes())[what])
-    with pytest.raises(VocabularyError, match=r"v\.vocab is no TokenMonster vocabulary that can be read"):
+    with pytest.raises(
+        VocabularyError, match=r"v\.vocab is no TokenMonster vocabulary that can be read"
+    ):
         load(file)
 
 
 def test_threads_share_one(load: Any, tmp_path: Path) -> None:
     vocabulary = load(write_vocabulary(tmp_path / "v.vocab"))
     expected, found = vocabulary.encode(TEXT), []
-    threads = [threading.Thread(target=lambda: found.append(vocabulary.encode(TEXT))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(vocabulary.encode(TEXT))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -148,7 +159,8 @@ def test_eot_in_a_text_is_the_id_that_ends_a_document(tokenizer: Any) -> None:
     ids = tokenizer.encode("one<eot>two")
     assert ids.count(eot) == 1 and max(ids) == eot
     assert (
-        tokenizer.decode(ids) == "one<eot>two" and tokenizer.decode(ids, skip_special_tokens=True) == "onetwo"
+        tokenizer.decode(ids) == "one<eot>two"
+        and tokenizer.decode(ids, skip_special_tokens=True) == "onetwo"
     )
     assert tokenizer.encode("") == [] and tokenizer.encode("<eot>") == [eot]
 
@@ -179,7 +191,9 @@ def test_truncation_keeps_the_side_that_vllm_asks_for(tokenizer: Any) -> None:
 
 
 @pytest.mark.vllm
-def test_a_folder_without_a_vocabulary_names_what_to_provide(kernels: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_without_a_vocabulary_names_what_to_provide(
+    kernels: ModuleType, tmp_path: Path
+) -> None:
     from nibble_kernels.vllm_plugin.cloverlm.tokenizer import VOCABULARY, TokenMonsterTokenizer
 
     with pytest.raises(FileNotFoundError, match=VOCABULARY):
@@ -187,7 +201,9 @@ def test_a_folder_without_a_vocabulary_names_what_to_provide(kernels: ModuleType
 
 
 @pytest.mark.vllm
-def test_a_smaller_vocabulary_than_its_eot_is_another_one(kernels: ModuleType, tmp_path: Path) -> None:
+def test_a_smaller_vocabulary_than_its_eot_is_another_one(
+    kernels: ModuleType, tmp_path: Path
+) -> None:
     from nibble_kernels.vllm_plugin.cloverlm.tokenizer import TokenMonsterTokenizer
 
     write_vocabulary(tmp_path / "short.vocab")
@@ -196,8 +212,12 @@ def test_a_smaller_vocabulary_than_its_eot_is_another_one(kernels: ModuleType, t
 
 
 def of_cloverlms_size(tmp_path: Path, eot: bytes | None = None) -> Path:
-    """32000 ids under a name that does not say which of them ends a document; `eot` has CloverLM's."""
-    tokens = [bytes([byte]) for byte in range(256)] + [f" {n:05}".encode() for n in range(32000 - 256)]
+    """32000 ids under a name that does not say which of them ends a document; `eot` has
+    CloverLM's.
+    """
+    tokens = [bytes([byte]) for byte in range(256)] + [
+        f" {n:05}".encode() for n in range(32000 - 256)
+    ]
     if eot is not None:
         tokens[14199] = eot
     return write_vocabulary(tmp_path / "renamed.vocab", tokens, eot=None)
@@ -207,13 +227,17 @@ def test_one_of_the_same_size_without_eot_is_another_one(load: Any, tmp_path: Pa
     from nibble_kernels.tokenmonster import VocabularyError, eot_of
 
     vocabulary = load(of_cloverlms_size(tmp_path))
-    with pytest.raises(VocabularyError, match=r"renamed\.vocab has b' 13943' as id 14199, which is <eot>"):
+    with pytest.raises(
+        VocabularyError, match=r"renamed\.vocab has b' 13943' as id 14199, which is <eot>"
+    ):
         eot_of(vocabulary, "renamed.vocab")
     assert eot_of(vocabulary, "published-eot%3D14199.vocab") == 14199
 
 
 @pytest.mark.parametrize("eot", [b"<eot>", b"<\x7f eot>"])
-def test_a_renamed_one_is_known_by_what_its_last_token_spells(eot: bytes, load: Any, tmp_path: Path) -> None:
+def test_a_renamed_one_is_known_by_what_its_last_token_spells(
+    eot: bytes, load: Any, tmp_path: Path
+) -> None:
     from nibble_kernels.tokenmonster import eot_of
 
     assert eot_of(load(of_cloverlms_size(tmp_path, eot)), "renamed.vocab") == 14199

@@ -13,10 +13,16 @@ import torch._dynamo.testing
 from kernel_cases import activations, assert_same_bits
 
 
-def quantize_all(x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def quantize_all(
+    x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Every operator once."""
     from nibble_kernels.conversions import e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode
-    from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
+    from nibble_kernels.nvfp4_quant import (
+        add_rmsnorm_nvfp4_quant,
+        nvfp4_quant,
+        silu_mul_nvfp4_quant,
+    )
     from nibble_kernels.quant_fp4 import quant_fp4
 
     return (
@@ -30,7 +36,10 @@ def quantize_all(x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor) -
 
 
 def inputs(device: str, rows: int) -> tuple[torch.Tensor, ...]:
-    x, residual = activations(rows, 96, torch.bfloat16), activations(rows, 96, torch.bfloat16, seed=1)
+    x, residual = (
+        activations(rows, 96, torch.bfloat16),
+        activations(rows, 96, torch.bfloat16, seed=1),
+    )
     return x.to(device), residual.to(device), torch.tensor([30.0], device=device)
 
 
@@ -67,7 +76,9 @@ def test_operators_are_registered_soundly(compiled: str) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_graph_replays_with_new_inputs(kernels: object) -> None:
-    """Captured on a side stream; a launch on another would be refused. 100 replays give the same bits."""
+    """Captured on a side stream; a launch on another would be refused. 100 replays give the same
+    bits.
+    """
     x, residual, scale = inputs("cuda", 131)
     quantize_all(x, residual, scale)  # the conversions are chosen before
     graph = torch.cuda.CUDAGraph()
@@ -103,14 +114,15 @@ def test_work_is_ordered_on_the_current_stream(kernels: object) -> None:
 
 @pytest.mark.gpu
 def test_first_use_inside_a_capture_works(installed: object) -> None:
-    """In a process of its own: the conversions cannot be chosen while capturing, and the software does the work."""
+    """In a process of its own: the conversions cannot be chosen while capturing, and the
+    software does the work.
+    """
     program = (
-        "import torch; from nibble_kernels.nvfp4_quant import nvfp4_quant\n"
-        "x = torch.randn(64, 128, device='cuda', dtype=torch.bfloat16); s = torch.ones(1, device='cuda')\n"
-        "g = torch.cuda.CUDAGraph()\n"
-        "with torch.cuda.graph(g):\n    captured = nvfp4_quant(x, s)\n"
-        "g.replay()\n"
-        "assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(captured, nvfp4_quant(x, s)))\n"
+        "import torch; from nibble_kernels.nvfp4_quant import nvfp4_quant\nx = torch.randn(64, 128,"
+        " device='cuda', dtype=torch.bfloat16); s = torch.ones(1, device='cuda')\ng ="
+        " torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g):\n    captured = nvfp4_quant(x,"
+        " s)\ng.replay()\nassert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b"
+        " in zip(captured, nvfp4_quant(x, s)))\n"
     )
     environ = os.environ | {"PYTHONPATH": str(installed)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environ)
@@ -119,10 +131,10 @@ def test_first_use_inside_a_capture_works(installed: object) -> None:
 def test_all_modules_load_in_one_process(installed: Path) -> None:
     """Two operators of one name would not."""
     program = (
-        "import importlib, pkgutil, nibble_kernels as package\n"
-        "names = [one.name for one in pkgutil.walk_packages(package.__path__, 'nibble_kernels.')]\n"
-        "wanted = [name for name in names if 'vllm_plugin' not in name and not name.endswith(('._cpu', '._cuda'))]\n"
-        "print(len([importlib.import_module(name) for name in wanted]))\n"
+        "import importlib, pkgutil, nibble_kernels as package\nnames = [one.name for one in"
+        " pkgutil.walk_packages(package.__path__, 'nibble_kernels.')]\nwanted = [name for name in"
+        " names if 'vllm_plugin' not in name and not name.endswith(('._cpu',"
+        " '._cuda'))]\nprint(len([importlib.import_module(name) for name in wanted]))\n"
     )
     environ = os.environ | {"PYTHONPATH": str(installed)}
     words = [sys.executable, "-c", program]

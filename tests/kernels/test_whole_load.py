@@ -1,4 +1,6 @@
-"""vLLM's own loader with the plugin: whole models of many families load, and what lacks a part of a weight ends by its name."""
+"""vLLM's own loader with the plugin: whole models of many families load, and what lacks a part
+of a weight ends by its name.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,79 @@ BASE: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 MOE: dict[str, Any] = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "n_shared_experts": 1, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
-    "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-# One of each way to load: fused and not, biases, sinks, latent attention, shared keys, states, tied and own heads.
+# One of each way to load: fused and not, biases, sinks, latent attention, shared keys, states, tied
+# and own heads.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {}, "phi3": {}, "gemma3_text": {}, "granitemoe": MOE, "glm4_moe": MOE, "gpt_oss": MOE | ALTERNATING,
-    "deepseek_v3": MOE | {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-                          "v_head_dim": 16, "num_key_value_heads": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "qwen3_next": MOE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-                         "linear_value_head_dim": 32, "decoder_sparse_step": 1, "head_dim": 32},
+    "qwen2": {},
+    "phi3": {},
+    "gemma3_text": {},
+    "granitemoe": MOE,
+    "glm4_moe": MOE,
+    "gpt_oss": MOE | ALTERNATING,
+    "deepseek_v3": MOE
+    | {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "qwen3_next": MOE
+    | {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "decoder_sparse_step": 1,
+        "head_dim": 32,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2},
-    "jamba": MOE | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "gemma3n_text": ALTERNATING | {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
-        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2, "laurel_rank": 8,
-        "intermediate_size": [128] * 4, "tie_word_embeddings": True},
+    "jamba": MOE
+    | {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "gemma3n_text": ALTERNATING
+    | {
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "intermediate_size": [128] * 4,
+        "tie_word_embeddings": True,
+    },
     "laguna": MOE,
-}  # fmt: skip
-UNTIED = ("mamba2", "jamba", "phi3", "qwen2", "deepseek_v3", "qwen3_next", "gpt_oss", "glm4_moe", "laguna")
+}
+UNTIED = (
+    "mamba2",
+    "jamba",
+    "phi3",
+    "qwen2",
+    "deepseek_v3",
+    "qwen3_next",
+    "gpt_oss",
+    "glm4_moe",
+    "laguna",
+)
 ROUTER_BIAS = "mlp.experts.e_score_correction_bias"
 
 Tensors = dict[str, Tensor]
@@ -109,23 +164,44 @@ class Damage:
 
 L = "model.layers."
 DAMAGES = {
-    "output projection of the last layer": Damage(DENSE, without(f"{L}2.self_attn.o_proj"), f"{L}2.self_attn.o_proj.weight"),
-    "one of three fused parts": Damage(DENSE, without(f"{L}1.self_attn.k_proj"), f"{L}1.self_attn.k_proj.weight"),
-    "last norm of the last layer": Damage(DENSE, without(f"{L}2.post_att"), f"{L}2.post_attention_layernorm.weight"),
-    "norm of one layer's queries": Damage(DENSE, without(f"{L}1.self_attn.q_norm"), f"{L}1.self_attn.q_norm.weight"),
+    "output projection of the last layer": Damage(
+        DENSE, without(f"{L}2.self_attn.o_proj"), f"{L}2.self_attn.o_proj.weight"
+    ),
+    "one of three fused parts": Damage(
+        DENSE, without(f"{L}1.self_attn.k_proj"), f"{L}1.self_attn.k_proj.weight"
+    ),
+    "last norm of the last layer": Damage(
+        DENSE, without(f"{L}2.post_att"), f"{L}2.post_attention_layernorm.weight"
+    ),
+    "norm of one layer's queries": Damage(
+        DENSE, without(f"{L}1.self_attn.q_norm"), f"{L}1.self_attn.q_norm.weight"
+    ),
     "embedding": Damage(DENSE, without("model.embed"), "model.embed_tokens.weight"),
-    "up of one expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.2.up_"), f"{L}1.mlp.experts.routed_experts.2.w13"),
-    "an expert": Damage(EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"),
-    "up of every expert of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.\d+\.up_"),
-                                            f"{L}1.mlp.experts.routed_experts.0.w13"),
-    "up of every expert": Damage(EXPERTS, matching(r"\.experts\.\d+\.up_"), f"{L}0.mlp.experts.routed_experts.0.w13"),
-    "most experts of a layer": Damage(EXPERTS, matching(r"s\.1\.mlp\.experts\.[0-2]\."),
-                                      f"{L}1.mlp.experts.routed_experts.0.w13"),
-    "a row of one expert too few": Damage(EXPERTS, cut(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"),
+    "up of one expert": Damage(
+        EXPERTS, without(f"{L}1.mlp.experts.2.up_"), f"{L}1.mlp.experts.routed_experts.2.w13"
+    ),
+    "an expert": Damage(
+        EXPERTS, without(f"{L}1.mlp.experts.3."), f"{L}1.mlp.experts.routed_experts.3.w2"
+    ),
+    "up of every expert of a layer": Damage(
+        EXPERTS, matching(r"s\.1\.mlp\.experts\.\d+\.up_"), f"{L}1.mlp.experts.routed_experts.0.w13"
+    ),
+    "up of every expert": Damage(
+        EXPERTS, matching(r"\.experts\.\d+\.up_"), f"{L}0.mlp.experts.routed_experts.0.w13"
+    ),
+    "most experts of a layer": Damage(
+        EXPERTS, matching(r"s\.1\.mlp\.experts\.[0-2]\."), f"{L}1.mlp.experts.routed_experts.0.w13"
+    ),
+    "a row of one expert too few": Damage(
+        EXPERTS, cut(f"{L}1.mlp.experts.2.up_proj"), f"{L}1.mlp.experts.routed_experts.2.w13"
+    ),
     "a row too few": Damage(DENSE, cut(f"{L}1.mlp.down_proj"), f"{L}1.mlp.down_proj.weight"),
-    "a tensor too many": Damage(DENSE, lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
-                                f"{L}7.self_attn.q_proj.weight (bfloat16 of shape [64])"),
-}  # fmt: skip
+    "a tensor too many": Damage(
+        DENSE,
+        lambda t: t.update({f"{L}7.self_attn.q_proj.weight": t["model.norm.weight"].clone()}),
+        f"{L}7.self_attn.q_proj.weight (bfloat16 of shape [64])",
+    ),
+}
 
 
 def damaged(folder: Path, kind: str, form: Any) -> Path:
@@ -152,9 +228,17 @@ def with_router_biases(tensors: Tensors) -> None:
 
 # Family, what is done to it, and the name that ends its load.
 FAMILY_DAMAGES = {
-    "one bias of queries": ("qwen2", without(f"{L}1.self_attn.q_proj.bias"), f"{L}1.self_attn.q_proj.bias"),
-    "one bias of a router": ("laguna", without(f"{L}2.{ROUTER_BIAS}"), f"{L}2.mlp.experts.routed_experts.e_score"),
-}  # fmt: skip
+    "one bias of queries": (
+        "qwen2",
+        without(f"{L}1.self_attn.q_proj.bias"),
+        f"{L}1.self_attn.q_proj.bias",
+    ),
+    "one bias of a router": (
+        "laguna",
+        without(f"{L}2.{ROUTER_BIAS}"),
+        f"{L}2.mlp.experts.routed_experts.e_score",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +250,17 @@ def loads(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Loads:
     folders += [write_checkpoint(root / f"experts {form}", EXPERTS, form) for form in FORMS]
     folders += [damaged(root / f"{kind} {form}", kind, form) for kind in DAMAGES for form in FORMS]
     folders += [
-        change_family(root / name, family, change) for name, (family, change, _) in FAMILY_DAMAGES.items()
+        change_family(root / name, family, change)
+        for name, (family, change, _) in FAMILY_DAMAGES.items()
     ]
     wishes: list[dict[str, Any]] = [{"folder": str(folder)} for folder in folders]
     biased = change_family(root / "router biases", "laguna", with_router_biases)
-    wishes.append({"folder": str(biased), "show": f"{L}2.mlp.experts.routed_experts.e_score_correction_bias"})
-    wishes += [write_draft(root / name, name, root / draft.target) for name, draft in DRAFTS.items()]
+    wishes.append(
+        {"folder": str(biased), "show": f"{L}2.mlp.experts.routed_experts.e_score_correction_bias"}
+    )
+    wishes += [
+        write_draft(root / name, name, root / draft.target) for name, draft in DRAFTS.items()
+    ]
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(FIXTURES / "loads_in_vllm.py")], env=os.environ | {"PYTHONPATH": path},
@@ -199,14 +288,18 @@ def test_a_family_that_lacks_a_bias_ends_its_load_by_name(name: str, loads: Load
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_may_lack_what_it_takes_from_its_target_and_nothing_else(name: str, loads: Loads) -> None:
+def test_a_draft_may_lack_what_it_takes_from_its_target_and_nothing_else(
+    name: str, loads: Loads
+) -> None:
     error = loads[name]["error"]
     assert DRAFTS[name].named in error if DRAFTS[name].named else error == ""
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_model_that_is_not_whole_ends_its_load_by_name(kind: str, form: str, loads: Loads) -> None:
+def test_a_model_that_is_not_whole_ends_its_load_by_name(
+    kind: str, form: str, loads: Loads
+) -> None:
     error = loads[f"{kind} {form}"]["error"]
     assert DAMAGES[kind].named in error
     assert error.startswith(

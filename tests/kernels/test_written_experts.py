@@ -1,4 +1,6 @@
-"""Which experts of a layer are not whole, by what was written of their parameter: halves, padding, order of dimensions."""
+"""Which experts of a layer are not whole, by what was written of their parameter: halves,
+padding, order of dimensions.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ def weight(*shape: int) -> Any:
     return Parameter(torch.zeros(*shape), requires_grad=False)
 
 
-def halves(parameter: Any, numbers: tuple[int, ...], rows: int = 6, columns: int = COLUMNS) -> list[Any]:
-    """Gate and up of some experts, as vLLM's loader narrows them: each half may be padded at its end."""
+def halves(
+    parameter: Any, numbers: tuple[int, ...], rows: int = 6, columns: int = COLUMNS
+) -> list[Any]:
+    """Gate and up of some experts, as vLLM's loader narrows them: each half may be padded at its
+    end.
+    """
     found = []
     for number in numbers:
         for start in (0, ROWS // 2):
@@ -79,5 +85,8 @@ def test_a_tensor_of_all_experts_is_whole_in_every_view() -> None:
 def test_weights_of_one_part_and_biases() -> None:
     down, bias = weight(EXPERTS, COLUMNS, ROWS), weight(EXPERTS, ROWS)
     assert short(down, [down.data[n] for n in (0, 1, 3)], is_pair=False) == [2]
-    assert short(bias, [bias.data[n, start : start + 6] for n in range(EXPERTS) for start in (0, 6)]) == []
+    assert (
+        short(bias, [bias.data[n, start : start + 6] for n in range(EXPERTS) for start in (0, 6)])
+        == []
+    )
     assert short(bias, [bias.data[n, :6] for n in range(EXPERTS)]) == [0, 1, 2, 3]

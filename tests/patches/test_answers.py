@@ -1,4 +1,6 @@
-"""Answers that are no patch of vLLM (a flag, a rule, a variable, a check): taken away, exactly their probes find the defect."""
+"""Answers that are no patch of vLLM (a flag, a rule, a variable, a check): taken away, exactly
+their probes find the defect.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import pytest
 from separating import halves, subsets
 from trees import pristine
 
-from nibble.patching.run import rows
-from nibble.paths import root
+from nibble.engine.patching.run import rows
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()
@@ -24,28 +26,48 @@ CUT = r"\n\[\[rule\]\]\nid = \"{}\".*?(?=\n\[\[rule|\Z)"
 ARGUMENT = r"\n\[args\.{}\].*?(?=\n\[)"
 LAYERS = "kernels/src/nibble_kernels/vllm_plugin/layers.py"
 ANSWERS: dict[str, tuple[str, str, str, str]] = {
-    "rule b12x moe": ("n11_b12x_scales", "rules/backends.toml", CUT.format("flashinfer-b12x-moe"), ""),
-    "rule b12x": ("n26_b12x_not_automatic", "rules/backends.toml", CUT.format("b12x-unmeasured"), ""),
+    "rule b12x moe": (
+        "n11_b12x_scales",
+        "rules/backends.toml",
+        CUT.format("flashinfer-b12x-moe"),
+        "",
+    ),
+    "rule b12x": (
+        "n26_b12x_not_automatic",
+        "rules/backends.toml",
+        CUT.format("b12x-unmeasured"),
+        "",
+    ),
     "gb10 tokens": (
         "n13_gb10_batch_defaults",
         "targets/gb10.toml",
         ARGUMENT.format("max-num-batched-tokens"),
         "",
     ),
-    "gb10 sequences": ("n13_gb10_batch_defaults", "targets/gb10.toml", ARGUMENT.format("max-num-seqs"), ""),
+    "gb10 sequences": (
+        "n13_gb10_batch_defaults",
+        "targets/gb10.toml",
+        ARGUMENT.format("max-num-seqs"),
+        "",
+    ),
     "gb10 memory": (
         "n14_gb10_free_memory",
-        "nibble/memory_plan.py",
+        "nibble/plan/memory.py",
         "",
         "def _utilization(*_): return {}",
     ),
     "dead names": (
         "n22_dead_variables",
-        "nibble/environment.py",
+        "nibble/settings/environment.py",
         "",
         "DEAD_VARIABLES = {}\ndef _is_known(*_): return True",
     ),
-    "aliases": ("n23_moe_configs_by_name", "nibble/moe_configs.py", "", "def find_alias(*_): return None"),
+    "aliases": (
+        "n23_moe_configs_by_name",
+        "nibble/plan/moe_tuning.py",
+        "",
+        "def find_alias(*_): return None",
+    ),
     "exclusions": (
         "s09_mtp_exclusion",
         "nibble/checkpoint/exclusions.py",
@@ -78,10 +100,16 @@ ANSWERS: dict[str, tuple[str, str, str, str]] = {
         "def register_head(): pass",
     ),
     "expert merge": ("n10_moe_w13_scale", LAYERS, "", "def merge_experts(*_, **__): return None"),
-    "gemma4": ("s17_gemma4_attention", "nibble/gemma4.py", "", "FLAGS = {name: {} for name in FLAGS}"),
+    "gemma4": (
+        "s17_gemma4_attention",
+        "nibble/plan/models/gemma4.py",
+        "",
+        "FLAGS = {name: {} for name in FLAGS}",
+    ),
 }
 PROBES = sorted({probe for probes, *_ in ANSWERS.values() for probe in probes.split()})
-# Left to the user (12); or no defect of the 0.32.0 wheel with its FlashInfer: N25, and N19 (test_binaries.py shows it on 0.16.0).
+# Left to the user (12); or no defect of the 0.32.0 wheel with its FlashInfer: N25, and N19
+# (test_binaries.py shows it on 0.16.0).
 WITHOUT_REMOVAL = {"s12_gb10_moe_config", "n25_flashinfer_targets", "n19_family_code"}
 
 
@@ -99,16 +127,27 @@ def nibble_without(answers: tuple[str, ...], folder: Path) -> Path:
     return folder
 
 
-# Half a minute each: two halves show that every probe fails without its answer and with it does not; that no other answer of the
-# half is the reason, the sets after them.
+# Half a minute each: two halves show that every probe fails without its answer and with it does
+# not; that no other answer of the half is the reason, the sets after them.
 LEFT_OUT = [(), *halves(list(ANSWERS))]
 SEPARATING = [pytest.param(names, marks=pytest.mark.slow) for names in subsets(list(ANSWERS))]
 
 
-@pytest.mark.parametrize("left_out", [*LEFT_OUT, *SEPARATING], ids=lambda names: "+".join(names) or "none")
-def test_without_an_answer_exactly_its_probes_fail(left_out: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "left_out", [*LEFT_OUT, *SEPARATING], ids=lambda names: "+".join(names) or "none"
+)
+def test_without_an_answer_exactly_its_probes_fail(
+    left_out: tuple[str, ...], tmp_path: Path
+) -> None:
     copy = nibble_without(left_out, tmp_path)
-    words = [sys.executable, "-m", "nibble.patching.run", "--root", str(pristine("0.32.0")), *PROBES]
+    words = [
+        sys.executable,
+        "-m",
+        "nibble.engine.patching.run",
+        "--root",
+        str(pristine("0.32.0")),
+        *PROBES,
+    ]
     environ = os.environ | {"PYTHONPATH": str(copy)}
     done = subprocess.run(words, cwd=copy, env=environ, text=True, capture_output=True, check=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]

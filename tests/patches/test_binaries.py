@@ -1,4 +1,6 @@
-"""The GPU code of real wheels and of what nvcc makes is read right, and a build for the wrong target is refused."""
+"""The GPU code of real wheels and of what nvcc makes is read right, and a build for the wrong
+target is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,17 @@ import cuda_tools
 import pytest
 from trees import pristine
 
+from nibble.engine.fatbin import Code, gpu_objects
+from nibble.engine.gpu_code import CORE, check_binaries
+from nibble.engine.patching.tree import open_tree
 from nibble.errors import NibbleError
-from nibble.patching.binaries import CORE, check_binaries
-from nibble.patching.fatbin import Code, gpu_objects
-from nibble.patching.tree import open_tree
-from nibble.paths import root
-from nibble.targets import load_target
+from nibble.machine.paths import root
+from nibble.machine.targets import load_target
 
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
 
-# How many objects of each module have which code; counted with cuobjdump 13.5 too (below) and by patches.md's own scan.
+# How many objects of each module have which code; counted with cuobjdump 13.5 too (below) and by
+# patches.md's own scan.
 CONTENT: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.15.1": {
         "_C": {"120": 35, "120a": 16, "100a": 17},
@@ -57,16 +60,17 @@ def path_of(version: str, module: str) -> Path:
     ("version", "module"), [(version, name) for version in CONTENT for name in CONTENT[version]]
 )
 def test_wheels_hold_what_is_written_about_them(version: str, module: str) -> None:
-    found = Counter(str(code) for one in gpu_objects(path_of(version, module)) for code in one.codes)
+    found = Counter(
+        str(code) for one in gpu_objects(path_of(version, module)) for code in one.codes
+    )
     assert {code: found[code] for code in CONTENT[version][module]} == CONTENT[version][module]
     assert not any(code.startswith("121") for code in found)
 
 
 def test_every_object_of_the_wheels_has_the_name_of_its_source() -> None:
     objects = {one.name: one.codes for one in gpu_objects(path_of("0.32.0", CORE))}
-    assert (
-        len(objects) == len(gpu_objects(path_of("0.32.0", CORE))) - 1
-    )  # two sources are named activation_kernels.cu
+    # Two sources are named activation_kernels.cu
+    assert len(objects) == len(gpu_objects(path_of("0.32.0", CORE))) - 1
     assert objects["nvfp4_scaled_mm_sm120_kernels"] == (Code(120, "f"),)
     assert objects["marlin"] == (Code(75), Code(80, is_ptx=True), Code(80))
     older = {one.name: one.codes for one in gpu_objects(path_of("0.16.0", "_C"))}
@@ -77,15 +81,25 @@ def test_every_object_of_the_wheels_has_the_name_of_its_source() -> None:
 def test_nvidias_tool_lists_the_same_machine_code(module: str) -> None:
     tools = cuda_tools.disassembler()
     told = subprocess.run(
-        [tools / "cuobjdump", "-lelf", path_of("0.32.0", module)], capture_output=True, text=True, check=True
+        [tools / "cuobjdump", "-lelf", path_of("0.32.0", module)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     listed = Counter(re.findall(r"\.sm_(\w+)\.cubin", told))
-    codes = [code for one in gpu_objects(path_of("0.32.0", module)) for code in one.codes if not code.is_ptx]
+    codes = [
+        code
+        for one in gpu_objects(path_of("0.32.0", module))
+        for code in one.codes
+        if not code.is_ptx
+    ]
     assert listed == Counter(str(code).rstrip("f") for code in codes)  # it does not list the f
 
 
 def test_the_released_wheel_has_the_instructions_of_gb10(tmp_path: Path) -> None:
-    """Each object by its name, taken out by NVIDIA's tool, which numbers machine code in the order of the file."""
+    """Each object by its name, taken out by NVIDIA's tool, which numbers machine code in the
+    order of the file.
+    """
     codes = [
         (one.name, code)
         for one in gpu_objects(path_of("0.32.0", CORE))
@@ -114,7 +128,7 @@ def test_flags_mean_what_nvcc_was_told(told: list[str], tmp_path: Path) -> None:
     for one in told:
         number = one.removeprefix("PTX ")
         flags.append(
-            f"-gencode=arch=compute_{number},code={'compute' if one.startswith('PTX') else 'sm'}_{number}"
+            f"-gencode=arch=compute_{number},code={'compute' if one.startswith('PTX') else 'sm'}_{number}"  # noqa: E501
         )
     subprocess.run([cuda_tools.NVCC, "-c", *flags, "-o", output, source], check=True)
     (one,) = gpu_objects(output)
@@ -132,14 +146,18 @@ def test_the_pinned_wheel_passes_for_every_target_in_seconds(target: str) -> Non
 @pytest.mark.parametrize("version", ["0.15.1", "0.16.0"])
 def test_the_seeds_wheels_are_refused(version: str) -> None:
     with pytest.raises(
-        NibbleError, match=r"gb10 cannot use this vLLM: vllm/_C\.abi3\.so of vLLM .* is a CUDA 12 build"
+        NibbleError,
+        match=r"gb10 cannot use this vLLM: vllm/_C\.abi3\.so of vLLM .* is a CUDA 12 build",
     ):
         check_binaries(open_tree(pristine(version)), load_target("gb10"))
 
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [(0x100000, r"nvfp4_quant_kernels for 100f, 120a \("), (0, r"nvfp4_quant_kernels for 100f, 120 \(")],
+    [
+        (0x100000, r"nvfp4_quant_kernels for 100f, 120a \("),
+        (0, r"nvfp4_quant_kernels for 100f, 120 \("),
+    ],
     ids=["120a, as a CUDA 12 build", "plain 120, as the seeds built"],
 )
 def test_the_real_wheel_with_other_targets_is_refused(flag: int, said: str, tmp_path: Path) -> None:
@@ -175,11 +193,17 @@ def with_flag(data: bytes, flag: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize(("version", "target", "status"), [("0.32.0", "gb10", 0), ("0.16.0", "gb10", 6)])
-def test_the_build_asks_with_nothing_but_the_standard_library(version: str, target: str, status: int) -> None:
-    words = [sys.executable, "-S", "-m", "nibble.patching.binaries", str(pristine(version)), target]
+@pytest.mark.parametrize(
+    ("version", "target", "status"), [("0.32.0", "gb10", 0), ("0.16.0", "gb10", 6)]
+)
+def test_the_build_asks_with_nothing_but_the_standard_library(
+    version: str, target: str, status: int
+) -> None:
+    words = [sys.executable, "-S", "-m", "nibble.engine.gpu_code", str(pristine(version)), target]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(words, cwd=root(), env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=root(), env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == status, done.stderr
     assert all(line.startswith("vllm/") for line in done.stdout.splitlines())
     assert len(done.stdout.splitlines()) >= 5

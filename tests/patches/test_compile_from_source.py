@@ -1,10 +1,13 @@
-"""The patched source archive configures for every target, and its NVFP4, FP8 and Marlin kernels compile for GB10 as they should.
+"""The patched source archive configures for every target, and its NVFP4, FP8 and Marlin kernels
+compile for GB10 as they should.
 
-Real are vLLM's CMakeLists.txt up to its external projects, its sources with the series applied, torch's CMake code for
-TORCH_CUDA_ARCH_LIST, cmake as the images pin it, and nvcc; each source is compiled by the very command that CMake wrote down.
-Stand-ins are, for want of anything but a package index: a TorchConfig.cmake around the CPU build of torch, whose own has CUDA
-switched off; FlashInfer's copy of CUTLASS 4.5.0 where vLLM fetches v4.7.1 (VLLM_CUTLASS_SRC_DIR); one type of cublas_v2.h.
-Left out are the external projects, and with them vLLM's demand for GCC 13, which is theirs (CMakeLists.txt:1568).
+Real are vLLM's CMakeLists.txt up to its external projects, its sources with the series applied,
+torch's CMake code for TORCH_CUDA_ARCH_LIST, cmake as the images pin it, and nvcc; each source is
+compiled by the very command that CMake wrote down. Stand-ins are, for want of anything but a
+package index: a TorchConfig.cmake around the CPU build of torch, whose own has CUDA switched off;
+FlashInfer's copy of CUTLASS 4.5.0 where vLLM fetches v4.7.1 (VLLM_CUTLASS_SRC_DIR); one type of
+cublas_v2.h. Left out are the external projects, and with them vLLM's demand for GCC 13, which is
+theirs (CMakeLists.txt:1568).
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ import cuda_tools
 import pytest
 from trees import patched, pristine, source_tree
 
-from nibble.patching.binaries import CORE, FAMILY_CODE, MARLIN_FP4, MOE
-from nibble.patching.fatbin import Code, gpu_objects
-from nibble.targets import load_target
+from nibble.engine.fatbin import Code, gpu_objects
+from nibble.engine.gpu_code import CORE, FAMILY_CODE, MARLIN_FP4, MOE
+from nibble.machine.targets import load_target
 
 pytestmark = [
     pytest.mark.vllm,
@@ -77,7 +80,9 @@ Configured = Callable[[str], Mapping[str, Command]]
 
 @pytest.fixture(scope="module")
 def configured(tmp_path_factory: pytest.TempPathFactory) -> Configured:
-    """Source -> its command, for a TORCH_CUDA_ARCH_LIST; all are configured side by side when the first is asked for."""
+    """Source -> its command, for a TORCH_CUDA_ARCH_LIST; all are configured side by side when
+    the first is asked for.
+    """
     folder = tmp_path_factory.mktemp("source")
     tree = patched(folder / "patched", tree=source_tree("0.32.0"))
     lists = ("12.1a", "12.0f", "10.0f", "9.0a")
@@ -87,7 +92,11 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Configured:
         if not found:
             with ThreadPoolExecutor(2) as pool:
                 found.update(
-                    zip(lists, pool.map(lambda one: configure(tree, folder / one, one), lists), strict=True)
+                    zip(
+                        lists,
+                        pool.map(lambda one: configure(tree, folder / one, one), lists),
+                        strict=True,
+                    )
                 )
         return found[arch_list]
 
@@ -97,7 +106,10 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Configured:
 def configure(tree: Path, folder: Path, arch_list: str) -> dict[str, Command]:
     """Run vLLM's CMake in `folder` and read what it would compile, and how."""
     source, build, config = folder / "vllm", folder / "build", folder / "torch"
-    for name in ("csrc", "cmake"):  # copied for each: kernels are generated into csrc, by architecture
+    for name in (
+        "csrc",
+        "cmake",
+    ):  # copied for each: kernels are generated into csrc, by architecture
         shutil.copytree(tree / name, source / name)
     lines, external, _ = (tree / "CMakeLists.txt").read_text().partition(FIRST_EXTERNAL_PROJECT)
     assert external, "CMakeLists.txt has changed: where do its external projects begin?"
@@ -114,14 +126,19 @@ def configure(tree: Path, folder: Path, arch_list: str) -> dict[str, Command]:
         "VLLM_PYTHON_EXECUTABLE": sys.executable,
         "Torch_DIR": config,
         "VLLM_CUTLASS_SRC_DIR": cutlass,
-        "CUTLASS_DIR": cutlass,  # these three CUTLASS's own CMakeLists.txt sets, which FlashInfer leaves out
+        # These three CUTLASS's own CMakeLists.txt sets, which FlashInfer leaves out
+        "CUTLASS_DIR": cutlass,
         "CUTLASS_INCLUDE_DIR": cutlass / "include",
         "CUTLASS_TOOLS_UTIL_INCLUDE_DIR": cutlass / "tools/util/include",
     }
     words = [cuda_tools.cmake(), "-G", "Ninja", "-S", source, "-B", build]
     words += [f"-D{name}={value}" for name, value in definitions.items()]
     done = subprocess.run(
-        words, env=environment(TORCH_CUDA_ARCH_LIST=arch_list), capture_output=True, text=True, check=False
+        words,
+        env=environment(TORCH_CUDA_ARCH_LIST=arch_list),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     entries = json.loads((build / "compile_commands.json").read_text())
@@ -143,7 +160,11 @@ def environment(**more: str) -> dict[str, str]:
 def sources(commands: Mapping[str, Command], module: str, stem: str) -> list[Command]:
     """The commands for the source of that name in one module."""
     folder = f"CMakeFiles/{module}.dir/"
-    return [one for name, one in commands.items() if Path(name).stem == stem and folder in str(one.output)]
+    return [
+        one
+        for name, one in commands.items()
+        if Path(name).stem == stem and folder in str(one.output)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +179,9 @@ def sources(commands: Mapping[str, Command], module: str, stem: str) -> list[Com
 def test_it_configures_with_family_code_for_every_kernel_that_needs_it(
     arch_list: str, major: int, allowed: set[str], configured: Configured
 ) -> None:
-    """The list that the build-time check holds a wheel against is what CMake builds; nothing on it is plain 120 or 121."""
+    """The list that the build-time check holds a wheel against is what CMake builds; nothing on
+    it is plain 120 or 121.
+    """
     commands = configured(arch_list)
     for module, names in FAMILY_CODE[major].items():
         for name in names:
@@ -167,12 +190,16 @@ def test_it_configures_with_family_code_for_every_kernel_that_needs_it(
 
 
 @pytest.mark.parametrize("target", ["gb10", "sm120", "b200", "hopper"])
-def test_everything_that_a_target_compiles_has_code_it_can_load(target: str, configured: Configured) -> None:
+def test_everything_that_a_target_compiles_has_code_it_can_load(
+    target: str, configured: Configured
+) -> None:
     capabilities = load_target(target).capabilities
     stuck = {}
     for name, command in configured(load_target(target).torch_cuda_arch_list).items():
         codes = [as_code(one) for one in command.codes]
-        if codes and not all(any(code.runs_on(capability) for code in codes) for capability in capabilities):
+        if codes and not all(
+            any(code.runs_on(capability) for code in codes) for capability in capabilities
+        ):
             stuck[name] = command.codes
     assert not stuck
 
@@ -202,9 +229,12 @@ def test_marlin_for_fp4_weights_is_in_both_modules_of_every_target(configured: C
     [
         f"{FP4}/nvfp4_quant_kernels.cu",
         f"{MARLIN}/sm80_kernel_float16_fe2m1f_float16.cu",
-        pytest.param(f"{MARLIN}/sm80_kernel_bfloat16_fe2m1f_bfloat16.cu", marks=pytest.mark.slow),  # 50 s
-        pytest.param(f"{FP4}/nvfp4_scaled_mm_sm120_kernels.cu", marks=pytest.mark.slow),  # 4 minutes and 6 GB
-        pytest.param(f"{SCALED_MM}/c3x/scaled_mm_sm120_fp8.cu", marks=pytest.mark.slow),  # 4 minutes and 9 GB
+        # 50 s
+        pytest.param(f"{MARLIN}/sm80_kernel_bfloat16_fe2m1f_bfloat16.cu", marks=pytest.mark.slow),
+        # 4 minutes and 6 GB
+        pytest.param(f"{FP4}/nvfp4_scaled_mm_sm120_kernels.cu", marks=pytest.mark.slow),
+        # 4 minutes and 9 GB
+        pytest.param(f"{SCALED_MM}/c3x/scaled_mm_sm120_fp8.cu", marks=pytest.mark.slow),
     ],
     ids=lambda source: Path(source).stem,
 )

@@ -1,4 +1,6 @@
-"""Probes of GPU code, of nvcc and of CMake: that they fail on trees with the defect put in, and do not answer without tools."""
+"""Probes of GPU code, of nvcc and of CMake: that they fail on trees with the defect put in, and
+do not answer without tools.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import pytest
 import trees
 from gpu_modules import module, write_tree
 
-from nibble.patching import run
-from nibble.patching.tree import Tree, open_tree
-from nibble.paths import root
+from nibble.engine.patching import run
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
@@ -32,7 +34,9 @@ def state(tree: Tree, name: str) -> tuple[str, str]:
 
 
 def edited(folder: Path, release: str, *edits: tuple[str, str, str]) -> Tree:
-    """The source archive of a release, its files linked, with (file, old text, new text) replaced."""
+    """The source archive of a release, its files linked, with (file, old text, new text)
+    replaced.
+    """
     trees.copy_of(trees.source_tree(release), folder / "tree")
     for name, old, new in edits:
         path = folder / "tree" / name
@@ -44,7 +48,9 @@ def edited(folder: Path, release: str, *edits: tuple[str, str, str]) -> Tree:
 
 
 def with_flashinfer(folder: Path, edits: Mapping[str, tuple[str, str]]) -> Tree:
-    """A tree with a FlashInfer in it, its files linked, with FILE: (old text, new text) replaced."""
+    """A tree with a FlashInfer in it, its files linked, with FILE: (old text, new text)
+    replaced.
+    """
     write_tree(folder / "tree", {})
     trees.copy_of(trees.pristine("0.32.0") / "flashinfer", folder / "tree/flashinfer")
     for name, (old, new) in edits.items():
@@ -67,24 +73,32 @@ def nvidias_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dispatcher_that_leaves_121_out_is_found(name: str, release: str, tmp_path: Path) -> None:
     tree = edited(tmp_path, release, (SCALED_MM, "version_num >= 120", "version_num == 120"))
     found, detail = state(tree, name)
-    assert found == "defect" and "cutlass_scaled_mm_sm120" not in detail.split(";")[0].split("12.0")[0]
+    assert (
+        found == "defect" and "cutlass_scaled_mm_sm120" not in detail.split(";")[0].split("12.0")[0]
+    )
 
 
 def test_an_fp4_dispatcher_that_leaves_121_out_is_found(tmp_path: Path) -> None:
     tree = edited(
-        tmp_path, "0.32.0", (f"{FP4}/nvfp4_scaled_mm_entry.cu", "sm >= 120 && sm < 130", "sm == 120")
+        tmp_path,
+        "0.32.0",
+        (f"{FP4}/nvfp4_scaled_mm_entry.cu", "sm >= 120 && sm < 130", "sm == 120"),
     )
     assert state(tree, "s04_sm121_dispatch")[0] == "defect"
 
 
 def test_the_seeds_first_sed_leaves_gb10_without_kernels_in_0_16(tmp_path: Path) -> None:
-    tree = edited(tmp_path, "0.16.0", ("CMakeLists.txt", SUPPORTED, SUPPORTED.replace("12.0", "12.0;12.1")))
+    tree = edited(
+        tmp_path, "0.16.0", ("CMakeLists.txt", SUPPORTED, SUPPORTED.replace("12.0", "12.0;12.1"))
+    )
     found, detail = state(tree, "s05_cmake_arch_lists")
     assert found == "defect" and "12.1a: scaled_mm nothing, FP4 nothing" in detail
 
 
 def test_the_seeds_first_sed_makes_plain_code_of_12_1_in_0_32(tmp_path: Path) -> None:
-    tree = edited(tmp_path, "0.32.0", ("CMakeLists.txt", SUPPORTED, SUPPORTED.replace("12.0", "12.0;12.1")))
+    tree = edited(
+        tmp_path, "0.32.0", ("CMakeLists.txt", SUPPORTED, SUPPORTED.replace("12.0", "12.0;12.1"))
+    )
     found, detail = state(tree, "s05_cmake_arch_lists")
     assert found == "defect" and "12.1: scaled_mm 12.1, FP4 12.1" in detail
 
@@ -122,7 +136,9 @@ def test_a_flashinfer_that_converts_in_software_is_found(
 def test_probes_with_the_disassembler_see_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(trees.pristine("0.32.0"))
     native = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C"
-    assert f"121a: 8 {native}" in state(open_tree(trees.pristine("0.32.0")), "s07_flashinfer_e2m1")[1]
+    assert (
+        f"121a: 8 {native}" in state(open_tree(trees.pristine("0.32.0")), "s07_flashinfer_e2m1")[1]
+    )
     found, detail = state(open_tree(trees.source_tree("0.32.0")), "s10_e2m1_conversion")
     assert (found, detail) == ("sound", f"121a: 4 {native}; 120f: 4 {native}; 121: refused")
 
@@ -140,13 +156,17 @@ def test_a_vllm_that_converts_in_software_is_found(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", ["s11_fp4_types", "s_patch_cccl_fp4", "s_integrate_cuda_fp4_extension"])
+@pytest.mark.parametrize(
+    "name", ["s11_fp4_types", "s_patch_cccl_fp4", "s_integrate_cuda_fp4_extension"]
+)
 def test_a_cuda_whose_header_was_replaced_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As integrate_cuda_fp4_extension.sh leaves it: another file of that name comes first."""
     (tmp_path / "include").mkdir()
-    (tmp_path / "include/cuda_fp4.h").write_text("typedef struct { unsigned char data; } cuda_fp4_t;\n")
+    (tmp_path / "include/cuda_fp4.h").write_text(
+        "typedef struct { unsigned char data; } cuda_fp4_t;\n"
+    )
     wrapper = tmp_path / "bin/nvcc"
     wrapper.parent.mkdir()
     wrapper.write_text(f'#!/bin/sh\nexec {cuda_tools.NVCC} -I{tmp_path}/include "$@"\n')
@@ -160,7 +180,10 @@ def test_a_flashinfer_as_old_as_the_seeds_is_found(tmp_path: Path) -> None:
     """In a process of its own: the probe pretends GPUs to torch."""
     edits = {
         "compilation_context.py": ('(major, "0f")', '(major, "0a")'),
-        "data/cutlass/include/cutlass/version.h": ("#define CUTLASS_MINOR 5", "#define CUTLASS_MINOR 2"),
+        "data/cutlass/include/cutlass/version.h": (
+            "#define CUTLASS_MINOR 5",
+            "#define CUTLASS_MINOR 2",
+        ),
     }
     (result,) = run.run(with_flashinfer(tmp_path, edits), ["s15_flashinfer_moe_targets"])
     assert result.finding and result.finding.state == "defect"
@@ -168,7 +191,11 @@ def test_a_flashinfer_as_old_as_the_seeds_is_found(tmp_path: Path) -> None:
 
 
 def test_an_offer_of_a_grouped_gemm_that_is_not_there_is_found(tmp_path: Path) -> None:
-    edits = ("vllm/_custom_ops.py", "cuda_device_capability >= 110", "cuda_device_capability >= 130")
+    edits = (
+        "vllm/_custom_ops.py",
+        "cuda_device_capability >= 110",
+        "cuda_device_capability >= 130",
+    )
     tree = edited(tmp_path, "0.32.0", edits)
     found, detail = state(tree, "s_integrate_gb10_native")
     assert found == "defect" and "cutlass_moe_mm on 121: not implemented" in detail
@@ -188,11 +215,20 @@ FP4_OBJECTS = (
 )
 
 
-@pytest.mark.parametrize("name", ["n19_family_code", "s_cutlass_nvfp4", "s_integrate_sm121_fp8_fix"])
-@pytest.mark.parametrize(("code", "expected"), [("120a", "defect"), ("120f", "sound"), ("121a", "sound")])
-def test_code_that_gb10_cannot_load_is_found(name: str, code: str, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["n19_family_code", "s_cutlass_nvfp4", "s_integrate_sm121_fp8_fix"]
+)
+@pytest.mark.parametrize(
+    ("code", "expected"), [("120a", "defect"), ("120f", "sound"), ("121a", "sound")]
+)
+def test_code_that_gb10_cannot_load_is_found(
+    name: str, code: str, expected: str, tmp_path: Path
+) -> None:
     core = module({one: [code] for one in FP4_OBJECTS})
-    assert state(open_tree(write_tree(tmp_path / "tree", {"_C_stable_libtorch": core})), name)[0] == expected
+    assert (
+        state(open_tree(write_tree(tmp_path / "tree", {"_C_stable_libtorch": core})), name)[0]
+        == expected
+    )
 
 
 def test_the_check_for_cuda_12_builds_is_what_answers_n19(tmp_path: Path) -> None:
@@ -236,7 +272,7 @@ def test_flash_attention_with_code_for_every_target_would_be_sound(
 
 @pytest.mark.parametrize(
     "name",
-    ["s04_sm121_dispatch", "s05_cmake_arch_lists", "s06_scaled_mm_define", "s07_flashinfer_e2m1", "s10_e2m1_conversion",
+    ["s04_sm121_dispatch", "s05_cmake_arch_lists", "s06_scaled_mm_define", "s07_flashinfer_e2m1", "s10_e2m1_conversion",  # noqa: E501
      "s11_fp4_types", "s15_flashinfer_moe_targets", "s_integrate_gb10_sm121", "s_patch_cccl_fp4",
      "s_integrate_cuda_fp4_extension"],
 )  # fmt: skip
@@ -256,7 +292,9 @@ def test_without_its_tool_a_probe_does_not_answer(
 def test_an_nvcc_older_than_the_question_does_not_answer(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    (tmp_path / "nvcc").write_text(
+        "#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n"
+    )
     (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     tree = trees.pristine("0.32.0") if "flashinfer" in name else trees.source_tree("0.32.0")

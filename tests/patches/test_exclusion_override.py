@@ -11,7 +11,7 @@ import pytest
 from tiny_checkpoint import linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
@@ -25,7 +25,12 @@ PLAIN = ("lm_head", "mtp.fc", "mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.m
 def checkpoint(folder: Path, form: str, quantization: dict[str, Any]) -> Path:
     """A layer in `form` and a BF16 MTP head that its config does not exclude."""
     weights = tensors(form) | linear("mtp.fc", 64, 128, "bf16")
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.experts.0.gate_proj"):
+    for name in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.experts.0.gate_proj",
+    ):
         weights |= linear(f"mtp.layers.0.{name}", 64, 64, "bf16")
     return write_checkpoint(folder, weights, {"quantization_config": quantization})
 
@@ -62,14 +67,27 @@ def test_compressed_tensors_ignores_the_mtp_head_only_with_the_override(tmp_path
     )
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
-    names = [name if not name.endswith("experts") else f"{name}.0.gate_proj" for name in (*QUANTIZED, *PLAIN)]
+    names = [
+        name if not name.endswith("experts") else f"{name}.0.gate_proj"
+        for name in (*QUANTIZED, *PLAIN)
+    ]
 
     def ignored(config: dict[str, Any]) -> list[str]:
         read = CompressedTensorsConfig.from_config(dict(config))
         return [name for name in names if should_ignore_layer(name, read.ignore, FUSED)]
 
-    scheme = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-    group = {"targets": ["Linear"], "weights": scheme, "input_activations": scheme | {"dynamic": "local"}}
+    scheme = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": scheme,
+        "input_activations": scheme | {"dynamic": "local"},
+    }
     quantization = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",

@@ -1,4 +1,6 @@
-"""Row N24: the probe's model of Marlin's c_tmp is the kernel's, and the probe finds a buffer that is too small."""
+"""Row N24: the probe's model of Marlin's c_tmp is the kernel's, and the probe finds a buffer
+that is too small.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ from pathlib import Path
 import pytest
 import trees
 
-from nibble.patching import run
-from nibble.patching.probe import Finding
-from nibble.patching.tree import Tree, open_tree
-from nibble.paths import root
+from nibble.engine.patching import run
+from nibble.engine.patching.probe import Finding
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import root
 
 PROBE = run.load("n24_marlin_moe_c_tmp")
 MARLIN = "csrc/moe/marlin_moe_wna16"
-MEASURED = json.loads((root() / "benchmarks/results/marlin_moe_c_tmp.json").read_text())["fullest_calls"]
+MEASURED = json.loads((root() / "benchmarks/results/marlin_moe_c_tmp.json").read_text())[
+    "fullest_calls"
+]
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['gpu']}-{row['block_m']}")
@@ -30,8 +34,14 @@ def test_the_last_place_in_c_tmp_is_the_one_an_h200_wrote_to(row: dict):
 def edited(folder: Path, name: str, old: str, new: str) -> Tree:
     """What the probe reads of the source archive, with `old` in one file replaced."""
     origin = trees.source_tree("0.32.0")
-    for path in ("vllm/__init__.py", "CMakeLists.txt", "PKG-INFO", "csrc/quantization/marlin/marlin.cuh",
-                 f"{MARLIN}/ops.cu", f"{MARLIN}/marlin_template.h"):  # fmt: skip
+    for path in (
+        "vllm/__init__.py",
+        "CMakeLists.txt",
+        "PKG-INFO",
+        "csrc/quantization/marlin/marlin.cuh",
+        f"{MARLIN}/ops.cu",
+        f"{MARLIN}/marlin_template.h",
+    ):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text((origin / path).read_text())
     text = (folder / name).read_text()
@@ -44,7 +54,10 @@ def edited(folder: Path, name: str, old: str, new: str) -> Tree:
     ("old", "new"),
     [
         ("if (moe_block_size == 8) max_c_tmp_size *= 2;", ""),
-        ("(long)size_n * sorted_token_ids.size(0)", "(long)size_n * (sorted_token_ids.size(0) - 8)"),
+        (
+            "(long)size_n * sorted_token_ids.size(0)",
+            "(long)size_n * (sorted_token_ids.size(0) - 8)",
+        ),
         ("(long)sms * 4 * moe_block_size", "(long)sms * moe_block_size"),
     ],
     ids=["8 tokens a block", "sorted tokens", "grid"],
@@ -55,10 +68,14 @@ def test_a_c_tmp_that_is_too_small_is_a_defect(tmp_path: Path, old: str, new: st
 
 
 def test_another_kernel_is_not_judged_by_this_ones_bound(tmp_path: Path):
-    tree = edited(tmp_path, f"{MARLIN}/marlin_template.h", "locks_off * c_size", "blockIdx.x * c_size")
+    tree = edited(
+        tmp_path, f"{MARLIN}/marlin_template.h", "locks_off * c_size", "blockIdx.x * c_size"
+    )
     assert PROBE.probe(tree).state == "not applicable"
 
 
 def test_c_tmp_without_the_clamp_is_sound_too(tmp_path: Path):
-    tree = edited(tmp_path, f"{MARLIN}/ops.cu", "(long)size_n * sorted_token_ids.size(0)", "1l << 40")
+    tree = edited(
+        tmp_path, f"{MARLIN}/ops.cu", "(long)size_n * sorted_token_ids.size(0)", "1l << 40"
+    )
     assert PROBE.probe(tree).state == "sound"

@@ -1,4 +1,6 @@
-"""What the ModelOpt and NVFP4 patches must leave as it was, and what they do beyond the cases of their probes."""
+"""What the ModelOpt and NVFP4 patches must leave as it was, and what they do beyond the cases of
+their probes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 import trees
 
-from nibble.patching import run
-from nibble.patching.tree import Tree, open_tree
+from nibble.engine.patching import run
+from nibble.engine.patching.tree import Tree, open_tree
 
 pytestmark = pytest.mark.vllm
 QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -42,12 +44,14 @@ def pristine() -> Tree:
     return open_tree(trees.pristine("0.32.0"))
 
 
-# --- exclusion lists of checkpoints (N16) ----------------------------------------------------------------------------
+# --- exclusion lists of checkpoints (N16) ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Export:
-    """A list in the form of an exporter, the vLLM model that reads it, and vLLM's names of layers of that model."""
+    """A list in the form of an exporter, the vLLM model that reads it, and vLLM's names of
+    layers of that model.
+    """
 
     source: str
     model: str  # whose packed_modules_mapping applies
@@ -67,24 +71,34 @@ LAYER = "language_model.model.layers.{}"
 DEEPSEEK_KEPT = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "kv_a_layernorm")
 EXPORTS = [
     Export(
-        "nvidia/Qwen3-235B-A22B-Instruct-2507-NVFP4: as sgl-project/sglang#18189 describes its list",
+        "nvidia/Qwen3-235B-A22B-Instruct-2507-NVFP4: as sgl-project/sglang#18189 describes its"
+        " list",
         "qwen3_moe.Qwen3MoeForCausalLM",
         "qwen3_moe.Qwen3MoeModel",
         [
             "lm_head",
-            *names(94, *(f"model.layers.{{}}.self_attn.{p}_proj" for p in "kqv"), "model.layers.{}.mlp.gate"),
+            *names(
+                94,
+                *(f"model.layers.{{}}.self_attn.{p}_proj" for p in "kqv"),
+                "model.layers.{}.mlp.gate",
+            ),
         ],
         ["lm_head", *names(94, "model.layers.{}.self_attn.qkv_proj", "model.layers.{}.mlp.gate")],
         names(94, "model.layers.{}.self_attn.o_proj", "model.layers.{}.mlp.experts"),
     ),
     Export(
-        "DeepSeek-R1 by ModelOpt 0.23: the kinds of names in peaceh-nv/TensorRT-LLM hf_quant_config.json",
+        "DeepSeek-R1 by ModelOpt 0.23: the kinds of names in peaceh-nv/TensorRT-LLM"
+        " hf_quant_config.json",
         "deepseek_v2.DeepseekV2ForCausalLM",
         "",
         [
             "lm_head",
             "model.embed_tokens",
-            *names(61, *(f"model.layers.{{}}.self_attn.{p}" for p in DEEPSEEK_KEPT), "model.layers.{}.input_layernorm"),
+            *names(
+                61,
+                *(f"model.layers.{{}}.self_attn.{p}" for p in DEEPSEEK_KEPT),
+                "model.layers.{}.input_layernorm",
+            ),
             *(f"model.layers.{i}.mlp.gate" for i in range(3, 61)),
         ],
         [
@@ -95,16 +109,36 @@ EXPORTS = [
         [
             *names(61, "model.layers.{}.self_attn.o_proj"),
             *names(3, "model.layers.{}.mlp.gate_up_proj", "model.layers.{}.mlp.down_proj"),
-            *(f"model.layers.{i}.mlp.{p}" for i in range(3, 61) for p in ("experts", "shared_experts.gate_up_proj")),
+            *(
+                f"model.layers.{i}.mlp.{p}"
+                for i in range(3, 61)
+                for p in ("experts", "shared_experts.gate_up_proj")
+            ),
         ],
     ),
     Export(
-        "Nemotron-H, layer 4 in BF16: the pair that ModelOpt wrote where layers 40 to 49 are quantized",
+        "Nemotron-H, layer 4 in BF16: the pair that ModelOpt wrote where layers 40 to 49 are"
+        " quantized",
         "nemotron_h.NemotronHForCausalLM",
         "nemotron_h.NemotronHForCausalLM",
-        ["backbone.layers.4", "backbone.layers.4.*", "lm_head", *names(52, "backbone.layers.{}.mixer.conv1d")],
-        ["lm_head", "model.layers.4.mixer.in_proj", "model.layers.4.mixer.out_proj", *names(52, "model.layers.{}.mixer.conv1d")],
-        [f"model.layers.{i}.mixer.{p}" for i in range(52) if i != 4 for p in ("in_proj", "out_proj")],
+        [
+            "backbone.layers.4",
+            "backbone.layers.4.*",
+            "lm_head",
+            *names(52, "backbone.layers.{}.mixer.conv1d"),
+        ],
+        [
+            "lm_head",
+            "model.layers.4.mixer.in_proj",
+            "model.layers.4.mixer.out_proj",
+            *names(52, "model.layers.{}.mixer.conv1d"),
+        ],
+        [
+            f"model.layers.{i}.mixer.{p}"
+            for i in range(52)
+            if i != 4
+            for p in ("in_proj", "out_proj")
+        ],
         wrong_before=20,
     ),
     Export(
@@ -114,7 +148,11 @@ EXPORTS = [
         [
             "lm_head",
             "model.visual*",
-            *names(94, "model.language_model.layers.{}.self_attn*", "model.language_model.layers.{}.mlp.gate"),
+            *names(
+                94,
+                "model.language_model.layers.{}.self_attn*",
+                "model.language_model.layers.{}.mlp.gate",
+            ),
         ],
         [
             "language_model.lm_head",
@@ -125,13 +163,20 @@ EXPORTS = [
         names(94, f"{LAYER}.mlp.experts"),
     ),
     Export(
-        "Qwen3.5: projections of a fused linear attention, a glob over two modules, the exporter's MTP entry",
+        "Qwen3.5: projections of a fused linear attention, a glob over two modules, the exporter's"
+        " MTP entry",
         "qwen3_5.Qwen3_5ForConditionalGeneration",
         "qwen3_5.Qwen3_5ForConditionalGeneration",
         [
             "lm_head*",
             "mtp.layers.0*",
-            *names(48, *(f"model.language_model.layers.{{}}.linear_attn.{p}" for p in ("in_proj_a", "in_proj_b", "conv1d"))),
+            *names(
+                48,
+                *(
+                    f"model.language_model.layers.{{}}.linear_attn.{p}"
+                    for p in ("in_proj_a", "in_proj_b", "conv1d")
+                ),
+            ),
             *names(48, "model.language_model.layers.{}.mlp.shared_expert*"),
         ],
         [
@@ -147,7 +192,12 @@ EXPORTS = [
         "Gemma 4: attention and vision in BF16",
         "gemma4_mm.Gemma4ForConditionalGeneration",
         "gemma4_mm.Gemma4ForConditionalGeneration",
-        ["lm_head", "model.embed_vision*", "model.vision_tower*", *names(30, "model.language_model.layers.{}.self_attn*")],
+        [
+            "lm_head",
+            "model.embed_vision*",
+            "model.vision_tower*",
+            *names(30, "model.language_model.layers.{}.self_attn*"),
+        ],
         [
             "language_model.lm_head",
             "embed_vision.embedding_projection",
@@ -156,7 +206,8 @@ EXPORTS = [
         names(30, f"{LAYER}.mlp.gate_up_proj", f"{LAYER}.moe.experts"),
     ),
     Export(
-        "by hand: names of the language model alone, in a model that wraps it, and bare names of projections",
+        "by hand: names of the language model alone, in a model that wraps it, and bare names of"
+        " projections",
         "qwen3_vl.Qwen3VLForConditionalGeneration",
         "qwen3_vl.Qwen3VLForConditionalGeneration",
         ["model.layers.0.mlp.down_proj", "q_proj", "k_proj", "v_proj"],
@@ -172,11 +223,13 @@ EXPORTS = [
         names(20, "model.layers.{}.mlp.gate_up_proj", "model.layers.{}.linear_attn.out_proj"),
         wrong_before=40,
     ),
-]  # fmt: skip
+]
 
 
 def excluded_by(tree: Tree, export: Export) -> set[str]:
-    """Of the export's layers those that the tree builds unquantized, with the names its model gives them."""
+    """Of the export's layers those that the tree builds unquantized, with the names its model
+    gives them.
+    """
     sources = support("syntax").Sources(tree)
     config = sources.load(f"{QUANTIZATION}.modelopt.ModelOptNvFp4Config").from_config(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": export.entries}
@@ -227,11 +280,12 @@ def test_ignore_counts_where_a_config_has_both_keys(patched: Tree):
     assert config.exclude_modules == ["lm_head"]
 
 
-# --- padding of gated experts (N12) ----------------------------------------------------------------------------------
+# --- padding of gated experts (N12) ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "backend", ["VLLM_CUTLASS", "FLASHINFER_CUTLASS", "FLASHINFER_B12X", "FLASHINFER_CUTEDSL_BATCHED"]
+    "backend",
+    ["VLLM_CUTLASS", "FLASHINFER_CUTLASS", "FLASHINFER_B12X", "FLASHINFER_CUTEDSL_BATCHED"],
 )
 def test_gated_experts_of_any_size_compute_what_the_checkpoint_says(backend: str, patched: Tree):
     moe = support("padded_moe")
@@ -258,9 +312,9 @@ def test_experts_that_need_no_padding_are_prepared_byte_for_byte_as_before(
         for tree in (pristine, patched)
     )
     for name in ("w13", "w13_scale", "w2", "w2_scale"):
-        assert torch.equal(getattr(before, name).view(torch.uint8), getattr(after, name).view(torch.uint8)), (
-            name
-        )
+        assert torch.equal(
+            getattr(before, name).view(torch.uint8), getattr(after, name).view(torch.uint8)
+        ), name
 
 
 def test_experts_whose_gate_and_up_rows_alternate_are_not_padded_by_halves(patched: Tree):
@@ -269,7 +323,10 @@ def test_experts_whose_gate_and_up_rows_alternate_are_not_padded_by_halves(patch
     with pytest.raises(NotImplementedError):
         moe.prepare(sources, "VLLM_CUTLASS", moe.Experts.of(96), activation="SWIGLUOAI")
     assert (
-        moe.prepare(sources, "VLLM_CUTLASS", moe.Experts.of(192), activation="SWIGLUOAI").intermediate == 192
+        moe.prepare(
+            sources, "VLLM_CUTLASS", moe.Experts.of(192), activation="SWIGLUOAI"
+        ).intermediate
+        == 192
     )
 
 
@@ -289,14 +346,17 @@ def edited(tree: Tree, folder: Path, name: str, old: str, new: str) -> Tree:
 
 
 def test_the_probe_sees_padding_at_the_end_of_gate_and_up_together(patched: Tree, tmp_path: Path):
-    """As align_fp4_moe_weights_for_fi did before vLLM split the halves (vllm-project/vllm#48624)."""
+    """As align_fp4_moe_weights_for_fi did before vLLM split the halves
+    (vllm-project/vllm#48624).
+    """
     tree = edited(
         patched,
         tmp_path,
         "vllm/model_executor/layers/quantization/utils/flashinfer_utils.py",
-        "        padded_w13[:, padded_intermediate : padded_intermediate + intermediate, :] = (\n"
-        "            w13[:, intermediate:, :]\n        )\n    else:\n        padded_w13[:, : w13.shape[1], :] = w13\n\n"
-        "    padded_w2 = w2.new_zeros((num_experts, hidden_size, padded_intermediate // 2))",
+        "        padded_w13[:, padded_intermediate : padded_intermediate + intermediate, :] = (\n  "
+        "          w13[:, intermediate:, :]\n        )\n    else:\n        padded_w13[:, :"
+        " w13.shape[1], :] = w13\n\n    padded_w2 = w2.new_zeros((num_experts, hidden_size,"
+        " padded_intermediate // 2))",
         "        padded_w13[:, intermediate : 2 * intermediate, :] = w13[:, intermediate:, :]\n"
         "    else:\n        padded_w13[:, : w13.shape[1], :] = w13\n\n"
         "    padded_w2 = w2.new_zeros((num_experts, hidden_size, padded_intermediate // 2))",
@@ -305,7 +365,7 @@ def test_the_probe_sees_padding_at_the_end_of_gate_and_up_together(patched: Tree
     assert finding.state == "defect" and "largest difference" in finding.detail
 
 
-# --- scales and messages (N18, N27) ----------------------------------------------------------------------------------
+# --- scales and messages (N18, N27) ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -328,13 +388,19 @@ def test_the_scales_of_an_attention_layer_are_what_they_were(
 
 
 def loaded_attention(tree: Tree, scales: dict[str, float]) -> tuple[Any, list[str]]:
-    """An attention layer with an FP8 cache after a checkpoint with these scales, and what the tree logged."""
+    """An attention layer with an FP8 cache after a checkpoint with these scales, and what the
+    tree logged.
+    """
     import torch
 
     messages = support("messages").Messages()
     platform = SimpleNamespace(is_fp8_fnuz=lambda: False)
     given = messages.given | {"vllm.platforms.current_platform": platform}
-    method = support("syntax").Sources(tree, given).load(f"{QUANTIZATION}.kv_cache.BaseKVCacheMethod")(None)
+    method = (
+        support("syntax")
+        .Sources(tree, given)
+        .load(f"{QUANTIZATION}.kv_cache.BaseKVCacheMethod")(None)
+    )
     layer: Any = torch.nn.Module()
     layer.kv_cache_dtype = "fp8_e4m3"
     for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"):
@@ -352,5 +418,6 @@ def test_a_gpu_without_fp4_is_still_told_so(patched: Tree):
     for functions in probe.PREPARE.values():
         assert all(probe._logs(patched, functions[0], capability) for capability in (75, 89, 90))
         assert not any(
-            probe._logs(patched, functions[0], capability) for capability in (100, 103, 110, 120, 121)
+            probe._logs(patched, functions[0], capability)
+            for capability in (100, 103, 110, 120, 121)
         )

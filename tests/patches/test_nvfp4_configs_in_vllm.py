@@ -1,4 +1,6 @@
-"""vLLM's own config classes read what the plan gives them, where the checkpoint's own config stops or misleads them."""
+"""vLLM's own config classes read what the plan gives them, where the checkpoint's own config
+stops or misleads them.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,33 @@ import pytest
 from tiny_checkpoint import LINEAR_SHAPES, Tensors, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
 
-LAYERS = {f"model.layers.0.{name}": {"quant_algo": "NVFP4", "group_size": 16} for name in LINEAR_SHAPES}
-INPUTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+LAYERS = {
+    f"model.layers.0.{name}": {"quant_algo": "NVFP4", "group_size": 16} for name in LINEAR_SHAPES
+}
+INPUTS = {
+    "num_bits": 4,
+    "type": "float",
+    "group_size": 16,
+    "strategy": "tensor_group",
+    "symmetric": True,
+}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
     "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INPUTS, "input_activations": INPUTS | {"dynamic": "local"}}},
-}  # fmt: skip
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": INPUTS,
+            "input_activations": INPUTS | {"dynamic": "local"},
+        }
+    },
+}
 
 
 def legacy(algorithm: str, producer: str = "modelopt", **more: Any) -> dict[str, Any]:
@@ -36,7 +52,9 @@ def legacy(algorithm: str, producer: str = "modelopt", **more: Any) -> dict[str,
 
 
 def read_by_vllm(folder: Path, overrides: Mapping[str, Any]) -> Any:
-    """The quantization config object vLLM would build the model with; None: it would take it for unquantized."""
+    """The quantization config object vLLM would build the model with; None: it would take it for
+    unquantized.
+    """
     from vllm.config import ModelConfig
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.weight_utils import get_quant_config
@@ -50,7 +68,9 @@ def planned(folder: Path) -> Any:
     return read_by_vllm(folder, choice.value)
 
 
-def checkpoint(folder: Path, weights: Tensors, declared: Any = None, hf_quant_config: Any = None) -> Path:
+def checkpoint(
+    folder: Path, weights: Tensors, declared: Any = None, hf_quant_config: Any = None
+) -> Path:
     config = {"quantization_config": declared} if declared else {}
     return write_checkpoint(folder / "m", weights, config, hf_quant_config)
 
@@ -85,13 +105,19 @@ def test_a_weight_only_export_is_w4a4_to_vllm_alone(tmp_path: Path) -> None:
 
 
 def test_a_weight_only_export_of_mixed_layers_is_relabelled_layer_by_layer(tmp_path: Path) -> None:
-    declared = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
+    declared = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": LAYERS,
+    }
     config = planned(checkpoint(tmp_path, tensors("w4a16"), declared))
     assert {entry["quant_algo"] for entry in config.quantized_layers.values()} == {"W4A16_NVFP4"}
     assert config._resolve_quant_algo("model.layers.0.mlp.down_proj") == "W4A16_NVFP4"
 
 
-def test_a_weight_only_export_of_compressed_tensors_has_no_input_activations(tmp_path: Path) -> None:
+def test_a_weight_only_export_of_compressed_tensors_has_no_input_activations(
+    tmp_path: Path,
+) -> None:
     folder = checkpoint(tmp_path, tensors("ct"), COMPRESSED)
     assert read_by_vllm(folder, {}).target_scheme_map["Linear"]["input_activations"] is not None
     assert planned(folder).target_scheme_map["Linear"]["input_activations"] is None

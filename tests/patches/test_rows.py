@@ -1,4 +1,6 @@
-"""docs/patches.md is true: each probe finds in each pristine release what its row says, and each fix is what mends it."""
+"""docs/patches.md is true: each probe finds in each pristine release what its row says, and each
+fix is what mends it.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,24 @@ import pytest
 from separating import halves, subsets
 from trees import copy_of, patched, pristine, source_tree
 
-from nibble.patching.apply import apply_series, revert_series
-from nibble.patching.run import Result, rows, run
-from nibble.patching.series import load_series
-from nibble.patching.status import Line, look
-from nibble.patching.tree import Tree, open_tree
-from nibble.paths import root
+from nibble.engine.patching.apply import apply_series, revert_series
+from nibble.engine.patching.run import Result, rows, run
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.status import Line, look
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()
 CURRENT = "0.32.0"
 EXPECTED = [(name, version) for name, row in ROWS.items() for version in row.expect]
 PATCHES = [patch.name for patch in load_series("vllm").patches]
-# Which patches are left out, and of which the probes are run. Those of FlashInfer's pretend to be GPUs and take most of the time:
-# patches are told apart within two groups, each time without the whole other group, which no probe of this one may need.
-# Halves of a group show that every probe fails without its patch and with it does not; `subsets`, that no other patch of the
+# Which patches are left out, and of which the probes are run. Those of FlashInfer's pretend to be
+# GPUs and take most of the time:
+# patches are told apart within two groups, each time without the whole other group, which no probe
+# of this one may need.
+# Halves of a group show that every probe fails without its patch and with it does not; `subsets`,
+# that no other patch of the
 # half is the reason.
 FLASHINFER = [name for name in PATCHES if name.startswith("flashinfer")]
 OTHERS = [name for name in PATCHES if name not in FLASHINFER]
@@ -40,7 +45,9 @@ LIVE_ROWS = [f"N{number}" for number in range(1, 29)]
 
 @cache
 def found(version: str) -> dict[str, Result]:
-    """What the probes with an expectation for a release find in it: in its wheel, and where that cannot answer in its sources."""
+    """What the probes with an expectation for a release find in it: in its wheel, and where that
+    cannot answer in its sources.
+    """
     wanted = [name for name, row in ROWS.items() if version in row.expect]
     results = {result.probe: result for result in run(open_tree(pristine(version)), wanted)}
     silent = [n for n, r in results.items() if r.finding and r.finding.state == "not applicable"]
@@ -68,15 +75,21 @@ def patched_table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Line]:
 
 
 def test_every_row_of_the_patched_release_is_in_order(patched_table: dict[str, Line]) -> None:
-    wrong = {line.id: (line.word, line.detail) for line in patched_table.values() if not line.in_order}
+    wrong = {
+        line.id: (line.word, line.detail) for line in patched_table.values() if not line.in_order
+    }
     assert not wrong
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.fix])
-def test_every_fix_is_in_place_in_the_patched_release(name: str, patched_table: dict[str, Line]) -> None:
+def test_every_fix_is_in_place_in_the_patched_release(
+    name: str, patched_table: dict[str, Line]
+) -> None:
     row = ROWS[name]
     state = row.expect.get(CURRENT, "not applicable")
-    allowed = {"applied"} if state == "defect" else {"fixed upstream", "not needed", "not applicable"}
+    allowed = (
+        {"applied"} if state == "defect" else {"fixed upstream", "not needed", "not applicable"}
+    )
     line = patched_table[row.id]
     if line.word == "not applicable" and state == "defect":  # a question for the sources
         allowed = {"not applicable"}
@@ -106,7 +119,9 @@ def test_without_a_patch_exactly_its_probes_fail(
 
 def test_every_patch_has_a_probe_and_is_left_out_somewhere() -> None:
     mended = {
-        row.fix.at.removeprefix("vllm/") for row in ROWS.values() if row.fix and row.fix.kind == "patch"
+        row.fix.at.removeprefix("vllm/")
+        for row in ROWS.values()
+        if row.fix and row.fix.kind == "patch"
     }
     assert mended == set(PATCHES)
     for patch in PATCHES:
@@ -128,15 +143,21 @@ def test_every_patch_names_the_probe_that_tells_when_it_can_go() -> None:
 
 
 @pytest.mark.parametrize("layout", ["wheel", "source"])
-def test_the_series_applies_to_both_layouts_and_reverts_byte_for_byte(layout: str, tmp_path: Path) -> None:
+def test_the_series_applies_to_both_layouts_and_reverts_byte_for_byte(
+    layout: str, tmp_path: Path
+) -> None:
     origin = pristine(CURRENT) if layout == "wheel" else source_tree(CURRENT)
     tree = open_tree(copy_of(origin, tmp_path / "tree"))
     series = load_series("vllm")
     assert len(apply_series(tree, series)) >= len(PATCHES) - 1
     touched = sorted(series.pristine)
-    assert all(tree.path(n).read_bytes() != (origin / n).read_bytes() for n in touched if tree.has(n))
+    assert all(
+        tree.path(n).read_bytes() != (origin / n).read_bytes() for n in touched if tree.has(n)
+    )
     revert_series(tree, series)
-    assert all(tree.path(n).read_bytes() == (origin / n).read_bytes() for n in touched if tree.has(n))
+    assert all(
+        tree.path(n).read_bytes() == (origin / n).read_bytes() for n in touched if tree.has(n)
+    )
 
 
 def test_the_series_is_what_git_apply_makes_of_it(tmp_path: Path) -> None:
@@ -150,5 +171,6 @@ def test_the_series_is_what_git_apply_makes_of_it(tmp_path: Path) -> None:
     subprocess.run(["git", "apply", "-"], input=text, text=True, cwd=tmp_path / "git", check=True)
     tree = Tree(patched(tmp_path / "tree", tree=source_tree(CURRENT)), "source", CURRENT)
     assert all(
-        tree.path(name).read_bytes() == (tmp_path / "git" / name).read_bytes() for name in series.pristine
+        tree.path(name).read_bytes() == (tmp_path / "git" / name).read_bytes()
+        for name in series.pristine
     )

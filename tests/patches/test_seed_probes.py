@@ -1,4 +1,6 @@
-"""Probes of Python and numbers: that they can fail and pass, and what the seeds' own patches would have done."""
+"""Probes of Python and numbers: that they can fail and pass, and what the seeds' own patches
+would have done.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from typing import Any
 import pytest
 import trees
 
-from nibble.patching import run
-from nibble.patching.probe import Finding
-from nibble.patching.tree import Tree, open_tree
+from nibble.engine.patching import run
+from nibble.engine.patching.probe import Finding
+from nibble.engine.patching.tree import Tree, open_tree
 
 pytestmark = pytest.mark.vllm
 LAYERS = "vllm/model_executor/layers"
@@ -58,18 +60,28 @@ def invented(folder: Path, files: dict[str, str]) -> Tree:
 
 
 def test_the_seeds_skip_of_kv_scales_reaches_the_remap_by_accident(tmp_path: Path):
-    """Its `continue` leaves the inner loop; `v_proj` is then found in `qkv_proj`, and the remap knows the name qkqkv_proj."""
+    """Its `continue` leaves the inner loop; `v_proj` is then found in `qkv_proj`, and the remap
+    knows the name qkqkv_proj.
+    """
     lookup = (
-        "                param = params_dict[name]\n                weight_loader = param.weight_loader\n"
+        "                param = params_dict[name]\n                weight_loader ="
+        " param.weight_loader\n"
     )
-    skip = "                if ('k_scale' in name or 'v_scale' in name) and name not in params_dict:\n"
+    skip = (
+        "                if ('k_scale' in name or 'v_scale' in name) and name not in params_dict:\n"
+    )
     patched = f"{skip}                    continue\n{lookup}"
-    assert look(edited(tmp_path, "0.15.1", (GLM, lookup, patched)), "s01_glm_kv_scales").state == "sound"
+    assert (
+        look(edited(tmp_path, "0.15.1", (GLM, lookup, patched)), "s01_glm_kv_scales").state
+        == "sound"
+    )
 
 
 def test_kv_scales_that_are_skipped_are_seen_as_lost(tmp_path: Path):
     start = "        for name, loaded_weight in weights:\n"
-    skipped = f"{start}            if name.endswith(('k_scale', 'v_scale')):\n                continue\n"
+    skipped = (
+        f"{start}            if name.endswith(('k_scale', 'v_scale')):\n                continue\n"
+    )
     finding = look(edited(tmp_path, "0.16.0", (GLM, start, skipped)), "s01_glm_kv_scales")
     assert finding.state == "defect"
     assert finding.detail.endswith("as 1.0 and 1.0")
@@ -92,7 +104,9 @@ class GatedDeltaNet:
 
 def test_inverting_the_global_scale_alone_does_not_mend_the_emulation(tmp_path: Path):
     """The seed's idea for 0.16.0; block scales are still read in the wrong layout."""
-    old = "weight_scale_swizzled=weight_scale,\n            weight_global_scale=weight_global_scale,"
+    old = (
+        "weight_scale_swizzled=weight_scale,\n            weight_global_scale=weight_global_scale,"
+    )
     new = old.replace("=weight_global_scale,", "=1 / weight_global_scale,")
     tree = edited(tmp_path, "0.16.0", (f"{LAYERS}/quantization/utils/nvfp4_utils.py", old, new))
     finding = look(tree, "s03_emulation_backend")
@@ -103,19 +117,24 @@ def test_inverting_the_global_scale_alone_does_not_mend_the_emulation(tmp_path: 
 def test_returning_the_class_is_what_the_moe_oracle_needed(tmp_path: Path):
     old = 'scope="local")\n                    return backend, None'
     tree = edited(
-        tmp_path, "0.16.0", (f"{LAYERS}/fused_moe/oracle/nvfp4.py", old, old.replace("None", "k_cls"))
+        tmp_path,
+        "0.16.0",
+        (f"{LAYERS}/fused_moe/oracle/nvfp4.py", old, old.replace("None", "k_cls")),
     )
     assert look(tree, "s08_moe_backend_none").state == "sound"
 
 
 def test_a_head_without_quant_config_is_counted(tmp_path: Path):
     reader = (
-        "class ModelOptQuantConfigBase:\n    def get_quant_method(self):\n        return ParallelLMHead\n"
+        "class ModelOptQuantConfigBase:\n    def get_quant_method(self):\n        return"
+        " ParallelLMHead\n"
     )
     model = "head = ParallelLMHead(10, 20, quant_config=None)\n"
     tree = invented(tmp_path, {MODELOPT: reader, "vllm/model_executor/models/whole.py": model})
     assert look(tree, "s13b_lm_head").state == "sound"
-    (tmp_path / "vllm/model_executor/models/partial.py").write_text("head = ParallelLMHead(10, 20)\n")
+    (tmp_path / "vllm/model_executor/models/partial.py").write_text(
+        "head = ParallelLMHead(10, 20)\n"
+    )
     finding = look(tree, "s13b_lm_head")
     assert finding.state == "defect"
     assert "1 of 2 calls pass no quant_config: partial" in finding.detail
@@ -151,9 +170,12 @@ def test_vllms_own_registration_gives_the_cpu_a_kernel():
 
 
 def gains(module: Any, divisors: bool) -> list[float]:
-    """|applied scale / own scale - 1| of each shard: the largest scale for all (ModelOpt) or the smallest (divisors)."""
+    """|applied scale / own scale - 1| of each shard: the largest scale for all (ModelOpt) or the
+    smallest (divisors).
+    """
     scales = [
-        module.quantize(weight).scale_2 for weight in module.normal_weights(*support("dense_nvfp4").QKV)
+        module.quantize(weight).scale_2
+        for weight in module.normal_weights(*support("dense_nvfp4").QKV)
     ]
     applied = min(scales) if divisors else max(scales)
     return [abs(applied / scale - 1) for scale in scales]
@@ -161,7 +183,11 @@ def gains(module: Any, divisors: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "divisors"),
-    [("n08_dense_scale_merge", False), ("n09_dense_divisor_merge", True), ("s13_fused_global_scales", False)],
+    [
+        ("n08_dense_scale_merge", False),
+        ("n09_dense_divisor_merge", True),
+        ("s13_fused_global_scales", False),
+    ],
 )
 def test_the_merge_of_scales_is_a_gain_of_each_shard(name: str, divisors: bool):
     finding = look(open_tree(trees.pristine("0.32.0")), name)
@@ -178,7 +204,7 @@ FOLD_COMPRESSED = """
         base = layer.weight_global_scale.min()
         rows = (base / layer.weight_global_scale).repeat_interleave(torch.tensor(layer.logical_widths))
         layer.weight_scale.data.copy_(layer.weight_scale.float() * rows.unsqueeze(1))
-        weight_global_scale = base"""
+        weight_global_scale = base"""  # noqa: E501
 FOLD_MOE = """
         first, second = layer.w13_weight_scale_2.unbind(1)
         largest = torch.maximum(first, second)
@@ -222,15 +248,20 @@ def test_one_moe_method_mended_alone_is_still_a_defect(tmp_path: Path):
 
 
 def test_our_quantizer_agrees_with_nvfp4s_known_error():
-    """formats.md 5.2: 9.5 % on normal weights; a mistake in the probes' own arithmetic would show here."""
+    """formats.md 5.2: 9.5 % on normal weights; a mistake in the probes' own arithmetic would
+    show here.
+    """
     module = support("nvfp4")
     (weight,) = module.normal_weights((512, 0.02))
-    assert module.relative_error(module.quantize(weight).values, weight) == pytest.approx(0.095, abs=0.002)
+    assert module.relative_error(module.quantize(weight).values, weight) == pytest.approx(
+        0.095, abs=0.002
+    )
 
 
 def test_only_what_is_asked_for_is_executed(tmp_path: Path):
     text = (
-        "import module_that_is_not_there\nLIMIT = 3\n\ndef limit():\n    return LIMIT\n\nraise RuntimeError\n"
+        "import module_that_is_not_there\nLIMIT = 3\n\ndef limit():\n    return LIMIT\n\nraise"
+        " RuntimeError\n"
     )
     tree = invented(tmp_path, {"vllm/part.py": text})
     sources = support("syntax").Sources(tree)

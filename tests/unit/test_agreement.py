@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worker_reports import RAN
 
-from nibble.agreement import disagreements
+from nibble.canary.agreement import disagreements
 
 FULL = RAN | {
     "stage": 0,
@@ -29,10 +29,10 @@ def test_equal_workers_agree() -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"linear": {}}, "linear layers: none, as rank 0: nvfp4: HummingNvFp4LinearKernel in 144 layers"),
-        ({"linear": {"nvfp4: HummingNvFp4LinearKernel": 143}}, "linear layers: nvfp4: HummingNvFp4LinearKernel in 143 layers"),
+        ({"linear": {}}, "linear layers: none, as rank 0: nvfp4: HummingNvFp4LinearKernel in 144 layers"),  # noqa: E501
+        ({"linear": {"nvfp4: HummingNvFp4LinearKernel": 143}}, "linear layers: nvfp4: HummingNvFp4LinearKernel in 143 layers"),  # noqa: E501
         ({"moe": {}}, "experts: none"),
-        ({"attention": {"FLASHINFER": 36}}, "attention: FLASHINFER in 36 layers, as rank 0: FLASH_ATTN in 36 layers"),
+        ({"attention": {"FLASHINFER": 36}}, "attention: FLASHINFER in 36 layers, as rank 0: FLASH_ATTN in 36 layers"),  # noqa: E501
         ({"kv_cache_dtype": ["fp8"]}, "KV cache: fp8, as rank 0: bfloat16"),
         ({"max_model_len": 512}, "max_model_len: 512, as rank 0: 1024"),
         ({"max_num_batched_tokens": 512}, "max_num_batched_tokens: 512"),
@@ -60,10 +60,13 @@ def test_stages_hold_other_layers_and_only_workers_of_one_are_held_to_each_other
         "kv_cache_dtype": [],
     }
     assert disagreements([ran(0), ran(1), ran(2, "b", **last), ran(3, "b", **last)]) == ()
-    (found,) = disagreements([ran(0), ran(1, "b", **last), ran(2, "c", **last | {"linear": {"nvfp4: X": 3}})])
+    (found,) = disagreements(
+        [ran(0), ran(1, "b", **last), ran(2, "c", **last | {"linear": {"nvfp4: X": 3}})]
+    )
     assert (
         found.line()
-        == "node c: rank 2: linear layers: nvfp4: X in 3 layers, as rank 1 on node b: nvfp4: X in 2 layers"
+        == "node c: rank 2: linear layers: nvfp4: X in 3 layers, as rank 1 on node b: nvfp4: X in 2"
+        " layers"
     )
     (found,) = disagreements([ran(0), ran(1, "b", **last | {"max_model_len": 512})])
     assert found.part == "max_model_len"

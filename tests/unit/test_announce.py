@@ -6,8 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
-from nibble.announce import curl, describe_facts, key_lines, ready_lines
-from nibble.api_key import KeyDecision
+from nibble.serve.api_key import KeyDecision
+from nibble.serve.ready_message import curl, describe_facts, key_lines, ready_lines
 
 URL = "http://127.0.0.1:8000"
 NAMES = ("org/model", "default")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from other_users import open_to_others
 
-from nibble.api_key import KEY_FILE, is_loopback, resolve_api_key
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.api_key import KEY_FILE, is_loopback, resolve_api_key
 
 
 def fails(cache_dir: Path, match: str, given_key: str | None = None) -> str:
@@ -31,7 +31,8 @@ def test_loopback_bind_needs_no_key(tmp_path: Path, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "", "10.0.0.1", "example.org", "localhost.example.org", "127.0.0.1.nip.io"]
+    "host",
+    ["0.0.0.0", "::", "", "10.0.0.1", "example.org", "localhost.example.org", "127.0.0.1.nip.io"],
 )
 def test_any_other_bind_is_not_loopback(host: str) -> None:
     assert not is_loopback(host)
@@ -61,7 +62,9 @@ def test_stored_key_is_private_under_an_open_umask(tmp_path: Path) -> None:
 
 def test_simultaneous_starts_agree_on_one_key(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        decisions = list(pool.map(lambda _: resolve_api_key("0.0.0.0", None, False, tmp_path), range(32)))
+        decisions = list(
+            pool.map(lambda _: resolve_api_key("0.0.0.0", None, False, tmp_path), range(32))
+        )
     assert len({decision.key for decision in decisions}) == 1
     assert sum(decision.source == "generated" for decision in decisions) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == [KEY_FILE]
@@ -115,7 +118,9 @@ def test_key_file_anyone_could_write_is_refused(tmp_path: Path) -> None:
     fails(tmp_path, "writable by everyone")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"short\n", b"nbl-with space in the key\n", b"\xff" * 40])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"short\n", b"nbl-with space in the key\n", b"\xff" * 40]
+)
 def test_empty_or_damaged_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / KEY_FILE).write_bytes(content)
     (tmp_path / KEY_FILE).chmod(0o600)
@@ -154,7 +159,9 @@ def test_key_file_of_another_user_is_unreadable_in_one_line(tmp_path: Path) -> N
 
 
 def shared(folder: Path) -> Path:
-    """A folder as the image's volume is: its group may write, and what is made in it belongs to that group."""
+    """A folder as the image's volume is: its group may write, and what is made in it belongs to
+    that group.
+    """
     folder.mkdir()
     folder.chmod(0o2775)
     return folder
@@ -178,7 +185,9 @@ def test_users_of_one_group_share_the_key_of_a_folder_they_share(tmp_path: Path)
         os.seteuid(0)
 
 
-def test_in_a_shared_folder_a_private_key_is_opened_to_the_group_and_others_stay_out(tmp_path: Path) -> None:
+def test_in_a_shared_folder_a_private_key_is_opened_to_the_group_and_others_stay_out(
+    tmp_path: Path,
+) -> None:
     cache = shared(tmp_path / "cache")
     key = resolve_api_key("0.0.0.0", None, False, cache).key
     for mode in (0o600, 0o664, 0o644):

@@ -1,4 +1,6 @@
-"""Known risks: each rule where it belongs and nowhere else, above recipes or below them, below the user, and linted."""
+"""Known risks: each rule where it belongs and nowhere else, above recipes or below them, below
+the user, and linted.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from typing import Any
 import pytest
 from tiny_model import MODELOPT_NVFP4, QWEN3, write_model, write_safetensors
 
-from nibble.backend_rules import Rule, Situation, holds, in_effect, load_rules, parse_rules
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.lint import lint, lint_rules
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.vllm_schema import load_schema
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.recipes.lint import lint, lint_rules
+from nibble.recipes.rules import Rule, Situation, holds, in_effect, load_rules, parse_rules
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -54,11 +56,15 @@ def refusal(*words: str, **environ: str) -> NibbleError:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., str]:
-    """A folder with the config of a model of a family and scheme; its tensors are plain unless `k` is given."""
+    """A folder with the config of a model of a family and scheme; its tensors are plain unless
+    `k` is given.
+    """
 
     def make(quantization: Mapping[str, Any] | None, k: int = 0, **config: Any) -> str:
         extra = {"quantization_config": dict(quantization)} if quantization else {}
-        folder = write_model(tmp_path / f"m{len(list(tmp_path.iterdir()))}", {**QWEN3, **config, **extra})
+        folder = write_model(
+            tmp_path / f"m{len(list(tmp_path.iterdir()))}", {**QWEN3, **config, **extra}
+        )
         if k:
             name = "model.layers.0.mlp.down_proj."
             tensors = {
@@ -82,7 +88,9 @@ def notices(found: Plan) -> str:
 
 @pytest.mark.parametrize("target", ["sm120", "gb10"])
 @pytest.mark.parametrize("how", ["command line", "extra args", "json", "environment"])
-def test_flashinfer_b12x_is_refused_for_nvfp4_experts_however_it_is_asked_for(model, target, how) -> None:
+def test_flashinfer_b12x_is_refused_for_nvfp4_experts_however_it_is_asked_for(
+    model, target, how
+) -> None:
     folder = model(MODELOPT_NVFP4, **MOE)
     words, environ = [folder, "--target", target], {}
     if how == "command line":
@@ -120,7 +128,9 @@ def test_the_direct_b12x_kernels_are_taken_with_a_notice(model, flag) -> None:
     found = plan(model(MODELOPT_NVFP4, **MOE), "--target", "gb10", flag, "b12x")
     assert found.args[flag].value == "b12x" and f"{flag} b12x: vLLM never picks" in notices(found)
     assert "vLLM never picks" not in notices(plan(model(None), "--target", "gb10", flag, "b12x"))
-    assert "vLLM never picks" not in notices(plan(model(MODELOPT_NVFP4), "--target", "b200", flag, "b12x"))
+    assert "vLLM never picks" not in notices(
+        plan(model(MODELOPT_NVFP4), "--target", "b200", flag, "b12x")
+    )
 
 
 def test_b12x_experts_in_a_mixed_checkpoint_get_a_notice(model) -> None:
@@ -185,13 +195,17 @@ def test_what_a_user_asks_for_wins_over_a_forced_value_with_a_notice(
 
 def test_an_explicit_auto_is_the_users_own_too(model) -> None:
     found = plan(model(MODELOPT_NVFP4, **NEMOTRON), "--target", "b200", "--moe-backend", "auto")
-    assert found.args["--moe-backend"].value == "auto" and "rule nemotron-trtllm-moe" in notices(found)
+    assert found.args["--moe-backend"].value == "auto" and "rule nemotron-trtllm-moe" in notices(
+        found
+    )
 
 
 def test_a_backend_in_kernel_config_counts_as_asked_for(model) -> None:
     words = ["--target", "b200", "--kernel-config", '{"moe_backend": "cutlass"}']
     found = plan(model(MODELOPT_NVFP4, **NEMOTRON), *words)
-    assert "--moe-backend" not in found.args and "--moe-backend cutlass (command line)" in notices(found)
+    assert "--moe-backend" not in found.args and "--moe-backend cutlass (command line)" in notices(
+        found
+    )
 
 
 # --- #48898: K of a rank
@@ -204,14 +218,17 @@ def test_marlin_is_forced_where_a_ranks_k_is_no_multiple_of_32(model) -> None:
         "sm120",
         "--tensor-parallel-size",
     ]
-    assert plan(*words, "1", NUM_GPUS="8").args["--linear-backend"].value == "marlin"  # 3696 = 115.5 x 32
-    words[0] = model(
-        MODELOPT_NVFP4, k=29568, num_attention_heads=8, model_type="afmoe"
-    )  # Qwen2.5-72B: 231 x 128
+    # 3696 = 115.5 x 32
+    assert plan(*words, "1", NUM_GPUS="8").args["--linear-backend"].value == "marlin"
+    # Qwen2.5-72B: 231 x 128
+    words[0] = model(MODELOPT_NVFP4, k=29568, num_attention_heads=8, model_type="afmoe")
     assert "--linear-backend" not in plan(*words, "4", NUM_GPUS="8").args
     found = plan(*words, "8", NUM_GPUS="8").args["--linear-backend"]
     assert (found.value, found.source) == ("marlin", "rule sm120-unaligned-k")
-    assert "--linear-backend" not in plan(words[0], "--target", "b200", *words[3:], "8", NUM_GPUS="8").args
+    assert (
+        "--linear-backend"
+        not in plan(words[0], "--target", "b200", *words[3:], "8", NUM_GPUS="8").args
+    )
 
 
 def test_other_schemes_keep_their_kernels_whatever_their_k(model) -> None:
@@ -233,8 +250,13 @@ def test_marlin_experts_of_minimax_m3_are_refused_on_hopper_only(model) -> None:
     family = {"model_type": "minimax_m3", **MOE}
     words = ["--moe-backend", "marlin", "--target"]
     assert "#49070" in refusal(model(MODELOPT_NVFP4, **family), *words, "hopper").line()
-    assert plan(model(MODELOPT_NVFP4, **family), *words, "sm120").args["--moe-backend"].value == "marlin"
-    assert plan(model(MODELOPT_NVFP4, **MOE), *words, "hopper").args["--moe-backend"].value == "marlin"
+    assert (
+        plan(model(MODELOPT_NVFP4, **family), *words, "sm120").args["--moe-backend"].value
+        == "marlin"
+    )
+    assert (
+        plan(model(MODELOPT_NVFP4, **MOE), *words, "hopper").args["--moe-backend"].value == "marlin"
+    )
     assert plan(model(FP8, **family), *words, "hopper").args["--moe-backend"].value == "marlin"
 
 
@@ -269,14 +291,18 @@ def test_flashinfer_compiles_for_the_gpu_of_the_target(target: str, value: str |
 @pytest.mark.parametrize("target", ["sm120", "gb10"])
 def test_fp_quant_is_refused_where_vllms_wheel_has_no_code_for_it(model, target: str) -> None:
     assert "QuTLASS" in refusal(model(FP_QUANT), "--target", target).line()
-    assert "QuTLASS" in refusal(model(None), "--target", target, "--quantization", "fp_quant").line()
+    assert (
+        "QuTLASS" in refusal(model(None), "--target", target, "--quantization", "fp_quant").line()
+    )
     plan(model(None), "--target", target)
     allowed = plan(model(FP_QUANT), "--target", target, "--allow-risk", "sm12x-fp-quant")
     assert "the risk sm12x-fp-quant is taken" in notices(allowed)
 
 
 def test_fp_quant_is_served_on_b200(model) -> None:
-    assert plan(model(FP_QUANT), "--target", "b200").checkpoint.scheme.vllm_quantization == "fp_quant"  # type: ignore[union-attr]
+    assert (
+        plan(model(FP_QUANT), "--target", "b200").checkpoint.scheme.vllm_quantization == "fp_quant"
+    )  # type: ignore[union-attr]
 
 
 # --- taking a risk
@@ -287,7 +313,9 @@ def test_a_risk_named_is_taken_and_said(model) -> None:
     words = [folder, "--target", "b200", "--moe-backend", "flashinfer_trtllm"]
     found = plan(*words, NIBBLE_ALLOW_RISK="sm12x-fp-quant, nemotron-trtllm-moe")
     assert found.args["--moe-backend"].value == "flashinfer_trtllm"
-    assert "the risk nemotron-trtllm-moe is taken" in notices(found) and "sm12x" not in notices(found)
+    assert "the risk nemotron-trtllm-moe is taken" in notices(found) and "sm12x" not in notices(
+        found
+    )
     assert found.rules == ()
     assert plan(folder, "--target", "b200").rules == ("nemotron-trtllm-moe",)
 
@@ -311,8 +339,8 @@ def with_recipe(tmp_path, monkeypatch) -> Callable[..., Any]:
             shutil.copytree(root() / name, place / name, dirs_exist_ok=True)
         (place / "recipes" / "acme").mkdir(parents=True)
         (place / "recipes" / "acme" / "Nemotron-3-Tiny-NVFP4.toml").write_text(
-            f'[model]\nid = "acme/Nemotron-3-Tiny-NVFP4"\nsource = "x"\n[target.b200]\nstatus = "{status}"\n'
-            f'evidence = "{evidence}"\n[target.b200.args]\n{args}\n'
+            '[model]\nid = "acme/Nemotron-3-Tiny-NVFP4"\nsource = "x"\n[target.b200]\nstatus ='
+            f' "{status}"\nevidence = "{evidence}"\n[target.b200.args]\n{args}\n'
         )
         (place / "benchmarks" / "results").mkdir(parents=True)
         (place / "benchmarks" / "results" / "a.json").write_text("{}")
@@ -345,9 +373,9 @@ def test_a_verified_recipe_stands_above_any_rule(with_recipe) -> None:
 def test_lint_finds_a_recipe_against_a_rule(with_recipe, value: str, message: str) -> None:
     place = with_recipe(f'moe-backend = "{value}"')
     found = lint(place, live=False)
-    assert [p.key for p in found] == ["target.b200.args.moe-backend"] * len(found) and message in found[
-        0
-    ].message
+    assert [p.key for p in found] == ["target.b200.args.moe-backend"] * len(
+        found
+    ) and message in found[0].message
     path = place / "recipes" / "acme" / "Nemotron-3-Tiny-NVFP4.toml"
     path.write_text(path.read_text().replace("b200", "sm120"))
     assert lint(place, live=False) == []
@@ -443,7 +471,9 @@ def test_images_carry_the_rules_and_keep_what_the_driver_compiles() -> None:
     for path in sorted((root() / "docker").glob("Dockerfile.*")):
         text = path.read_text()
         assert "COPY rules /opt/nibble/rules/" in text, path.name
-        assert ("CUDA_CACHE_PATH=/var/cache/nibble/cuda" in text) == (path.suffix != ".cpu"), path.name
+        assert ("CUDA_CACHE_PATH=/var/cache/nibble/cuda" in text) == (path.suffix != ".cpu"), (
+            path.name
+        )
     assert "!rules" in (root() / ".dockerignore").read_text()
 
 
@@ -469,7 +499,9 @@ def test_the_flag_itself_comes_before_its_key_in_json() -> None:
 
 
 def test_the_plan_as_json_names_its_rules(model) -> None:
-    data = json.loads(json.dumps(plan(model(MODELOPT_NVFP4, **NEMOTRON), "--target", "b200").to_json()))
+    data = json.loads(
+        json.dumps(plan(model(MODELOPT_NVFP4, **NEMOTRON), "--target", "b200").to_json())
+    )
     assert data["rules"] == ["nemotron-trtllm-moe"]
     assert data["args"]["--moe-backend"]["source"] == "rule nemotron-trtllm-moe"
 

@@ -1,4 +1,6 @@
-"""Servers in the background as other users see them; test_detached_serve.py has them with a real server."""
+"""Servers in the background as other users see them; test_detached_serve.py has them with a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from pathlib import Path
 import pytest
 from other_users import open_to_others
 
-from nibble.background import Place, Record, registered, stop
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.background import Place, Record, registered, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -32,14 +34,16 @@ def place(tmp_path: Path) -> Place:
 def as_another_user(what: str, place: Place, uid: int = 65534) -> tuple[int, str]:
     """Exit code and words of a program that calls `what` with the place `p`."""
     code = (
-        "import os, sys; from pathlib import Path; from nibble import cli\n"
-        "from nibble.background import Place, show_logs, stop\n"
-        "from nibble.cli import _guarded; p = Place(Path(sys.argv[1]), 8123)\n"
+        "import os, sys; from pathlib import Path; from nibble.cli import app as cli\n"
+        "from nibble.serve.background import Place, show_logs, stop\n"
+        "from nibble.cli.app import _guarded; p = Place(Path(sys.argv[1]), 8123)\n"
         f"os.environ.pop('HOME', None); os.setgid({uid}); os.setuid({uid})\n"
         f"sys.exit(_guarded(lambda: {what}))"
     )
     command = [sys.executable, "-c", code, place.cache]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -50,13 +54,18 @@ def test_a_running_server_of_another_user_is_not_called_ended(place: Place) -> N
 
 
 @pytest.mark.parametrize("damage", [{"pid": "x"}, {"process": "1"}, {"process": None}])
-def test_a_damaged_record_of_a_running_server_is_one_error(place: Place, damage: dict[str, object]) -> None:
+def test_a_damaged_record_of_a_running_server_is_one_error(
+    place: Place, damage: dict[str, object]
+) -> None:
     with registered(place, "acme/m", 8124, 30):
         found = json.loads(place.record.read_text())
         place.record.write_text(json.dumps(found | damage))
         with pytest.raises(NibbleError) as caught:
             stop(place)
-    assert caught.value.code is ExitCode.CONFIG and "keeps no record that can be read" in caught.value.line()
+    assert (
+        caught.value.code is ExitCode.CONFIG
+        and "keeps no record that can be read" in caught.value.line()
+    )
 
 
 def test_an_ended_server_of_another_user_is_told_and_its_record_stays(place: Place) -> None:
@@ -78,8 +87,10 @@ def test_a_log_that_this_user_may_not_read_is_one_error(place: Place) -> None:
     assert code == 5 and f"{place.log.path} cannot be read (Permission denied)" in said, said
 
 
-def test_a_user_without_a_home_is_told_so_and_a_fault_of_ours_is_still_one_line(place: Place) -> None:
-    what = "__import__('nibble.paths').paths.home(os.environ)"
+def test_a_user_without_a_home_is_told_so_and_a_fault_of_ours_is_still_one_line(
+    place: Place,
+) -> None:
+    what = "__import__('nibble.machine.paths').paths.home(os.environ)"
     code, said = as_another_user(what, place, uid=54321)
     assert code == 5 and "uid 54321 has no home folder; expected HOME" in said, said
     code, said = as_another_user("1 // 0", place, uid=54321)

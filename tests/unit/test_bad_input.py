@@ -1,4 +1,6 @@
-"""Every row of docs/bad-input.md: exit code, exactly one line on stderr, no traceback, nothing started."""
+"""Every row of docs/bad-input.md: exit code, exactly one line on stderr, no traceback, nothing
+started.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from hub import Hub
 from other_users import open_to_others
 from tiny_model import write_model
 
-from nibble import cli
+from nibble.cli import app as cli
 
 ROOT = Path(__file__).parents[2]
 KEPT_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE")
@@ -24,7 +26,9 @@ STARTING = ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.fork
 
 
 class _Starts:
-    """Records every attempt to start a process while armed, and stops it: a row that fails must not serve."""
+    """Records every attempt to start a process while armed, and stops it: a row that fails must
+    not serve.
+    """
 
     def __init__(self) -> None:
         self.armed = False
@@ -71,13 +75,17 @@ def filled(text: str, place: Place, used_port: int) -> str:
 
 
 def own_ports() -> dict[str, str]:
-    """Other workers of the test run look at ports too. These are below those that the kernel gives to connections."""
+    """Other workers of the test run look at ports too. These are below those that the kernel
+    gives to connections.
+    """
     port = 10000 + 2 * (os.getpid() % 10000)
     return {"PORT": str(port), "NIBBLE_CONTROL_PORT": str(port + 1)}
 
 
 def environment(case_env: Mapping[str, str], place: Place, used_port: int) -> dict[str, str]:
-    """A clean environment, whatever the machine that runs the tests has set, and the case's variables."""
+    """A clean environment, whatever the machine that runs the tests has set, and the case's
+    variables.
+    """
     base = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     base |= {"HOME": str(place.tmp), "HF_ENDPOINT": place.hub.url, "NIBBLE_TARGET": "cpu"}
     base |= own_ports()
@@ -135,11 +143,14 @@ def test_bad_input_ends_in_one_line_with_its_exit_code(
     assert captured.out == ""
 
 
-# The same through a real process: one row of each exit code, since `main` in this process proves the rest.
+# The same through a real process: one row of each exit code, since `main` in this process proves
+# the rest.
 PROCESS_ROWS = ("no-model", "target-elsewhere", "unknown-model", "quotes", "disk")
 
 
-@pytest.mark.parametrize("row", [row for row in all_rows() if row.id in PROCESS_ROWS], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in all_rows() if row.id in PROCESS_ROWS], ids=lambda row: row.id
+)
 def test_bad_input_as_a_real_process(row: Row, place: Place, used_port: int) -> None:
     words = [filled(word, place, used_port) for word in row.cases[0].words]
     env = environment(row.cases[0].env, place, used_port)
@@ -156,10 +167,11 @@ def test_bad_input_as_a_real_process(row: Row, place: Place, used_port: int) -> 
     assert result.stdout == ""
 
 
-# The interpreter may lie in a folder closed to other users, so root's run of a refused command loads every module.
+# The interpreter may lie in a folder closed to other users, so root's run of a refused command
+# loads every module.
 AS_ANOTHER_USER = """
 import contextlib, io, os, sys
-from nibble import cli
+from nibble.cli import app as cli
 words, sys.argv[1:] = sys.argv[1:], ["serve", *os.environ.pop("WARM_UP").split()]
 with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
     cli.main()

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from tiny_model import write_model
 
-from nibble.breaker import (
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.crash_loop import (
     HOLDS_S,
     SILENT_END,
     Breaker,
@@ -21,16 +24,16 @@ from nibble.breaker import (
     plan_key,
     this_process,
 )
-from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
 
 DIED = NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself", "", "see the log above")
 NOW = 1_000_000.0
 
 
 def failures(count: int, gap_s: float = 60.0, last_s: float = NOW) -> list[Failure]:
-    return [Failure(last_s - gap_s * back, 10, f"cause {count - back}") for back in reversed(range(count))]
+    return [
+        Failure(last_s - gap_s * back, 10, f"cause {count - back}")
+        for back in reversed(range(count))
+    ]
 
 
 @pytest.fixture
@@ -84,7 +87,9 @@ def test_failures_are_kept_over_processes_and_a_success_clears_them(breaker: Bre
     assert again.verdict().failures == 0 and not breaker.path.exists()
 
 
-def test_what_the_user_asked_for_and_what_is_refused_before_the_load_do_not_count(breaker: Breaker) -> None:
+def test_what_the_user_asked_for_and_what_is_refused_before_the_load_do_not_count(
+    breaker: Breaker,
+) -> None:
     fail(breaker, 3, None)
     fail(breaker, 3, NibbleError(ExitCode.CONFIG, "PORT is in use"))
     assert breaker.verdict().failures == 0 and not breaker.path.exists()
@@ -111,7 +116,9 @@ def test_the_end_names_the_cause_and_the_file_that_clears_it(breaker: Breaker) -
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"failures": [1]}', '{"failures": [{"at_s": "x"}]}', "\0" * 50]
 )
-def test_a_damaged_record_is_dropped_and_not_fatal(breaker: Breaker, said: list[str], text: str) -> None:
+def test_a_damaged_record_is_dropped_and_not_fatal(
+    breaker: Breaker, said: list[str], text: str
+) -> None:
     breaker.path.parent.mkdir()
     breaker.path.write_text(text)
     assert breaker.verdict().failures == 0
@@ -132,9 +139,13 @@ def test_a_start_that_never_came_back_counts(breaker: Breaker) -> None:
     breaker.begin()
     data = json.loads(breaker.path.read_text())
     boot, host, pid, started = data["failures"][0]["process"].split(" ")
-    for process in (f"earlier-boot {host} {pid} {started}", f"{boot} {host} {pid} {int(started) - 1}"):
+    for process in (
+        f"earlier-boot {host} {pid} {started}",
+        f"{boot} {host} {pid} {int(started) - 1}",
+    ):
         data["failures"] = [
-            {"at_s": time.time(), "code": 0, "cause": SILENT_END, "process": process} for _ in range(3)
+            {"at_s": time.time(), "code": 0, "cause": SILENT_END, "process": process}
+            for _ in range(3)
         ]
         breaker.path.write_text(json.dumps(data))
         assert breaker.verdict().wait_s > 50
@@ -175,9 +186,9 @@ class TestKey:
         args["--kv-cache-memory-bytes"] = replace(args["--kv-cache-memory-bytes"], value=12345678)
         assert plan_key(replace(plan, args=args), {}) == plan_key(plan, {})
         assert self.again(plan, PORT="9999") == plan_key(plan, {})
-        assert self.again(plan, VLLM_HOST_IP="10.0.0.7", PATH="/bin", NIBBLE_API_KEY="12345678") == plan_key(
-            plan, {}
-        )
+        assert self.again(
+            plan, VLLM_HOST_IP="10.0.0.7", PATH="/bin", NIBBLE_API_KEY="12345678"
+        ) == plan_key(plan, {})
 
     def test_another_setting_or_model_is_another_plan(self, plan: Plan, tmp_path: Path) -> None:
         other = plan_for(read_wishes([str(write_model(tmp_path / "other")), "--target", "cpu"], {}))

@@ -1,4 +1,6 @@
-"""The memory budget: sums in bytes from what is free, caps, vLLM's own check, refusals and what to turn down."""
+"""The memory budget: sums in bytes from what is free, caps, vLLM's own check, refusals and what
+to turn down.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,25 @@ from typing import Any
 import pytest
 from tiny_model import QWEN3, write_model
 
-from nibble import prepare
-from nibble.checks import check_memory
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.preflight.machine import check_memory
 
 GIB = 1 << 30
 KV, UTILIZATION = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
 SPARK = Hardware(
-    (Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), "580.95", "13.0", "aarch64", 20, frozenset(),
-    int(121.69 * GIB), 101 * GIB,
-)  # fmt: skip
+    (Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),),
+    "580.95",
+    "13.0",
+    "aarch64",
+    20,
+    frozenset(),
+    int(121.69 * GIB),
+    101 * GIB,
+)
 H200 = replace(SPARK, gpus=(Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0"),))
 
 
@@ -45,7 +53,8 @@ def large(plan: Plan, weights: int, sequence: int) -> Plan:
     budget = plan.budget
     room = (budget.allowed_bytes or 0) - weights - budget.overhead_bytes
     return replace(
-        plan, budget=replace(budget, weights_bytes=weights, sequence_bytes=sequence, room_bytes=room)
+        plan,
+        budget=replace(budget, weights_bytes=weights, sequence_bytes=sequence, room_bytes=room),
     )
 
 
@@ -67,14 +76,18 @@ def test_unified_memory_gets_kv_bytes_and_a_fraction_from_what_is_available(plan
 def test_vllms_own_check_passes_with_less_than_its_default_free(
     plan: Any, available_gib: int, cap: str
 ) -> None:
-    """vLLM refuses where fraction x total is not free, also with the KV cache in bytes; 4 GiB are its processes'."""
+    """vLLM refuses where fraction x total is not free, also with the KV cache in bytes; 4 GiB
+    are its processes'.
+    """
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm")
     from vllm.utils.mem_utils import MemorySnapshot
     from vllm.v1.worker.utils import request_memory
 
     here = replace(SPARK, memory_available_bytes=available_gib * GIB)
-    found = plan(here, NIBBLE_KV_CACHE_BYTES=str(1 << 30), **({"GPU_MEMORY_UTIL": cap} if cap else {}))
+    found = plan(
+        here, NIBBLE_KV_CACHE_BYTES=str(1 << 30), **({"GPU_MEMORY_UTIL": cap} if cap else {})
+    )
     snapshot = MemorySnapshot(device=torch.device("cpu"), auto_measure=False)
     snapshot.total_memory, snapshot.free_memory = here.memory_total_bytes, (available_gib - 4) * GIB
 
@@ -97,9 +110,8 @@ def test_a_fraction_that_is_asked_for_is_a_cap_and_never_a_demand(plan: Any) -> 
 def test_a_recipes_fraction_is_a_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "detect", lambda environ: SPARK)
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
-    found = plan_for(
-        read_wishes(["nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4"], offline)
-    )  # its recipe says 0.9
+    # Its recipe says 0.9
+    found = plan_for(read_wishes(["nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4"], offline))
     assert found.args[UTILIZATION].value == 0.73
     assert "0.9 (recipe) is a cap" in found.args[UTILIZATION].reason
 
@@ -114,7 +126,10 @@ def test_a_discrete_gpu_keeps_its_fraction_and_vllm_sizes_the_kv_cache(plan: Any
 
 def test_the_fullest_of_the_gpus_that_are_used_decides(plan: Any) -> None:
     def gpus(*free_gib: int) -> Hardware:
-        each = (replace(H200.gpus[0], index=i, memory_free_bytes=gib * GIB) for i, gib in enumerate(free_gib))
+        each = (
+            replace(H200.gpus[0], index=i, memory_free_bytes=gib * GIB)
+            for i, gib in enumerate(free_gib)
+        )
         return replace(H200, gpus=tuple(each))
 
     both = "TENSOR_PARALLEL_SIZE"
@@ -134,13 +149,24 @@ def test_a_model_that_cannot_fit_is_refused_with_the_sum_and_the_steps_in_order(
     error = refusal(large(plan(), 90 * GIB, 2 * GIB))
     assert error.code is ExitCode.NO_FIT
     assert re.search(
-        r"would not fit: weights 90\.0 GiB \+ 1 sequence of \d+ tokens at 2\.0 GiB \+ graphs 1\.0 GiB \+ "
-        r"workspace 1\.7 GiB \+ engine 4\.0 GiB \+ reserve 8\.0 GiB = 106\.7 GiB needed; 101\.0 GiB available of "
+        r"would not fit: weights 90\.0 GiB \+ 1 sequence of \d+ tokens at 2\.0 GiB \+ graphs 1\.0"
+        r" GiB \+ "
+        r"workspace 1\.7 GiB \+ engine 4\.0 GiB \+ reserve 8\.0 GiB = 106\.7 GiB needed; 101\.0 GiB"
+        r" available of "
         r"121\.7 GiB \(MemAvailable\): 5\.7 GiB too little",
         error.line(),
     )
-    steps = ["MAX_NUM_SEQS=1", "MAX_MODEL_LEN=", "--kv-cache-dtype fp8", "--enforce-eager", "a smaller model"]
-    found = [next(i for i, one in enumerate(plan().ladder) if one.what.startswith(step)) for step in steps]
+    steps = [
+        "MAX_NUM_SEQS=1",
+        "MAX_MODEL_LEN=",
+        "--kv-cache-dtype fp8",
+        "--enforce-eager",
+        "a smaller model",
+    ]
+    found = [
+        next(i for i, one in enumerate(plan().ladder) if one.what.startswith(step))
+        for step in steps
+    ]
     assert found == sorted(found)
     assert "--enforce-eager (1.0 GiB less), stop other programs, a smaller model" in error.line()
 
@@ -148,7 +174,8 @@ def test_a_model_that_cannot_fit_is_refused_with_the_sum_and_the_steps_in_order(
 def test_what_frees_next_to_nothing_of_what_lacks_is_not_advised(plan: Any) -> None:
     error = refusal(plan(replace(SPARK, memory_available_bytes=4 * GIB), MAX_MODEL_LEN="4096"))
     assert (
-        "in this order: --enforce-eager (1.0 GiB less), stop other programs, a smaller model" in error.line()
+        "in this order: --enforce-eager (1.0 GiB less), stop other programs, a smaller model"
+        in error.line()
     )
 
 
@@ -171,7 +198,9 @@ def test_kv_bytes_that_are_asked_for_count_and_are_refused_where_they_do_not_fit
     assert "a smaller NIBBLE_KV_CACHE_BYTES" in refusal(found).line()
 
 
-def test_the_reserve_is_an_option_and_at_most_an_eighth_of_a_small_machine_by_default(plan: Any) -> None:
+def test_the_reserve_is_an_option_and_at_most_an_eighth_of_a_small_machine_by_default(
+    plan: Any,
+) -> None:
     assert plan(SPARK, NIBBLE_MEMORY_RESERVE_GIB="20").budget.allowed_bytes == 81 * GIB
     small = replace(SPARK, memory_total_bytes=16 * GIB, memory_available_bytes=15 * GIB)
     assert plan(small).budget.reserve_bytes == 2 * GIB
@@ -195,7 +224,9 @@ def test_a_refusal_is_about_one_sequence_and_a_plan_about_all(plan: Any) -> None
     assert (first.what, first.frees_bytes) == ("MAX_NUM_SEQS=1", 63 * found.budget.sequence_bytes)
 
 
-def test_the_legacy_variable_for_kv_space_on_the_cpu_counts_since_it_wins_inside_vllm(plan: Any) -> None:
+def test_the_legacy_variable_for_kv_space_on_the_cpu_counts_since_it_wins_inside_vllm(
+    plan: Any,
+) -> None:
     here = replace(SPARK, gpus=(), memory_total_bytes=24 * GIB, memory_available_bytes=20 * GIB)
     found = plan(here, VLLM_CPU_KVCACHE_SPACE="3", NIBBLE_KV_CACHE_BYTES=str(1 << 30))
     assert found.args[KV].value == 3 * GIB and "VLLM_CPU_KVCACHE_SPACE" in found.args[KV].source

@@ -1,4 +1,6 @@
-"""The build id: equal for equal content, another for another, whenever and wherever it was installed."""
+"""The build id: equal for equal content, another for another, whenever and wherever it was
+installed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ import pytest
 from changed_code import KERNEL, changed_nibble, changed_patches, package
 from serving import ROOT
 
-from nibble import build_id
-from nibble.patching.apply import RECORD_FOLDER
+from nibble.engine import installed as build_id
+from nibble.engine.patching.apply import RECORD_FOLDER
 
 ASK = """
 import json
-from nibble.build_id import build_id, build_parts, compiled_id
+from nibble.engine.installed import build_id, build_parts, compiled_id
 print(json.dumps([build_id(), compiled_id(), dict(build_parts())]))
 """
 
@@ -27,9 +29,19 @@ print(json.dumps([build_id(), compiled_id(), dict(build_parts())]))
 def ids(*folders: Path) -> tuple[str, str, dict[str, str]]:
     """(build id, the caches' part, all parts) where `folders` come before what is installed."""
     path = os.pathsep.join(map(str, [*folders, ROOT]))
-    environ = {**os.environ, "PYTHONPATH": path, "NIBBLE_ROOT": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "NIBBLE_ROOT": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", ASK], env=environ, cwd="/", capture_output=True, text=True, check=True
+        [sys.executable, "-c", ASK],
+        env=environ,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     build, compiled, parts = json.loads(done.stdout)
     return build, compiled, parts
@@ -77,7 +89,9 @@ def test_times_and_probe_reports_beside_the_patches_are_no_other_build_and_anoth
     assert ids(changed)[0] != here[0]
     record = changed / "vllm" / RECORD_FOLDER
     shutil.copy(package("vllm") / RECORD_FOLDER / "record.json", record)
-    (record / "report.json").write_text(json.dumps({"key": "k", "lines": [{"seconds": time.time()}]}))
+    (record / "report.json").write_text(
+        json.dumps({"key": "k", "lines": [{"seconds": time.time()}]})
+    )
     assert ids(changed) == here
 
 

@@ -1,4 +1,6 @@
-"""`nibble doctor --bundle`: an archive with everything a bug report needs and no secret, wherever one was planted."""
+"""`nibble doctor --bundle`: an archive with everything a bug report needs and no secret,
+wherever one was planted.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from urllib.parse import quote
 import pytest
 from typer.testing import CliRunner
 
-from nibble import bundle
-from nibble.bundle import open_bundle, write_bundle
-from nibble.cli import app
-from nibble.doctor_report import Check, Report
+from nibble.cli.app import app
+from nibble.cli.doctor import bundle
+from nibble.cli.doctor.bundle import open_bundle, write_bundle
+from nibble.cli.doctor.report import Check, Report
 from nibble.errors import ExitCode, NibbleError
-from nibble.redact import Redactor, is_secret_name
+from nibble.settings.redact import Redactor, is_secret_name
 
 # Where each is planted; none has a form that gives it away unless it says so.
 SECRETS = {
@@ -94,37 +96,63 @@ def environ(tmp_path: Path) -> dict[str, str]:
         f"db_password: {SECRETS['log, by name']}, next=1",
         json.dumps({"api_key": SECRETS["log, json"], "model": "acme/demo"}),
         json.dumps(
-            {"hf_token": [SECRETS["log, list"], SECRETS["log, end of a list"]], "kept": "beside a list"}
+            {
+                "hf_token": [SECRETS["log, list"], SECRETS["log, end of a list"]],
+                "kept": "beside a list",
+            }
         ),
-        json.dumps({"auth": {"user": "me", "word": SECRETS["log, object"]}, "kept": "beside an object"}),
+        json.dumps(
+            {"auth": {"user": "me", "word": SECRETS["log, object"]}, "kept": "beside an object"}
+        ),
         f"Settings(api_key=SecretStr('{SECRETS['log, call']}'), kept='beside a call')",
         f"tokenizer=(path='/models/m', access_token='{SECRETS['log, beside a harmless name']}')",
-        f"curl -u bob:{SECRETS['log, curl']} http://curled.example; curl -u 'bob:{SECRETS['log, curl with blanks']}' it",
+        (
+            f"curl -u bob:{SECRETS['log, curl']} http://curled.example; curl -u"
+            f" 'bob:{SECRETS['log, curl with blanks']}' it"
+        ),
         json.dumps(["curl", "-u", f"bob:{SECRETS['log, curl in a list']}", "after the user"]),
         "docker run -u 1000:1000; pip install -U git+https://upgraded.example",
         f"Cookie: a=b; session={SECRETS['log, cookie']}",
-        f"{{'cookie': 'a=b; session={SECRETS['log, cookies as a dict']}', 'accept': 'beside a cookie'}}",
+        (
+            f"{{'cookie': 'a=b; session={SECRETS['log, cookies as a dict']}', 'accept': 'beside a"
+            " cookie'}"
+        ),
         f"GET https://blob.example/file?sv=2025&sig={SECRETS['log, signature']}&se=2026",
         f"GET https://s3.example/file?X-Amz-Signature={SECRETS['log, signature of S3']}&part=3",
         f"vllm serve m --api-key Zq7-key-one {SECRETS['log, several keys']} --port 8123",
         f"serve --hf-token '{SECRETS['log, quoted flag']}' --port 8124",
         f"connect(password=b'{SECRETS['log, bytes']}', kept='beside bytes')",
         json.dumps(
-            {"log": json.dumps({"password": SECRETS["log, json in a text"], "kept": "beside a text"})}
+            {
+                "log": json.dumps(
+                    {"password": SECRETS["log, json in a text"], "kept": "beside a text"}
+                )
+            }
         ),
-        f"('authorization', 'Basic {SECRETS['log, pair of a header']}'), ('accept', 'beside a pair')",
-        f"(b'x-api-key', b'{SECRETS['log, pair of bytes']}'), (b'accept', b'beside a pair of bytes')",
+        (
+            f"('authorization', 'Basic {SECRETS['log, pair of a header']}'), ('accept', 'beside a"
+            " pair')"
+        ),
+        (
+            f"(b'x-api-key', b'{SECRETS['log, pair of bytes']}'), (b'accept', b'beside a pair of"
+            " bytes')"
+        ),
         f"headers {{'Authorization: Token {SECRETS['log, header']}'}}",
         f"GET /v1/models?access_token={SECRETS['log, url']}&page=2",
         f"leaked {SECRETS['log, form']} and {SECRETS['log, jwt']}",
-        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRETS['log, private key']}\n-----END RSA PRIVATE KEY-----",
+        (
+            f"-----BEGIN RSA PRIVATE KEY-----\n{SECRETS['log, private key']}\n-----END RSA PRIVATE"
+            " KEY-----"
+        ),
         "the last line of the log",
     ]
     (cache / "logs" / "8000.log").write_text("\n".join(log) + "\n")
     (cache / "last-fault.txt").write_text(
         f"client_secret = '{SECRETS['fault']}'\nValueError: what went wrong\n"
     )
-    (cache / "crash-loop" / "1.json").write_text(json.dumps({"cause": f"bad key {SECRETS['crash record']}"}))
+    (cache / "crash-loop" / "1.json").write_text(
+        json.dumps({"cause": f"bad key {SECRETS['crash record']}"})
+    )
     return {
         "HOME": str(tmp_path),
         "PATH": os.environ["PATH"],
@@ -152,7 +180,9 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
         f"--hf-token={SECRETS['command line, =']}",
     ]
     hidden = {"NIBBLE_API_KEY": SECRETS["environment of a server"]}
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words], env=hidden)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", *words], env=hidden
+    )
     deadline = time.monotonic() + 10  # until exec has put the arguments there
     while b"--api-key" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
         assert time.monotonic() < deadline
@@ -179,8 +209,14 @@ def test_no_planted_secret_is_in_any_file_of_the_archive(environ, server, tmp_pa
     files = contents(tmp_path / "b.tar.gz")
     for name, text in files.items():
         for place, secret in SECRETS.items():
-            forms = {secret, quote(secret, safe=""), base64.b64encode(secret.encode()).decode().rstrip("=")}
-            assert not [form for form in forms if form in text], f"the secret of {place} is in {name}"
+            forms = {
+                secret,
+                quote(secret, safe=""),
+                base64.b64encode(secret.encode()).decode().rstrip("="),
+            }
+            assert not [form for form in forms if form in text], (
+                f"the secret of {place} is in {name}"
+            )
         assert "Zq7" not in text, f"part of a secret is in {name}"
 
 
@@ -232,7 +268,8 @@ def test_the_archive_holds_what_a_report_needs(environ, server, tmp_path: Path) 
     ):
         assert kept in log
     assert (
-        "the last line of the log" in log and "ValueError: what went wrong" in files["nibble/last-fault.txt"]
+        "the last line of the log" in log
+        and "ValueError: what went wrong" in files["nibble/last-fault.txt"]
     )
     shown = json.loads(files["environment.json"])
     assert shown["MAX_MODEL_LEN"] == "1024" and shown["HF_TOKEN"] == "[removed]"
@@ -342,7 +379,9 @@ def test_doctor_writes_the_archive_beside_its_report(tmp_path: Path) -> None:
         "NIBBLE_CACHE_DIR": str(tmp_path),
     }
     words = ["doctor", "--json", "--bundle", str(tmp_path / "b.tar.gz")]
-    done = CliRunner().invoke(app, words, env={**dict.fromkeys(["NIBBLE_CONFIG", "MODEL"], None), **environ})
+    done = CliRunner().invoke(
+        app, words, env={**dict.fromkeys(["NIBBLE_CONFIG", "MODEL"], None), **environ}
+    )
     assert json.loads(done.stdout)["exit_code"] == done.exit_code
     assert "look through it before you send it" in done.stderr
     assert json.loads(contents(tmp_path / "b.tar.gz")["doctor.json"])["checks"]
@@ -368,7 +407,10 @@ def test_passwords_are_found_however_a_url_or_proxy_is_written(
             "another refused you:Xw8unknown@proxy.example:3128",
             "https://you:Xw8/unknown@host.example/a",
             "xoxb-Xw8-000000000000 and AIza" + "Xw8" * 11 + "ab",
-            "http://hub.example:8000/models/a@main, nibble:cpu@sha256:12ab, bypass=1, one pass: 3 s",
+            (
+                "http://hub.example:8000/models/a@main, nibble:cpu@sha256:12ab, bypass=1, one"
+                " pass: 3 s"
+            ),
         ]
     )
     (Path(environ["NIBBLE_CACHE_DIR"]) / "logs" / "8000.log").write_text(log)

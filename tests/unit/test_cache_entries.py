@@ -1,4 +1,6 @@
-"""Compiled code on disk: recorded, verified, dropped when damaged, pruned; never in the way of a start."""
+"""Compiled code on disk: recorded, verified, dropped when damaged, pruned; never in the way of a
+start.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from pathlib import Path
 import pytest
 from other_users import open_to_others
 
-from nibble import cache_commands
-from nibble.cache_entries import Entry, Use, damage, drop, entries, to_prune
-from nibble.cache_keys import CacheKey, CachePlan
+from nibble.cli import cache as cache_commands
+from nibble.plan.compile_cache import CacheKey, CachePlan
+from nibble.serve.compile_cache import Entry, Use, damage, drop, entries, to_prune
 
 DAY_S = 86400.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +54,9 @@ def served(caches: CachePlan, said: list[str]) -> Path:
     return caches.folder("graphs")
 
 
-def test_an_entry_is_listed_with_what_it_is_for_and_its_size(caches: CachePlan, said: list[str]) -> None:
+def test_an_entry_is_listed_with_what_it_is_for_and_its_size(
+    caches: CachePlan, said: list[str]
+) -> None:
     folder = served(caches, said)
     found = {entry.kind: entry for entry in entries(caches.root)}
     assert found["graphs"].folder == folder
@@ -77,15 +81,15 @@ def test_a_sound_entry_stays_for_the_next_start(caches: CachePlan, said: list[st
         (lambda so: so.write_bytes(b"x" + so.read_bytes()[1:]), "another sha256"),
         (lambda so: so.unlink(), "is missing"),
         (lambda so: (so.parents[2] / "files.json").write_text("{"), "files.json cannot be read"),
-        (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": 1}}'), "files.json cannot be read"),
-        (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": [1, 2]}}'), "files.json cannot be read"),
+        (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": 1}}'), "files.json cannot be read"),  # noqa: E501
+        (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": [1, 2]}}'), "files.json cannot be read"),  # noqa: E501
         (
-            lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": [Infinity, 2, ""]}}'),
+            lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": [Infinity, 2, ""]}}'),  # noqa: E501
             "files.json cannot be read",
         ),
         (lambda so: _make_it_a_folder(so.parents[2] / "files.json"), "files.json cannot be read"),
         (
-            lambda so: (so.parents[1] / "flashinfer_autotune_cache/autotune_configs.json").write_text('{"a'),
+            lambda so: (so.parents[1] / "flashinfer_autotune_cache/autotune_configs.json").write_text('{"a'),  # noqa: E501
             "autotune_configs.json is no JSON",
         ),
     ],
@@ -101,14 +105,20 @@ def test_a_damaged_entry_is_dropped_with_a_line_at_the_next_start(
     assert folder.is_dir() and list(damage(folder)) == []
 
 
-def test_what_a_later_start_rewrites_or_adds_is_no_damage(caches: CachePlan, said: list[str]) -> None:
+def test_what_a_later_start_rewrites_or_adds_is_no_damage(
+    caches: CachePlan, said: list[str]
+) -> None:
     folder = served(caches, said)
     (folder / "vllm/flashinfer_autotune_cache/autotune_configs.json").write_text('{"more": [1, 2]}')
-    (folder / "vllm/torch_compile_cache/later.so").write_bytes(b"made at a first request, then killed")
+    (folder / "vllm/torch_compile_cache/later.so").write_bytes(
+        b"made at a first request, then killed"
+    )
     assert list(damage(folder)) == []
 
 
-def test_what_the_driver_evicts_from_its_own_cache_is_no_damage(caches: CachePlan, said: list[str]) -> None:
+def test_what_the_driver_evicts_from_its_own_cache_is_no_damage(
+    caches: CachePlan, said: list[str]
+) -> None:
     use = Use(caches, said.append)
     use.open()
     made = caches.folder("kernels") / "cuda" / "1" / "a" / "b"
@@ -120,7 +130,9 @@ def test_what_the_driver_evicts_from_its_own_cache_is_no_damage(caches: CachePla
     assert list(damage(caches.folder("kernels"))) == []
 
 
-def test_what_was_compiled_while_serving_is_recorded_at_the_end(caches: CachePlan, said: list[str]) -> None:
+def test_what_was_compiled_while_serving_is_recorded_at_the_end(
+    caches: CachePlan, said: list[str]
+) -> None:
     use = Use(caches, said.append)
     use.open()
     use.record()
@@ -162,8 +174,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning(caches: CachePlan, said: li
 HOLD = """
 import sys
 from pathlib import Path
-from nibble.cache_entries import Use
-from nibble.cache_keys import CacheKey, CachePlan
+from nibble.serve.compile_cache import Use
+from nibble.plan.compile_cache import CacheKey, CachePlan
 keys = (CacheKey("kernels", {"build": "b1"}), CacheKey("graphs", {"build": "b1"}))
 use = Use(CachePlan(Path(sys.argv[1]), keys), print)
 use.open()
@@ -175,14 +187,21 @@ sys.stdin.read()
 def test_an_entry_that_a_server_holds_is_neither_dropped_nor_pruned(tmp_path: Path) -> None:
     root = tmp_path / "engine"
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, root], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, root],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         found = entries(root)
         assert len(found) == 2 and all(entry.is_used for entry in found)
         assert not drop(found[0].folder)
-        assert to_prune(found, time.time() + 99 * DAY_S, older_than_s=1, max_bytes=0, build="other") == []
+        assert (
+            to_prune(found, time.time() + 99 * DAY_S, older_than_s=1, max_bytes=0, build="other")
+            == []
+        )
     finally:
         other.communicate("")
     assert not entries(root)[0].is_used
@@ -198,12 +217,16 @@ def test_another_users_entries_are_listed_as_in_use_and_stop_nothing(tmp_path: P
     caches.folder("kernels").chmod(0o700)
     open_to_others(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from nibble.cache_entries import entries, damage\n"
-        "os.setgid(65534); os.setuid(65534)\n"
-        "found = entries(Path(sys.argv[1])); print([e.is_used for e in found], *(list(damage(e.folder)) for e in found))"
+        "import os, sys; from pathlib import Path; from nibble.serve.compile_cache import entries,"
+        " damage\nos.setgid(65534); os.setuid(65534)\nfound = entries(Path(sys.argv[1]));"
+        " print([e.is_used for e in found], *(list(damage(e.folder)) for e in found))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, caches.root], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, caches.root],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.startswith("[True, True]") and "Permission denied" in done.stdout
 
@@ -213,7 +236,12 @@ def entry(name: str, days: float, size: int = 10, build: str = "b1", used: bool 
 
 
 def test_prune_takes_by_age_build_and_size_the_longest_unused_first() -> None:
-    found = [entry("new", 1), entry("old", 40), entry("older", 50, build="b0"), entry("held", 60, used=True)]
+    found = [
+        entry("new", 1),
+        entry("old", 40),
+        entry("older", 50, build="b0"),
+        entry("held", 60, used=True),
+    ]
 
     def names(**limits) -> list[str]:
         return [one.folder.name for one in to_prune(found, 0.0, **limits)]
@@ -244,7 +272,9 @@ def test_looking_at_a_folder_that_is_no_entry_changes_nothing(tmp_path: Path) ->
     assert list(found.folder.iterdir()) == []
 
 
-def test_verify_names_what_is_wrong_drops_it_and_succeeds(caches: CachePlan, said: list[str]) -> None:
+def test_verify_names_what_is_wrong_drops_it_and_succeeds(
+    caches: CachePlan, said: list[str]
+) -> None:
     folder = served(caches, said)
     (folder / "vllm/torch_compile_cache/graph.so").write_bytes(b"")
     done = nibble("verify", cache=caches.root.parent)
@@ -256,7 +286,9 @@ def test_verify_names_what_is_wrong_drops_it_and_succeeds(caches: CachePlan, sai
     assert not folder.exists()
 
 
-def test_ls_and_prune_speak_json_and_a_dry_run_removes_nothing(caches: CachePlan, said: list[str]) -> None:
+def test_ls_and_prune_speak_json_and_a_dry_run_removes_nothing(
+    caches: CachePlan, said: list[str]
+) -> None:
     folder = served(caches, said)
     listed = json.loads(nibble("ls", "--json", cache=caches.root.parent).stdout)
     assert {one["name"] for one in listed} == {key.name for key in caches.keys}
@@ -266,10 +298,17 @@ def test_ls_and_prune_speak_json_and_a_dry_run_removes_nothing(caches: CachePlan
     assert f"removed {folder}" in real.stdout and entries(caches.root) == []
 
 
-@pytest.mark.parametrize("limit", [("--max-gib", "nan"), ("--max-gib", "inf"), ("--older-than", "-1")])
-def test_a_limit_that_is_no_number_from_0_up_is_a_usage_error(tmp_path: Path, limit: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "limit", [("--max-gib", "nan"), ("--max-gib", "inf"), ("--older-than", "-1")]
+)
+def test_a_limit_that_is_no_number_from_0_up_is_a_usage_error(
+    tmp_path: Path, limit: tuple[str, str]
+) -> None:
     done = nibble("prune", *limit, cache=tmp_path)
-    assert done.returncode == 2 and f"{limit[0]} is {float(limit[1])}; expected a number" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"{limit[0]} is {float(limit[1])}; expected a number" in done.stderr
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -280,10 +319,13 @@ def test_a_cache_that_this_user_may_not_look_into_is_one_error_and_not_empty(
     caches.root.chmod(0o700)
     open_to_others(caches.root.parent)
     code = (
-        "import os, sys; from nibble import cli; from nibble.cache_commands import verify\n"
-        "from nibble import build_id, cache_keys, disk, settings_layers, vllm_schema\n"
-        "vllm_schema.load_schema(); os.setgid(65534); os.setuid(65534)\n"
-        "sys.exit(cli._guarded(lambda: verify({'HOME': '/', 'NIBBLE_CACHE_DIR': sys.argv[1]})))"
+        "import os, sys; from nibble.cli import app as cli; from nibble.cli.cache import"
+        " verify\nfrom nibble.engine import installed as build_id; from nibble.plan import"
+        " compile_cache as cache_keys; from nibble.machine import disk; from nibble.settings import"
+        " sources as settings_layers; from nibble.engine import schema as"
+        " vllm_schema\nvllm_schema.load_schema(); os.setgid(65534);"
+        " os.setuid(65534)\nsys.exit(cli._guarded(lambda: verify({'HOME': '/', 'NIBBLE_CACHE_DIR':"
+        " sys.argv[1]})))"
     )
     command = [sys.executable, "-c", code, caches.root.parent]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -304,5 +346,7 @@ def test_the_commands_look_where_the_settings_file_says(
     environ = {"HOME": str(tmp_path), "NIBBLE_CONFIG": str(settings)}
     assert folder in [entry.folder for entry in cache_commands.found(environ)]
     assert folder.name in [one.name for one in cache_commands.verify(environ)]
-    assert folder in [entry.folder for entry in cache_commands.prune(environ, 0, None, False, dry_run=False)]
+    assert folder in [
+        entry.folder for entry in cache_commands.prune(environ, 0, None, False, dry_run=False)
+    ]
     assert not folder.exists()

@@ -1,4 +1,6 @@
-"""The canary's judgement of answers, with a stand-in for the server; faults of real servers are in tests/e2e/test_canary.py."""
+"""The canary's judgement of answers, with a stand-in for the server; faults of real servers are
+in tests/e2e/test_canary.py.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,27 @@ from fault_table import table
 from worker_reports import HARDWARE
 
 from nibble.canary import run_canary
-from nibble.canary.asking import Answer, Asker
+from nibble.canary.client import Answer, Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
 from nibble.canary.drafts import check_drafts
 from nibble.canary.finding import Broken, NotCompared
 from nibble.canary.layers import activations_of, check_layers
 from nibble.canary.references import (
-    FILE,
     LOOSE_LIMIT,
     MEAN_LIMIT,
-    WEIGHT_ONLY_FILE,
     Case,
     References,
     check_references,
     read_references,
     write_references,
 )
+from nibble.canary.verification import references_of
+from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.precedence import Choice
-from nibble.proof import references_of
-from nibble.readiness import Api
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
+from nibble.machine.paths import root
+from nibble.plan.layers import Choice
 
 RIGHT = {
     "17 + 25": "42",
@@ -49,7 +50,10 @@ class Scripted(Asker):
     """Answers as told."""
 
     def __init__(
-        self, chat: dict[str, str] | None = None, scored: tuple[float, ...] = (-1.0, -0.1, -0.2), **more: Any
+        self,
+        chat: dict[str, str] | None = None,
+        scored: tuple[float, ...] = (-1.0, -0.1, -0.2),
+        **more: Any,
     ) -> None:
         super().__init__(Api("127.0.0.1", 9, ""), "m", 10)
         self.chats, self.scored, self.more = chat, list(scored), more
@@ -62,7 +66,9 @@ class Scripted(Asker):
             return self.more.get("call", {"content": "It is sunny."})
         question = messages[0]["content"]
         return {
-            "content": next((text for key, text in (self.chats or {}).items() if key in question), "banana")
+            "content": next(
+                (text for key, text in (self.chats or {}).items() if key in question), "banana"
+            )
         }
 
     def answer(self, prompt: Any, tokens: int, **more: Any) -> Answer:
@@ -93,13 +99,17 @@ def test_a_model_without_a_chat_template_goes_on_with_texts() -> None:
     texts = {"17 + 25": " 42\n", "copper": " seventeen rivers", "Ada": '{"name": "Ada", "age": 36}'}
 
     def goes_on(prompt: str) -> Answer:
-        return Answer(next(text for key, text in texts.items() if key in prompt), (), (), (), (), ())
+        return Answer(
+            next(text for key, text in texts.items() if key in prompt), (), (), (), (), ()
+        )
 
     assert check_coherence(Scripted(None, greedy=goes_on), tools=True).warning == ""
 
 
 def test_penalties_of_the_models_generation_config_are_not_those_of_the_canary() -> None:
-    """vLLM takes them for every request that names none; greedy tokens are then not the likeliest."""
+    """vLLM takes them for every request that names none; greedy tokens are then not the
+    likeliest.
+    """
     bodies: list[dict[str, Any]] = []
 
     class Recording(Asker):
@@ -147,7 +157,11 @@ def test_decoding_that_agrees_with_a_second_scoring_is_consistent() -> None:
             "the sampler is wrong",
         ),
         (
-            {"greedy": Answer("ab", (1,), (3, 4), (math.nan, -5.0), (math.nan, -0.2), (-3.0, -3.0))},
+            {
+                "greedy": Answer(
+                    "ab", (1,), (3, 4), (math.nan, -5.0), (math.nan, -0.2), (-3.0, -3.0)
+                )
+            },
             "not finite",
         ),
         (
@@ -178,10 +192,10 @@ CASE = Case("a", (1, 2), "ab", (3, 4), (-1.0, -0.1, -0.2))
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"greedy": Answer("ab", (1, 3), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "another chat template or tokenizer"),
+        ({"greedy": Answer("ab", (1, 3), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "another chat template or tokenizer"),  # noqa: E501
         ({"scored": (-2.0, -0.1, -0.2)}, "off by 0.333 nats"),
-        ({"greedy": Answer("ax", (1, 2), (3, 5), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "was answered 'ax', recorded is 'ab'"),
-        ({"greedy": Answer("a?", (1, 2), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "another tokenizer"),
+        ({"greedy": Answer("ax", (1, 2), (3, 5), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "was answered 'ax', recorded is 'ab'"),  # noqa: E501
+        ({"greedy": Answer("a?", (1, 2), (3, 4), (-0.1, -0.2), (-0.1, -0.2), LOW)}, "another tokenizer"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_is_not_as_recorded_fails(more: dict[str, Any], told: str) -> None:
@@ -233,16 +247,16 @@ def some_plan(tmp_path: Path, **args: Any) -> Any:
 
 def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> None:
     assert references_of(some_plan(tmp_path), ("fp4",)) is None
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
-    write_references(tmp_path / WEIGHT_ONLY_FILE, [CASE], {"activations": ["bf16"]})
-    for form, name in (("fp4", FILE), ("bf16", WEIGHT_ONLY_FILE)):
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
+    write_references(tmp_path / WEIGHT_ONLY_CANARY_FILE, [CASE], {"activations": ["bf16"]})
+    for form, name in (("fp4", CANARY_FILE), ("bf16", WEIGHT_ONLY_CANARY_FILE)):
         found = references_of(some_plan(tmp_path), (form,))
         assert found is not None
         assert (found.where, found.mean_limit) == (str(tmp_path / name), MEAN_LIMIT)
 
 
 def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_path: Path) -> None:
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
     flags = {"--kv-cache-dtype": "fp8", "--tensor-parallel-size": 2}
     given = [{flag: Choice(value, "command line")} for flag, value in flags.items()]
     for form, args in ((("bf16",), {}), *((("fp4",), one) for one in given)):
@@ -257,10 +271,12 @@ def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_pa
 def test_fp4_activations_recorded_on_other_hardware_loosen_the_limit(
     recorded: str, limit: float, tmp_path: Path
 ) -> None:
-    write_references(tmp_path / FILE, [CASE], {"activations": ["fp4"], "hardware": recorded})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": recorded})
     found = references_of(some_plan(tmp_path), ("fp4",))
     assert found is not None and found.mean_limit == limit
-    write_references(tmp_path / FILE, [CASE], {"activations": ["bf16"], "hardware": recorded})
+    write_references(
+        tmp_path / CANARY_FILE, [CASE], {"activations": ["bf16"], "hardware": recorded}
+    )
     found = references_of(some_plan(tmp_path), ("bf16",))
     assert found is not None and found.mean_limit == MEAN_LIMIT
 
@@ -286,9 +302,12 @@ class Counting(Scripted):
         drafted, accepted = (value * self.asked for value in self.step)
         self.asked += 1
         lines = f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}.0\n'
-        return 200, (
-            lines + f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
-        ).encode()
+        return (
+            200,
+            (
+                lines + f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
+            ).encode(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -316,14 +335,23 @@ def test_drafted_text_that_is_not_the_models_own_fails() -> None:
 
 def entry(**changed: Any) -> dict[str, Any]:
     return {
-        "part": "linear", "kind": "Method uint8 [8, 8]", "layers": 2, "compared": 2, "activations": ["bf16"],
-        "worst_error": 0.003, "wrong": 0, "wrong_layers": [], "not_compared": [],
-    } | changed  # fmt: skip
+        "part": "linear",
+        "kind": "Method uint8 [8, 8]",
+        "layers": 2,
+        "compared": 2,
+        "activations": ["bf16"],
+        "worst_error": 0.003,
+        "wrong": 0,
+        "wrong_layers": [],
+        "not_compared": [],
+    } | changed
 
 
 def test_layers_are_judged_over_all_workers() -> None:
     assert check_layers([{"rank": 0, "checks": [entry()]}]).verdict == "passed"
-    wrong = entry(wrong=1, wrong_layers=["model.layers.3: off by 1, at most 0.02"], worst_error="inf")
+    wrong = entry(
+        wrong=1, wrong_layers=["model.layers.3: off by 1, at most 0.02"], worst_error="inf"
+    )
     found = check_layers([{"rank": 0, "checks": [entry()]}, {"rank": 1, "checks": [wrong]}])
     assert (found.verdict, "rank 1, model.layers.3" in found.detail) == ("failed", True)
     found = check_layers([{"rank": 1, "checks": [wrong], "node": "b"}])
@@ -334,7 +362,8 @@ def test_what_has_no_reference_is_told_and_not_passed() -> None:
     blank = entry(compared=0, worst_error=None, not_compared=["no reference for this format"])
     assert check_layers([{"rank": 0, "checks": [blank]}]).verdict == "not compared"
     assert (
-        "not compared: Method (no reference" in check_layers([{"rank": 0, "checks": [blank, entry()]}]).detail
+        "not compared: Method (no reference"
+        in check_layers([{"rank": 0, "checks": [blank, entry()]}]).detail
     )
 
 
@@ -342,7 +371,9 @@ def test_a_mechanism_without_time_says_so() -> None:
     late = Asker(Api("127.0.0.1", 9, ""), "m", 0)
     with pytest.raises(NotCompared):
         late.score([1, 2])
-    assert {one.verdict for one in run_canary(late, [], References((CASE,), "here"))} == {"not compared"}
+    assert {one.verdict for one in run_canary(late, [], References((CASE,), "here"))} == {
+        "not compared"
+    }
 
 
 class Refusing(Asker):
@@ -364,10 +395,15 @@ def test_nothing_is_sampled_where_it_would_end_the_engine() -> None:
 
 def test_a_server_that_fails_at_a_plain_request_fails_the_canary() -> None:
     Refusing((500, b"")).warm_up()  # a refusal is for later
-    findings = run_canary(Refusing((500, b'{"error": "EngineCore encountered an issue"}')), [], drafts=True)
+    findings = run_canary(
+        Refusing((500, b'{"error": "EngineCore encountered an issue"}')), [], drafts=True
+    )
     asked = {found.mechanism: found for found in findings if found.mechanism != "layers"}
     assert {found.verdict for found in asked.values()} == {"failed"}
-    assert "was answered 500" in asked["consistency"].detail and "EngineCore" in asked["consistency"].detail
+    assert (
+        "was answered 500" in asked["consistency"].detail
+        and "EngineCore" in asked["consistency"].detail
+    )
 
 
 def test_a_chat_that_fails_is_no_missing_chat_template() -> None:
@@ -382,7 +418,7 @@ def test_counters_that_do_not_come_in_time_are_not_compared() -> None:
 
     asker = Refusing((200, b""))
     asker.api = SimpleNamespace(call=call)  # type: ignore[assignment]
-    (_, drafts, *_) = run_canary(asker, [], drafts=True)
+    _, drafts, *_ = run_canary(asker, [], drafts=True)
     assert (drafts.mechanism, drafts.verdict, drafts.detail) == (
         "drafts",
         "not compared",
@@ -391,9 +427,12 @@ def test_counters_that_do_not_come_in_time_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [(400, b'{"error": "no tokenizer"}'), (200, b'{"choices": [{}]}'), (200, b"{}"), (200, b"[")]
+    "answer",
+    [(400, b'{"error": "no tokenizer"}'), (200, b'{"choices": [{}]}'), (200, b"{}"), (200, b"[")],
 )
-def test_a_server_that_answers_otherwise_is_not_compared_and_not_our_fault(answer: tuple[int, bytes]) -> None:
+def test_a_server_that_answers_otherwise_is_not_compared_and_not_our_fault(
+    answer: tuple[int, bytes],
+) -> None:
     asker = Refusing(answer)
     asker.warm_up()
     found = run_canary(asker, [], References((CASE,), "here"), drafts=True)
@@ -402,7 +441,9 @@ def test_a_server_that_answers_otherwise_is_not_compared_and_not_our_fault(answe
 
 def test_docs_have_the_table_that_is_tested() -> None:
     text = (root() / "docs" / "canary.md").read_text()
-    assert "\n".join(table()) in text, "docs/canary.md: put the lines of tests/fixtures/fault_table.py there"
+    assert "\n".join(table()) in text, (
+        "docs/canary.md: put the lines of tests/fixtures/fault_table.py there"
+    )
 
 
 def test_what_is_recorded_is_plain_json(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What the workers say of a computed reference, judged: the limits, and which wrong thing is named first."""
+"""What the workers say of a computed reference, judged: the limits, and which wrong thing is
+named first.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 
 from nibble.canary.computed import MEAN_LIMITS, judge_definition, references_from
-from nibble.paths import root
-from nibble.precedence import Choice
-from nibble.proof import computed_references
+from nibble.canary.verification import computed_references
+from nibble.machine.paths import root
+from nibble.plan.layers import Choice
 from nibble.reference.store import FORMAT
 
-MEASURED = json.loads((root() / "benchmarks/results/reference_faults_cpu.json").read_text())["models"]
+MEASURED = json.loads((root() / "benchmarks/results/reference_faults_cpu.json").read_text())[
+    "models"
+]
 ABSENT = {  # what a model has no part for
     "nibble-demo-nvfp4": {"MoE routing wrong"},
     "nibble-demo-moe-nvfp4": set(),
@@ -39,8 +43,14 @@ LOGITS = {"error": 0.01, "factor": 1.0, "token": 5, "off": 0.05, "spread": 0.01}
 
 
 def report(layers: list[dict[str, Any]] | None = None, **more: Any) -> dict[str, Any]:
-    definition = {"tokens": 192, "embedding": 0.001, "layers": layers or [HEALTHY] * 4, "logits": LOGITS, "cache": "bf16",
-                  "norms": {"compared": 17, "wrong": []}}  # fmt: skip
+    definition = {
+        "tokens": 192,
+        "embedding": 0.001,
+        "layers": layers or [HEALTHY] * 4,
+        "logits": LOGITS,
+        "cache": "bf16",
+        "norms": {"compared": 17, "wrong": []},
+    }
     return {"definition": definition | more}
 
 
@@ -98,7 +108,10 @@ def test_one_layer_far_off_is_a_warning_and_all_of_them_are_a_failure() -> None:
     usual, far = HEALTHY | {"early": 0.1, "noise": 0.09}, HEALTHY | {"early": 0.23, "noise": 0.09}
     found = judge_definition([report([usual, usual, far, usual])])
     assert found.verdict == "passed"
-    assert found.warning.startswith("layer 2 is farther from the reference") and "0.23" in found.warning
+    assert (
+        found.warning.startswith("layer 2 is farther from the reference")
+        and "0.23" in found.warning
+    )
     assert judge_definition([report([usual] * 4)]).warning == ""
     found = judge_definition([report([far] * 4)])
     assert found.verdict == "failed"
@@ -115,8 +128,8 @@ def test_what_reaches_a_product_names_the_layer_and_the_product(place: int) -> N
     found = judge_definition([report([HEALTHY, HEALTHY | {"inside": points}])])
     assert found.verdict == "failed"
     assert (
-        f"layer 1 is the first wrong one: what reaches {points[place]['at']} is off by 0.05, at most 0.026"
-        in found.detail
+        f"layer 1 is the first wrong one: what reaches {points[place]['at']} is off by 0.05, at"
+        " most 0.026" in found.detail
     )
 
 
@@ -129,36 +142,56 @@ def test_an_fp8_cache_explains_more_of_what_attention_gives_and_of_nothing_else(
 
 @pytest.mark.parametrize("model", MEASURED)
 def test_every_fault_that_was_put_into_a_model_is_caught(model: str) -> None:
-    """What was measured with each fault in an engine (benchmarks/reference_faults.py), with the limits of today."""
+    """What was measured with each fault in an engine (benchmarks/reference_faults.py), with the
+    limits of today.
+    """
     faults = MEASURED[model]["faults"]
     assert {name for name, fault in faults.items() if "not_injected" in fault} == ABSENT[model]
-    told = {name: judge_definition([{"definition": fault["report"]}]).verdict for name, fault in faults.items()
-            if name not in ABSENT[model]}  # fmt: skip
+    told = {
+        name: judge_definition([{"definition": fault["report"]}]).verdict
+        for name, fault in faults.items()
+        if name not in ABSENT[model]
+    }
     assert told.pop("none") == "passed"
     assert set(told.values()) == {"failed"} and len(told) == 18 - len(ABSENT[model])
 
 
 def test_flags_that_change_numbers_widen_all_limits() -> None:
     data = {"activations": "fp4", "cases": []}
-    assert [references_from(data, "", False, differs).looser for differs in (False, True)] == [1.0, 3.0]
+    assert [references_from(data, "", False, differs).looser for differs in (False, True)] == [
+        1.0,
+        3.0,
+    ]
     off = report([HEALTHY | {"early": 0.11}] * 4, logits=LOGITS | {"error": 0.12})
     assert judge_definition([off]).verdict == "failed"
     assert judge_definition([off], 3.0).verdict == "passed"
 
 
 def test_a_logit_that_is_off_among_others_that_are_is_rounding() -> None:
-    assert judge_definition([report(logits=LOGITS | {"off": 1.0, "spread": 0.3})]).verdict == "passed"
+    assert (
+        judge_definition([report(logits=LOGITS | {"off": 1.0, "spread": 0.3})]).verdict == "passed"
+    )
 
 
 def test_workers_that_could_not_compare_say_why() -> None:
-    found = judge_definition([{"definition": {"not_compared": "layers of several ranks are not compared"}}])
-    assert (found.verdict, found.detail) == ("not compared", "layers of several ranks are not compared")
+    found = judge_definition(
+        [{"definition": {"not_compared": "layers of several ranks are not compared"}}]
+    )
+    assert (found.verdict, found.detail) == (
+        "not compared",
+        "layers of several ranks are not compared",
+    )
     assert judge_definition([{"definition": None}]).verdict == "not compared"
 
 
 def test_texts_become_tokens_where_the_server_has_another_template() -> None:
-    case = {"prompt": [{"role": "user", "content": "Hi"}], "prompt_ids": [1, 2], "answer": "a", "answer_ids": [3],
-            "logprobs": [-1.0, -2.0]}  # fmt: skip
+    case = {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "prompt_ids": [1, 2],
+        "answer": "a",
+        "answer_ids": [3],
+        "logprobs": [-1.0, -2.0],
+    }
     data = {"activations": "fp4", "cases": [case]}
     same, tokens = (references_from(data, "here", flag, False).cases[0] for flag in (False, True))
     assert same.prompt == case["prompt"] and tokens.prompt == [1, 2]
@@ -175,8 +208,13 @@ def test_texts_become_tokens_where_the_server_has_another_template() -> None:
 def test_a_start_sends_conversations_where_their_tokens_are_the_checkpoints(
     dated: bool, flags: tuple[str, ...], sent: str, tmp_path: Path
 ) -> None:
-    case = {"prompt": [{"role": "user", "content": "Hi"}], "prompt_ids": [1, 2], "answer": "a", "answer_ids": [3],
-            "logprobs": [-1.0, -2.0]}  # fmt: skip
+    case = {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "prompt_ids": [1, 2],
+        "answer": "a",
+        "answer_ids": [3],
+        "logprobs": [-1.0, -2.0],
+    }
     file = tmp_path / "reference.json"
     data = {"format": FORMAT, "activations": "fp4", "template_is_dated": dated, "cases": [case]}
     file.write_text(json.dumps(data))

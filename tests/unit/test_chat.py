@@ -1,4 +1,6 @@
-"""`nibble chat` against a server that refuses, breaks off or is not there: one line each, with its exit code."""
+"""`nibble chat` against a server that refuses, breaks off or is not there: one line each, with
+its exit code.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nibble.chat import ask
+from nibble.cli.chat import ask
 from nibble.errors import ExitCode, NibbleError
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -50,7 +52,9 @@ def refusal(environ: dict[str, str]) -> NibbleError:
 
 def test_an_answer_is_printed_as_it_comes(serve, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        events = [json.dumps({"choices": [{"delta": {"content": text}}]}) for text in ("It is", " fine.")]
+        events = [
+            json.dumps({"choices": [{"delta": {"content": text}}]}) for text in ("It is", " fine.")
+        ]
         body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(body)))
@@ -71,7 +75,9 @@ def test_a_refusal_is_the_servers_words_as_one_sentence(serve) -> None:
 
     error = refusal(serve(answer))
     assert error.code is ExitCode.USAGE
-    assert error.line() == "the server answered 404: The model `x` does not exist; see `nibble status`"
+    assert (
+        error.line() == "the server answered 404: The model `x` does not exist; see `nibble status`"
+    )
 
 
 def test_a_server_that_ends_in_the_middle_of_an_answer_is_one_line(serve) -> None:
@@ -94,7 +100,9 @@ def test_nobody_listening_is_one_line() -> None:
     assert f"no server answers at 127.0.0.1:{port} (Connection refused)" in error.line()
 
 
-def test_a_key_file_of_another_user_does_not_hide_a_server_that_asks_for_none(serve, monkeypatch) -> None:
+def test_a_key_file_of_another_user_does_not_hide_a_server_that_asks_for_none(
+    serve, monkeypatch
+) -> None:
     def no_permission(*_: object) -> str:
         raise PermissionError(13, "Permission denied")
 

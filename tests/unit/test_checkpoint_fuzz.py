@@ -1,4 +1,6 @@
-"""Seeded damage to checkpoints, before vLLM is started: refused in one line with a documented code, or taken."""
+"""Seeded damage to checkpoints, before vLLM is started: refused in one line with a documented
+code, or taken.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Memory per sequence: the arithmetic that needs no vLLM (test_kv_matches_vllm.py compares the rest with it)."""
+"""Memory per sequence: the arithmetic that needs no vLLM (test_kv_matches_vllm.py compares the
+rest with it).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def test_a_full_layer_keeps_k_and_v_of_every_token_in_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "heads"), [({}, 8), ({"num_key_value_heads": 4}, 4), ({"num_key_value_heads": None}, 16)]
+    ("stated", "heads"),
+    [({}, 8), ({"num_key_value_heads": 4}, 4), ({"num_key_value_heads": None}, 16)],
 )
 def test_kv_heads_that_config_json_leaves_out_are_the_default_of_the_class(
     stated: dict[str, Any], heads: int
@@ -67,7 +70,10 @@ def test_a_window_bounds_a_sliding_layer() -> None:
 
 @pytest.mark.parametrize(("gpus", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
 def test_kv_heads_are_divided_and_then_replicated(gpus: int, heads: int) -> None:
-    assert sequence_memory((FULL,), 16, tensor_parallel_size=gpus).total_bytes == 16 * 2 * heads * 128 * 2
+    assert (
+        sequence_memory((FULL,), 16, tensor_parallel_size=gpus).total_bytes
+        == 16 * 2 * heads * 128 * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,16 +119,19 @@ def test_draft_layers_count_only_with_speculation() -> None:
     found = layers(DEEPSEEK_MLA | {"num_nextn_predict_layers": 1})
     assert found is not None
     assert [layer.is_draft for layer in found] == [False, True]
-    without, with_draft = sequence_memory(found, 64), sequence_memory(found, 64, speculative_tokens=1)
+    without, with_draft = (
+        sequence_memory(found, 64),
+        sequence_memory(found, 64, speculative_tokens=1),
+    )
     assert with_draft.total_bytes == 2 * without.total_bytes
     assert with_draft.by_kind == {"mla": without.total_bytes, "draft": without.total_bytes}
 
 
 def test_vision_tower_keeps_nothing() -> None:
     text = QWEN3 | {"model_type": "qwen3_vl_text"}
-    assert layers({"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 24}}) == layers(
-        QWEN3
-    )
+    assert layers(
+        {"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 24}}
+    ) == layers(QWEN3)
 
 
 def test_shared_layers_keep_nothing_and_name_their_target() -> None:
@@ -160,10 +169,15 @@ def test_memory_of_an_unknown_architecture_is_none(tmp_path: Path) -> None:
 
 
 def test_auto_means_the_declared_cache_type(tmp_path: Path) -> None:
-    quantization = MODELOPT_NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+    quantization = MODELOPT_NVFP4 | {
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}
+    }
     found = read_checkpoint(
-        str(write_checkpoint(tmp_path / "m", config={"quantization_config": quantization})), environ={}
+        str(write_checkpoint(tmp_path / "m", config={"quantization_config": quantization})),
+        environ={},
     )
     auto, explicit = sequence_breakdown(found, 64), sequence_breakdown(found, 64, "fp8")
     assert auto == explicit
-    assert sequence_memory_bytes(found, 64, "bfloat16") == 2 * (sequence_memory_bytes(found, 64) or 0)
+    assert sequence_memory_bytes(found, 64, "bfloat16") == 2 * (
+        sequence_memory_bytes(found, 64) or 0
+    )

@@ -1,4 +1,6 @@
-"""Every quantization scheme is recognised by config and tensors, and contradictions between them are said."""
+"""Every quantization scheme is recognised by config and tensors, and contradictions between them
+are said.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from tiny_model import MODELOPT_NVFP4
 from nibble.checkpoint import Scheme, read_checkpoint
 from nibble.checkpoint.scheme import detect_scheme
 
-INPUTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": "local"}
+INPUTS = {
+    "num_bits": 4,
+    "type": "float",
+    "group_size": 16,
+    "strategy": "tensor_group",
+    "dynamic": "local",
+}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 
 
@@ -67,26 +75,57 @@ FORMS: dict[str, tuple[str, Any, tuple[str, str | None, int, str, bool]]] = {
     "nvfp4": ("nvfp4", MODELOPT_NVFP4, ("NVFP4", "modelopt_fp4", 4, "fp4", True)),
     "w4a16": ("w4a16", modelopt("W4A16_NVFP4"), ("W4A16_NVFP4", "modelopt_fp4", 4, "bf16", True)),
     "fp8 modelopt": ("fp8", modelopt("FP8"), ("FP8", "modelopt", 8, "fp8", False)),
-    "fp8 per channel": ("fp8", modelopt("FP8_PER_CHANNEL_PER_TOKEN"), ("FP8_PER_CHANNEL_PER_TOKEN", "modelopt", 8,
-        "fp8", False)),
+    "fp8 per channel": (
+        "fp8",
+        modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "modelopt", 8, "fp8", False),
+    ),
     "fp8 blocks": ("fp8", modelopt("FP8_PB_WO"), ("FP8_PB_WO", "modelopt", 8, "fp8", False)),
     "mxfp8": ("fp8", modelopt("MXFP8"), ("MXFP8", "modelopt_mxfp8", 8, "fp8", False)),
     "mixed": ("nvfp4", MIXED, ("MIXED_PRECISION", "modelopt_mixed", 4, "fp4+fp8", True)),
-    "ct nvfp4": ("ct_w4a4", compressed(group(INPUTS)), ("NVFP4", "compressed-tensors", 4, "fp4", True)),
+    "ct nvfp4": (
+        "ct_w4a4",
+        compressed(group(INPUTS)),
+        ("NVFP4", "compressed-tensors", 4, "fp4", True),
+    ),
     "ct nvfp4a16": ("ct", compressed(group()), ("NVFP4A16", "compressed-tensors", 4, "bf16", True)),
-    "ct mixed": ("ct_w4a4", compressed(group(INPUTS), {"weights": FP8, "input_activations": FP8}), ("FP8+NVFP4",
-        "compressed-tensors", 4, "fp4+fp8", True)),
-    "ct fp8": ("fp8", compressed({"weights": FP8, "input_activations": FP8}), ("FP8", "compressed-tensors", 8, "fp8",
-        False)),
-    "ct int4": ("awq", compressed({"weights": {"num_bits": 4, "type": "int", "group_size": 128}}), ("W4A16",
-        "compressed-tensors", 4, "bf16", False)),
-    "fp8": ("fp8", {"quant_method": "fp8", "weight_block_size": [128, 128]}, ("fp8", "fp8", 8, "fp8", False)),
-    "gptq": ("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 32}, ("int4-gptq", "gptq", 4, "bf16", False)),
-    "awq": ("awq", {"quant_method": "awq", "bits": 4, "group_size": 32}, ("int4-awq", "awq", 4, "bf16", False)),
+    "ct mixed": (
+        "ct_w4a4",
+        compressed(group(INPUTS), {"weights": FP8, "input_activations": FP8}),
+        ("FP8+NVFP4", "compressed-tensors", 4, "fp4+fp8", True),
+    ),
+    "ct fp8": (
+        "fp8",
+        compressed({"weights": FP8, "input_activations": FP8}),
+        ("FP8", "compressed-tensors", 8, "fp8", False),
+    ),
+    "ct int4": (
+        "awq",
+        compressed({"weights": {"num_bits": 4, "type": "int", "group_size": 128}}),
+        ("W4A16", "compressed-tensors", 4, "bf16", False),
+    ),
+    "fp8": (
+        "fp8",
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        ("fp8", "fp8", 8, "fp8", False),
+    ),
+    "gptq": (
+        "gptq",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        ("int4-gptq", "gptq", 4, "bf16", False),
+    ),
+    "awq": (
+        "awq",
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        ("int4-awq", "awq", 4, "bf16", False),
+    ),
     "mxfp4": ("bf16", {"quant_method": "mxfp4"}, ("mxfp4", "mxfp4", 4, "bf16", False)),
-    "bitsandbytes": ("bf16", {"quant_method": "bitsandbytes", "load_in_4bit": True}, ("bitsandbytes", None, 4, "bf16",
-        False)),
-}  # fmt: skip
+    "bitsandbytes": (
+        "bf16",
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        ("bitsandbytes", None, 4, "bf16", False),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -128,13 +167,17 @@ def test_one_missing_input_scale_is_no_weight_only_export(tmp_path: Path) -> Non
 
 
 def test_nvfp4_whose_groups_have_no_activations_is_weight_only(tmp_path: Path) -> None:
-    quantization = modelopt("NVFP4", config_groups={"group_0": {"weights": INPUTS, "targets": ["Linear"]}})
+    quantization = modelopt(
+        "NVFP4", config_groups={"group_0": {"weights": INPUTS, "targets": ["Linear"]}}
+    )
     found = scheme(tmp_path, tensors("w4a16"), quantization)
     assert (found.name, found.unsupported_reason) == ("W4A16_NVFP4", "")
 
 
 @pytest.mark.parametrize(("algorithm", "form"), [("NVFP4", "nvfp4"), ("FP8", "fp8")])
-def test_old_hf_quant_config_alone_is_enough_for_vllm(algorithm: str, form: str, tmp_path: Path) -> None:
+def test_old_hf_quant_config_alone_is_enough_for_vllm(
+    algorithm: str, form: str, tmp_path: Path
+) -> None:
     found = scheme(tmp_path, tensors(form), hf=hf_quant(algorithm))
     assert (found.name, found.unsupported_reason) == (algorithm, "")
     assert "only hf_quant_config.json" in found.notes[0]
@@ -156,17 +199,25 @@ def test_modelopt_algorithm_unknown_to_vllm_is_unsupported(algorithm: str, tmp_p
 
 
 @pytest.mark.parametrize("quantization", [None, {}, {"quant_algo": None, "group_size": 16}])
-def test_a_modelopt_config_without_an_algorithm_is_told_so(quantization: Any, tmp_path: Path) -> None:
+def test_a_modelopt_config_without_an_algorithm_is_told_so(
+    quantization: Any, tmp_path: Path
+) -> None:
     found = scheme(
-        tmp_path, tensors("nvfp4"), hf={"producer": {"name": "modelopt"}, "quantization": quantization}
+        tmp_path,
+        tensors("nvfp4"),
+        hf={"producer": {"name": "modelopt"}, "quantization": quantization},
     )
-    assert found.unsupported_reason.startswith("its quantization config names no quant_algo; vLLM 0.32 reads")
+    assert found.unsupported_reason.startswith(
+        "its quantization config names no quant_algo; vLLM 0.32 reads"
+    )
 
 
 @pytest.mark.parametrize("size", ["16", 16.0, None])
 def test_a_group_size_that_vllm_reads_as_16_is_fine(size: Any, tmp_path: Path) -> None:
     assert (
-        scheme(tmp_path / "hf", tensors("nvfp4"), hf=hf_quant("NVFP4", group_size=size)).unsupported_reason
+        scheme(
+            tmp_path / "hf", tensors("nvfp4"), hf=hf_quant("NVFP4", group_size=size)
+        ).unsupported_reason
         == ""
     )
     config = modelopt("NVFP4", group_size=size)
@@ -175,7 +226,9 @@ def test_a_group_size_that_vllm_reads_as_16_is_fine(size: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("size", ["32", 32, "sixteen", [16]])
 def test_another_group_size_is_told_as_the_config_has_it(size: Any, tmp_path: Path) -> None:
-    reason = scheme(tmp_path, tensors("nvfp4"), hf=hf_quant("NVFP4", group_size=size)).unsupported_reason
+    reason = scheme(
+        tmp_path, tensors("nvfp4"), hf=hf_quant("NVFP4", group_size=size)
+    ).unsupported_reason
     assert reason == f"its config says groups of {size}, and NVFP4 has groups of 16"
 
 
@@ -207,7 +260,10 @@ def test_cloverlm_packed_and_bf16_are_told_apart_by_their_tensors(tmp_path: Path
 @pytest.mark.parametrize(
     ("declared", "expected"),
     [
-        (modelopt("NVFP4", kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}), "fp8_e4m3"),
+        (
+            modelopt("NVFP4", kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}),
+            "fp8_e4m3",
+        ),
         (modelopt("NVFP4", kv_cache_scheme="NVFP4"), "nvfp4"),
         (modelopt("NVFP4"), None),
         (compressed(group(INPUTS), kv_cache_scheme={"num_bits": 8, "type": "float"}), "fp8"),
@@ -238,15 +294,36 @@ def test_quantized_lm_head_does_not_change_the_scheme(tmp_path: Path) -> None:
     assert scheme(tmp_path, weights, MODELOPT_NVFP4).name == "NVFP4"
 
 
-INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+INT8_TOKENS = {
+    "num_bits": 8,
+    "type": "int",
+    "strategy": "token",
+    "dynamic": True,
+    "symmetric": True,
+}
 UNREAD: dict[str, tuple[dict[str, Any], Any, str, str]] = {
     "int4, dynamic": ({"num_bits": 4, "dynamic": True}, None, "pack-quantized", "dynamically"),
-    "int8, dynamic": ({"num_bits": 8, "dynamic": True}, INT8_TOKENS, "int-quantized", "dynamically"),
-    "w8a8, asymmetric": ({"num_bits": 8, "symmetric": False}, INT8_TOKENS, "int-quantized", "asymmetrically"),
+    "int8, dynamic": (
+        {"num_bits": 8, "dynamic": True},
+        INT8_TOKENS,
+        "int-quantized",
+        "dynamically",
+    ),
+    "w8a8, asymmetric": (
+        {"num_bits": 8, "symmetric": False},
+        INT8_TOKENS,
+        "int-quantized",
+        "asymmetrically",
+    ),
     "w8a8, symmetric": ({"num_bits": 8, "symmetric": True}, INT8_TOKENS, "int-quantized", ""),
     "w4a16, asymmetric (AWQ)": ({"num_bits": 4, "symmetric": False}, None, "pack-quantized", ""),
-    "packed w4a8, asymmetric": ({"num_bits": 4, "symmetric": False}, INT8_TOKENS, "pack-quantized", ""),
-}  # fmt: skip
+    "packed w4a8, asymmetric": (
+        {"num_bits": 4, "symmetric": False},
+        INT8_TOKENS,
+        "pack-quantized",
+        "",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", UNREAD)
@@ -254,6 +331,10 @@ def test_integer_weights_that_vllm_has_no_scheme_for_are_refused(kind: str) -> N
     weights, inputs, packing, word = UNREAD[kind]
     given = {"type": "int", "strategy": "channel"} | weights
     group = {"targets": ["Linear"], "weights": given, "input_activations": inputs}
-    declared = {"quant_method": "compressed-tensors", "format": packing, "config_groups": {"group_0": group}}
+    declared = {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "config_groups": {"group_0": group},
+    }
     reason = detect_scheme({"quantization_config": declared}, None, None).unsupported_reason
     assert word in reason if word else reason == ""

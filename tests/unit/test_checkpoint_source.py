@@ -1,4 +1,6 @@
-"""A checkpoint is read from a folder, the cache or the Hub by headers only; what is broken is named."""
+"""A checkpoint is read from a folder, the cache or the Hub by headers only; what is broken is
+named.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model", tensors("bf16"))
 
 
-def refusal(model: str, environ: dict[str, str] | None = None, revision: str | None = None) -> NibbleError:
+def refusal(
+    model: str, environ: dict[str, str] | None = None, revision: str | None = None
+) -> NibbleError:
     with pytest.raises(NibbleError) as caught:
         read_checkpoint(model, revision, environ=environ or {})
     assert caught.value.code is ExitCode.MODEL
@@ -61,9 +65,23 @@ def facts(found: Checkpoint) -> tuple[Any, ...]:
 
 def test_folder_is_read_with_its_facts(folder: Path) -> None:
     found = read_checkpoint(str(folder), environ={})
-    assert (found.source_kind, found.is_local, found.path, found.revision) == ("local", True, folder, None)
-    assert (found.architecture, found.model_type, found.dtype) == ("Qwen3ForCausalLM", "qwen3", "bfloat16")
-    assert (found.hidden_size, found.head_dim, found.num_attention_heads, found.num_key_value_heads) == (
+    assert (found.source_kind, found.is_local, found.path, found.revision) == (
+        "local",
+        True,
+        folder,
+        None,
+    )
+    assert (found.architecture, found.model_type, found.dtype) == (
+        "Qwen3ForCausalLM",
+        "qwen3",
+        "bfloat16",
+    )
+    assert (
+        found.hidden_size,
+        found.head_dim,
+        found.num_attention_heads,
+        found.num_key_value_heads,
+    ) == (
         64,
         16,
         4,
@@ -228,7 +246,12 @@ def cache(tmp_path: Path, folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize(("revision", "offline"), [(None, "1"), (COMMIT, "1"), (COMMIT, "0")])
 def test_cached_snapshot_is_read_without_the_hub(
-    revision: str | None, offline: str, hub: Hub, environ: dict[str, str], tmp_path: Path, folder: Path
+    revision: str | None,
+    offline: str,
+    hub: Hub,
+    environ: dict[str, str],
+    tmp_path: Path,
+    folder: Path,
 ) -> None:
     cache(tmp_path, folder)
     found = read_checkpoint("acme/demo", revision, environ=environ | {"HF_HUB_OFFLINE": offline})
@@ -248,12 +271,18 @@ def test_cached_snapshot_serves_when_the_hub_is_down(
 def test_cached_config_alone_leaves_weights_unknown(
     environ: dict[str, str], tmp_path: Path, folder: Path
 ) -> None:
-    cache(tmp_path, shards(folder), "config.json", "model.safetensors.index.json", "model-1.safetensors")
+    cache(
+        tmp_path,
+        shards(folder),
+        "config.json",
+        "model.safetensors.index.json",
+        "model-1.safetensors",
+    )
     found = read_checkpoint("acme/demo", environ=environ | {"HF_HUB_OFFLINE": "1"})
     assert (found.weights, found.architecture) == (None, "Qwen3ForCausalLM")
 
 
-# --- broken files ----------------------------------------------------------------------------------------------------
+# --- broken files ---------------------------------------------------------------------------------
 
 
 def header_of(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -310,11 +339,17 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "header is not JSON": (lambda f: rewrite(f, b"{not json", b""), "its header is not JSON"),
     "header is a list": (lambda f: rewrite(f, [], b""), "not a JSON object"),
     "unknown dtype": (changed(dtype="F13"), "unknown dtype 'F13'"),
-    "wrong shape": (changed(shape=[65]), "model.norm.weight of dtype BF16 and shape [65] has 128 bytes; expected 130 bytes"),
+    "wrong shape": (
+        changed(shape=[65]),
+        "model.norm.weight of dtype BF16 and shape [65] has 128 bytes; expected 130 bytes",
+    ),
     "negative shape": (changed(shape=[-64]), "its header entry for model.norm.weight is malformed"),
-    "no offsets": (changed(data_offsets=None), "its header entry for model.norm.weight is malformed"),
+    "no offsets": (
+        changed(data_offsets=None),
+        "its header entry for model.norm.weight is malformed",
+    ),
     "a hole between tensors": (hole, "lm_head.weight begins at byte"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -329,7 +364,10 @@ def test_broken_safetensors_names_the_file_and_what_is_wrong(name: str, folder: 
 def test_truncated_file_states_both_sizes(folder: Path) -> None:
     _, data = header_of(folder)
     cut(-50)(folder)
-    assert f"{len(data) - 50} bytes of tensors; expected {len(data)} bytes" in refusal(str(folder)).line()
+    assert (
+        f"{len(data) - 50} bytes of tensors; expected {len(data)} bytes"
+        in refusal(str(folder)).line()
+    )
 
 
 def test_a_folder_with_an_index_and_no_shard_is_refused(folder: Path) -> None:
@@ -379,7 +417,7 @@ def rewrite_header(file: Path, change: Callable[[dict[str, Any]], bytes]) -> Non
     ("change", "what"),
     [
         (
-            lambda found: json.dumps(found | {"x": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}).encode(),
+            lambda found: json.dumps(found | {"x": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}).encode(),  # noqa: E501
             "its header entry for x is malformed",
         ),
         (lambda found: json.dumps(found).encode("utf-16"), "its header is not JSON"),
@@ -400,14 +438,18 @@ def test_json_is_read_as_utf_8_alone_as_vllm_reads_it(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("architectures", 5), ("head_dim", "x"), ("num_experts", float("inf")), ("num_hidden_layers", 10**40),
+    [("architectures", 5), ("head_dim", "x"), ("num_experts", float("inf")), ("num_hidden_layers", 10**40),  # noqa: E501
      ("quantization_config", {"quant_method": "compressed-tensors", "config_groups": 1})],
 )  # fmt: skip
-def test_a_config_with_values_of_another_kind_is_one_error(folder: Path, key: str, value: Any) -> None:
+def test_a_config_with_values_of_another_kind_is_one_error(
+    folder: Path, key: str, value: Any
+) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     assert "has a value that cannot be read" in refusal(str(folder)).line()
 
 
 def test_a_home_of_an_unknown_user_is_no_folder() -> None:
-    assert "~nobody-of-that-name/model is not a folder" in refusal("~nobody-of-that-name/model").line()
+    assert (
+        "~nobody-of-that-name/model is not a folder" in refusal("~nobody-of-that-name/model").line()
+    )

@@ -75,8 +75,13 @@ def test_decode_step_reads_the_chosen_experts_with_their_scales_and_the_shared_o
     router, shared = 8 * 64 * 2, 32 * 64 * 2
     assert found.bytes_by_kind["router"] == router
     assert found.bytes_by_kind["shared_experts"] == shared
-    assert found.decode_bytes_per_step == (dense.decode_bytes_per_step or 0) + router + shared + 2 * expert
-    assert found.active_parameters == (dense.active_parameters or 0) + 8 * 64 + 32 * 64 + 2 * 32 * 64
+    assert (
+        found.decode_bytes_per_step
+        == (dense.decode_bytes_per_step or 0) + router + shared + 2 * expert
+    )
+    assert (
+        found.active_parameters == (dense.active_parameters or 0) + 8 * 64 + 32 * 64 + 2 * 32 * 64
+    )
 
 
 def test_unknown_number_of_experts_leaves_the_decode_step_unknown() -> None:
@@ -108,36 +113,77 @@ def test_gpu_share_keeps_norms_and_routers_on_each() -> None:
 
 
 KIND_NAMES = {
-    "attention": ("model.layers.3.self_attn.q_proj.weight", "backbone.layers.5.mixer.k_proj.weight",
-                  "transformer.blocks.0.mhsa.lq.weight", "model.layers.0.self_attn.kv_b_proj.weight",
-                      "layers.0.attention.wq.weight"),
-    "linear_attention": ("model.layers.0.linear_attn.in_proj_qkvz.weight", "backbone.layers.0.mixer.in_proj.weight",
-                         "backbone.layers.0.mixer.A_log", "backbone.layers.0.mixer.conv1d.weight",
-                         "model.layers.0.mamba.conv1d.weight",
-                             "model.layers.0.conv.in_proj.weight"),
-    "mlp": ("model.layers.3.mlp.down_proj.weight", "backbone.layers.1.mixer.up_proj.weight",
-        "transformer.blocks.0.mlp.l1.0.weight"),
-    "moe_experts": ("model.layers.3.mlp.experts.17.gate_proj.weight",
-               "model.layers.0.mlp.experts.gate_up_proj_blocks", "model.layers.4.moe.up_proj.weight",
-                    "model.layers.0.block_sparse_moe.experts.0.w1.weight",
-                        "backbone.layers.1.mixer.experts.3.up_proj.weight"),
-    "shared_experts": ("model.layers.3.mlp.shared_experts.up_proj.weight",
+    "attention": (
+        "model.layers.3.self_attn.q_proj.weight",
+        "backbone.layers.5.mixer.k_proj.weight",
+        "transformer.blocks.0.mhsa.lq.weight",
+        "model.layers.0.self_attn.kv_b_proj.weight",
+        "layers.0.attention.wq.weight",
+    ),
+    "linear_attention": (
+        "model.layers.0.linear_attn.in_proj_qkvz.weight",
+        "backbone.layers.0.mixer.in_proj.weight",
+        "backbone.layers.0.mixer.A_log",
+        "backbone.layers.0.mixer.conv1d.weight",
+        "model.layers.0.mamba.conv1d.weight",
+        "model.layers.0.conv.in_proj.weight",
+    ),
+    "mlp": (
+        "model.layers.3.mlp.down_proj.weight",
+        "backbone.layers.1.mixer.up_proj.weight",
+        "transformer.blocks.0.mlp.l1.0.weight",
+    ),
+    "moe_experts": (
+        "model.layers.3.mlp.experts.17.gate_proj.weight",
+        "model.layers.0.mlp.experts.gate_up_proj_blocks",
+        "model.layers.4.moe.up_proj.weight",
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+        "backbone.layers.1.mixer.experts.3.up_proj.weight",
+    ),
+    "shared_experts": (
+        "model.layers.3.mlp.shared_experts.up_proj.weight",
         "model.layers.3.mlp.shared_expert.up_proj.weight",
-                       "model.layers.3.share_expert.up_proj.weight"),
-    "router": ("model.layers.3.mlp.gate.weight", "model.layers.3.mlp.gate.e_score_correction_bias",
-        "model.layers.0.mlp.router.weight", "model.layers.0.router.proj.weight",
-               "model.layers.4.moe.gate.weight",
-               "model.layers.0.block_sparse_moe.gate.weight", "model.layers.3.mlp.shared_expert_gate.weight"),
-    "embedding": ("model.embed_tokens.weight", "backbone.embeddings.weight", "transformer.emb.weight",
+        "model.layers.3.share_expert.up_proj.weight",
+    ),
+    "router": (
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.mlp.gate.e_score_correction_bias",
+        "model.layers.0.mlp.router.weight",
+        "model.layers.0.router.proj.weight",
+        "model.layers.4.moe.gate.weight",
+        "model.layers.0.block_sparse_moe.gate.weight",
+        "model.layers.3.mlp.shared_expert_gate.weight",
+    ),
+    "embedding": (
+        "model.embed_tokens.weight",
+        "backbone.embeddings.weight",
+        "transformer.emb.weight",
         "tok_embeddings.weight",
-                  "model.language_model.embed_tokens_per_layer.weight"),
-    "lm_head": ("lm_head.weight", "language_model.lm_head.weight", "output.weight", "transformer.linear.weight"),
-    "norm": ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_norm.weight",
-             "backbone.layers.0.mixer.norm.weight"),
-    "vision": ("model.visual.blocks.0.mlp.fc1.weight", "vision_tower.encoder.layers.99.self_attn.q_proj.weight",
-               "multi_modal_projector.linear_1.weight"),
-    "draft": ("mtp.fc.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight", "model.layers.61.mlp.experts.0.up_proj.weight"),
-}  # fmt: skip
+        "model.language_model.embed_tokens_per_layer.weight",
+    ),
+    "lm_head": (
+        "lm_head.weight",
+        "language_model.lm_head.weight",
+        "output.weight",
+        "transformer.linear.weight",
+    ),
+    "norm": (
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "backbone.layers.0.mixer.norm.weight",
+    ),
+    "vision": (
+        "model.visual.blocks.0.mlp.fc1.weight",
+        "vision_tower.encoder.layers.99.self_attn.q_proj.weight",
+        "multi_modal_projector.linear_1.weight",
+    ),
+    "draft": (
+        "mtp.fc.weight",
+        "mtp.layers.0.mlp.experts.3.up_proj.weight",
+        "model.layers.61.mlp.experts.0.up_proj.weight",
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -167,5 +213,7 @@ def test_expert_counts_are_found_under_every_name(
 
 
 def test_checkpoint_carries_its_weights(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4})
+    folder = write_checkpoint(
+        tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
+    )
     assert read_checkpoint(str(folder), environ={}).weights == weigh(tensors("nvfp4"))

@@ -12,8 +12,13 @@ from types import SimpleNamespace
 import pytest
 from tiny_model import write_model
 
-from nibble import disk
-from nibble.checks import (
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine import disk
+from nibble.machine.disk import folder_bytes, gib
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.host import bind_problem, cpu_problem, open_files_problem
+from nibble.machine.targets import KnownBad, load_target
+from nibble.serve.preflight.machine import (
     check_certificate,
     check_driver,
     check_folders,
@@ -22,11 +27,6 @@ from nibble.checks import (
     check_port,
     vllm_port_warning,
 )
-from nibble.disk import folder_bytes, gib
-from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.host import bind_problem, cpu_problem, open_files_problem
-from nibble.targets import KnownBad, load_target
 
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 << 30, 139 << 30, "GPU-2")
@@ -51,14 +51,18 @@ def test_a_gpu_of_another_capability_exits_3_naming_both() -> None:
 
 
 def test_hardware_that_was_only_assumed_cannot_serve() -> None:
-    error = refused(check_hardware, load_target("hopper"), replace(HOST, gpus=(H200,), assumed=True))
+    error = refused(
+        check_hardware, load_target("hopper"), replace(HOST, gpus=(H200,), assumed=True)
+    )
     assert error.code is ExitCode.NO_HARDWARE
     assert "this machine has no such GPU" in error.line()
 
 
 def test_a_driver_that_does_not_answer_is_the_reason_given() -> None:
     error = refused(
-        check_hardware, load_target("hopper"), replace(HOST, nvml_error="Driver/library version mismatch")
+        check_hardware,
+        load_target("hopper"),
+        replace(HOST, nvml_error="Driver/library version mismatch"),
     )
     assert "Driver/library version mismatch" in error.line()
 
@@ -88,7 +92,9 @@ def test_known_bad_driver_of_gb10_is_refused_with_its_reason() -> None:
 
 
 def test_driver_with_a_warning_is_named_and_not_refused() -> None:
-    target = replace(load_target("hopper"), known_bad=(KnownBad("595.1", "warning", "is slow", "measured"),))
+    target = replace(
+        load_target("hopper"), known_bad=(KnownBad("595.1", "warning", "is slow", "measured"),)
+    )
     assert check_driver(target, "595.14") == ["driver 595.14 on hopper: is slow (measured)"]
     assert check_driver(target, None) == []
 
@@ -102,7 +108,9 @@ def test_port_in_use_is_found_on_its_address_and_on_all() -> None:
 
 
 def test_port_of_a_server_that_just_ended_is_free() -> None:
-    """TIME_WAIT of the old connections must not refuse a restart; vLLM listens with SO_REUSEADDR too."""
+    """TIME_WAIT of the old connections must not refuse a restart; vLLM listens with SO_REUSEADDR
+    too.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -114,7 +122,8 @@ def test_port_of_a_server_that_just_ended_is_free() -> None:
 def test_foreign_address_is_refused_before_anything_listens() -> None:
     assert bind_problem("192.0.2.7", 8000) == "no address of this machine"
     assert (
-        refused(check_port, "PORT", "192.0.2.7", 8000, "no address of this machine").code is ExitCode.CONFIG
+        refused(check_port, "PORT", "192.0.2.7", 8000, "no address of this machine").code
+        is ExitCode.CONFIG
     )
 
 
@@ -125,7 +134,10 @@ def test_a_read_only_file_system_asks_for_a_volume_and_not_for_another_owner(
     flags = SimpleNamespace(f_flag=os.ST_RDONLY)
     monkeypatch.setattr(disk.os, "statvfs", lambda path: flags)
     fix = disk.writable_fix(tmp_path / "cache" / "huggingface" / "hub", "HF_HOME")
-    assert f"docker run --volume nibble-cache:{tmp_path}/cache; --tmpfs {tmp_path}/cache:exec keeps" in fix
+    assert (
+        f"docker run --volume nibble-cache:{tmp_path}/cache; --tmpfs {tmp_path}/cache:exec keeps"
+        in fix
+    )
     assert "chown" not in fix and "--user" not in fix and fix.endswith("with HF_HOME")
     assert f":{tmp_path}/other;" in disk.writable_fix(tmp_path / "other", "HF_HOME")
 
@@ -200,10 +212,23 @@ def test_sizes_are_printed_in_the_unit_that_reads_best() -> None:
     assert (gib(3 << 30), gib(512 << 20), gib(5 << 20)) == ("3.0 GiB", "0.5 GiB", "5.0 MiB")
 
 
-def test_a_certificate_that_vllm_could_not_take_after_the_load_is_refused_before_it(tmp_path: Path) -> None:
+def test_a_certificate_that_vllm_could_not_take_after_the_load_is_refused_before_it(
+    tmp_path: Path,
+) -> None:
     def make(name: str, *words: str) -> dict[str, str]:
-        files = {"--ssl-certfile": f"{tmp_path}/{name}.crt", "--ssl-keyfile": f"{tmp_path}/{name}.key"}
-        request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        files = {
+            "--ssl-certfile": f"{tmp_path}/{name}.crt",
+            "--ssl-keyfile": f"{tmp_path}/{name}.key",
+        }
+        request = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+        ]
         out = ["-out", files["--ssl-certfile"], "-keyout", files["--ssl-keyfile"], "-subj", "/CN=x"]
         subprocess.run([*request, *words, *out], check=True, capture_output=True)
         return files

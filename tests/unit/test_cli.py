@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 CLEAN = {
     name: value
@@ -54,7 +54,8 @@ def test_help_takes_less_than_0_3_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["serve", "--help"], ["plan", "nibble-demo"], ["recipes", "list"], ["version"]]
+    "words",
+    [["--help"], ["serve", "--help"], ["plan", "nibble-demo"], ["recipes", "list"], ["version"]],
 )
 def test_no_verb_that_only_looks_imports_torch_or_vllm(words: list[str]) -> None:
     run = subprocess.run(
@@ -77,7 +78,7 @@ def test_no_verb_that_only_looks_imports_torch_or_vllm(words: list[str]) -> None
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "pull"])
 def test_help_of_a_verb_lists_every_option(verb: str) -> None:
-    from nibble.settings import options
+    from nibble.settings.options import options
 
     text = nibble(verb, "--help", COLUMNS="200").stdout
     for option in options().values():
@@ -86,7 +87,11 @@ def test_help_of_a_verb_lists_every_option(verb: str) -> None:
 
 def test_an_unknown_verb_is_one_line_and_exit_2() -> None:
     run = nibble("sevre")
-    assert run.returncode == 2 and run.stderr.startswith("nibble: error: ") and run.stderr.count("\n") == 1
+    assert (
+        run.returncode == 2
+        and run.stderr.startswith("nibble: error: ")
+        and run.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["cache"], ["cluster"], ["patches"], ["recipes"]])
@@ -98,7 +103,9 @@ def test_a_group_of_commands_alone_shows_its_help_and_nothing_else(words: list[s
 def test_a_plan_that_serve_would_refuse_for_memory_says_so_and_why() -> None:
     text = nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="4000").stdout
     assert re.search(
-        r"^serve ends with exit 7: \S*nibble-demo would not fit: .* GiB too little; try, in", text, re.M
+        r"^serve ends with exit 7: \S*nibble-demo would not fit: .* GiB too little; try, in",
+        text,
+        re.M,
     )
     assert "-" not in re.findall(r"(?:may take|KV cache|that fit) +(\S)", text)
     assert "exit 7" not in nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="0").stdout
@@ -117,7 +124,9 @@ def test_chat_without_a_server_says_how_to_start_one() -> None:
 def test_the_list_of_recipes_shows_every_name_and_status_whole() -> None:
     text = nibble("recipes", "list").stdout
     assert "…" not in text
-    assert re.search(r"^Salyut1/GLM-4\.7-NVFP4 +unknown +reported +unknown +unknown", text, re.MULTILINE)
+    assert re.search(
+        r"^Salyut1/GLM-4\.7-NVFP4 +unknown +reported +unknown +unknown", text, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,8 +144,12 @@ def test_every_verb_that_answers_a_question_does_so_in_json(words: list[str]) ->
     assert json.loads(nibble(*words, "--json", HF_HUB_OFFLINE="1").stdout)
 
 
-def test_a_fault_of_our_own_is_one_line_exit_1_and_a_file_with_the_traceback(tmp_path: Path) -> None:
-    program = "import sys; from nibble import cli; sys.exit(cli._guarded(lambda: 1 // 0))"
+def test_a_fault_of_our_own_is_one_line_exit_1_and_a_file_with_the_traceback(
+    tmp_path: Path,
+) -> None:
+    program = (
+        "import sys; from nibble.cli import app as cli; sys.exit(cli._guarded(lambda: 1 // 0))"
+    )
     environ = {**os.environ, "NIBBLE_CACHE_DIR": str(tmp_path / "cache"), "NIBBLE_DEBUG": ""}
     run = subprocess.run(
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False
@@ -144,7 +157,9 @@ def test_a_fault_of_our_own_is_one_line_exit_1_and_a_file_with_the_traceback(tmp
     file = tmp_path / "cache" / "last-fault.txt"
     assert run.returncode == 1 and run.stderr.count("\n") == 1
     assert (
-        f"internal fault: ZeroDivisionError: integer division or modulo by zero; please report it, with the traceback in {file}"
-        in run.stderr
+        "internal fault: ZeroDivisionError: integer division or modulo by zero; please report it,"
+        f" with the traceback in {file}" in run.stderr
     )
-    assert "Traceback (most recent call last)" in file.read_text() and file.stat().st_mode & 0o077 == 0
+    assert (
+        "Traceback (most recent call last)" in file.read_text() and file.stat().st_mode & 0o077 == 0
+    )

@@ -1,4 +1,6 @@
-"""CloverLM in a plan: its flags, its vocabulary file, and what nibble refuses before vLLM starts."""
+"""CloverLM in a plan: its flags, its vocabulary file, and what nibble refuses before vLLM
+starts.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from cloverlm_models import HF_QUANT_CONFIG, CloverShape
 from tiny_model import write_model, write_safetensors
 from tokenmonster_file import write_vocabulary
 
-from nibble.cloverlm import check_vocabulary
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.models.cloverlm import check_vocabulary
+from nibble.plan.plan import Plan
 
 SHAPE = CloverShape(blocks=1)
 NAME = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
@@ -66,7 +68,8 @@ def test_both_forms_get_their_quantization_and_tokenizer(packed: bool, tmp_path:
         "--quantization": "quartet2",
         "--tokenizer-mode": "tokenmonster",
     }
-    assert "--hf-overrides" not in found.args  # its hf_quant_config.json is no obstacle to the plugin
+    # Its hf_quant_config.json is no obstacle to the plugin
+    assert "--hf-overrides" not in found.args
     assert all(found.args[name].reason for name in ("--quantization", "--tokenizer-mode"))
 
 
@@ -79,7 +82,9 @@ def test_without_its_vocabulary_the_file_is_named_with_where_it_is(tmp_path: Pat
     error = refused(write_headers(tmp_path / "m"))
     assert error.code == ExitCode.MODEL and NAME in error.line() and "--tokenizer" in error.line()
     elsewhere = write_vocabulary(tmp_path / "elsewhere.vocab")
-    assert plan(tmp_path / "m", "--tokenizer", str(elsewhere)).args["--tokenizer"].value == str(elsewhere)
+    assert plan(tmp_path / "m", "--tokenizer", str(elsewhere)).args["--tokenizer"].value == str(
+        elsewhere
+    )
 
 
 def test_two_vocabularies_are_one_too_many(tmp_path: Path) -> None:
@@ -92,7 +97,9 @@ def test_two_vocabularies_are_one_too_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\x01\x01\x01" + bytes(40), b"not a vocabulary, but long enough for one"]
 )
-def test_a_file_that_is_no_vocabulary_of_this_size_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_vocabulary_of_this_size_is_refused(
+    content: bytes, tmp_path: Path
+) -> None:
     folder = write_headers(tmp_path / "m")
     (folder / NAME).write_bytes(content)
     found = plan(folder)
@@ -136,7 +143,9 @@ def test_a_vocabulary_that_is_not_whole_is_refused_before_anything_is_loaded(
     )
 
 
-def test_one_in_which_another_id_ends_a_document_is_refused_before_anything_is_loaded(whole: Path) -> None:
+def test_one_in_which_another_id_ends_a_document_is_refused_before_anything_is_loaded(
+    whole: Path,
+) -> None:
     (whole / OF_ITS_SIZE).rename(whole / NAME)
     found = plan(whole)
     with pytest.raises(NibbleError) as caught:
@@ -152,11 +161,15 @@ def test_reading_a_vocabulary_takes_no_torch(whole: Path) -> None:
         f" load(Path({str(whole / OF_ITS_SIZE)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sources)}, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sources)},
+        check=True,
     )
 
 
-def test_the_mode_of_activation_scales_reaches_the_plugin_and_is_for_cloverlm_alone(tmp_path: Path) -> None:
+def test_the_mode_of_activation_scales_reaches_the_plugin_and_is_for_cloverlm_alone(
+    tmp_path: Path,
+) -> None:
     folder = write_headers(tmp_path / "m")
     write_vocabulary(folder / NAME)
     config = {"nibble": {"act_scale_mode": "batch", "nvfp4_activations": "bf16"}}

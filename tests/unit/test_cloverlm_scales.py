@@ -1,4 +1,6 @@
-"""Packed CloverLM by the largest code times scale of each tensor: one that is wrong is found before anything is loaded."""
+"""Packed CloverLM by the largest code times scale of each tensor: one that is wrong is found
+before anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nibble.checkpoint import read_checkpoint
+from nibble.checkpoint.verify import check_scales
+from nibble.cli.inspection import Inspection, inspect_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.inspection import Inspection, inspect_model
-from nibble.nvfp4_checks import check_scales
-from nibble.prepare import read_wishes
+from nibble.plan.gather import read_wishes
 
 L2 = "transformer.blocks.1.mlp.l2.weight"
 
@@ -84,7 +86,11 @@ def test_every_weight_of_a_sound_file_is_decided(packed: Path) -> None:
     ],
 )
 def test_one_wrong_tensor_is_refused_by_name_before_it_is_loaded(
-    change: Callable[[dict[str, Tensor]], None], code: ExitCode, words: str, packed: Path, tmp_path: Path
+    change: Callable[[dict[str, Tensor]], None],
+    code: ExitCode,
+    words: str,
+    packed: Path,
+    tmp_path: Path,
 ) -> None:
     folder = changed(packed, tmp_path / "m", change)
     error = served(folder)
@@ -97,14 +103,19 @@ def test_one_wrong_tensor_is_refused_by_name_before_it_is_loaded(
 
 
 @pytest.mark.vllm
-def test_what_is_found_is_what_the_plugin_would_refuse_when_it_loads(packed: Path, tmp_path: Path) -> None:
+def test_what_is_found_is_what_the_plugin_would_refuse_when_it_loads(
+    packed: Path, tmp_path: Path
+) -> None:
     from nibble_kernels.vllm_plugin.quartet2 import operands
 
     everything, cpu = slice(None), torch.device("cpu")
 
     def load(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        leaves = {leaf: tensors[f"{L2[:-7]}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2")}
+        leaves = {
+            leaf: tensors[f"{L2[:-7]}.{leaf}"]
+            for leaf in ("weight", "weight_scale", "weight_scale_2")
+        }
         operands(L2, leaves, everything, everything, cpu)
 
     load(packed)

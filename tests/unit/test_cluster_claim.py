@@ -1,4 +1,6 @@
-"""A server that starts and `nibble cluster check` take turns: both use the same ports, network and GPUs of the nodes."""
+"""A server that starts and `nibble cluster check` take turns: both use the same ports, network
+and GPUs of the nodes.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,28 @@ from typing import Any
 
 import pytest
 
+from nibble.cli import cluster as commands
 from nibble.cluster import agent as agent_module
-from nibble.cluster import claim as claim_module
-from nibble.cluster import commands
-from nibble.cluster import session as session_module
+from nibble.cluster import coordinator
+from nibble.cluster import lock as lock_module
 from nibble.cluster.agent import Agent
-from nibble.cluster.claim import Claim
-from nibble.cluster.files import Offers
+from nibble.cluster.coordinator import Cluster
+from nibble.cluster.file_server import Offers
 from nibble.cluster.head import head_handlers
+from nibble.cluster.lock import Claim
 from nibble.cluster.node import OneAtATime, Place
 from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import LOST_S, Refused, Roster
-from nibble.cluster.session import Cluster
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 HEAD = {"HEAD_IP": HERE, "NIBBLE_CLUSTER_TOKEN": TOKEN}
-RANK_0 = HEAD | {"NIBBLE_NNODES": "2", "TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_WAIT_SECONDS": "9"}
+RANK_0 = HEAD | {
+    "NIBBLE_NNODES": "2",
+    "TENSOR_PARALLEL_SIZE": "2",
+    "NIBBLE_CLUSTER_WAIT_SECONDS": "9",
+}
 
 
 @pytest.fixture
@@ -38,7 +44,7 @@ def roster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roster]:
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
-    for module in (claim_module, session_module):
+    for module in (lock_module, coordinator):
         monkeypatch.setattr(module, "BEAT_S", 0.05)
     roster = Roster("head")
     agent = Agent(HERE, TOKEN, head_handlers(roster)).start()
@@ -89,7 +95,9 @@ def test_a_start_waits_for_a_check_and_has_the_nodes_until_it_is_ready(
 
 
 @pytest.mark.parametrize("how", ["starting", "serving"])
-def test_a_check_leaves_a_server_alone_and_says_so(roster: Roster, checked: list[str], how: str) -> None:
+def test_a_check_leaves_a_server_alone_and_says_so(
+    roster: Roster, checked: list[str], how: str
+) -> None:
     join(roster, busy=int(how == "serving"))
     words = "the cluster serves a model"
     if how == "starting":
@@ -126,7 +134,11 @@ def test_a_check_has_the_nodes_while_it_runs_and_no_longer(
     ],
 )
 def test_what_is_not_the_head_is_told_from_a_head_that_is_silent(
-    roster: Roster, monkeypatch: pytest.MonkeyPatch, reply: str | None, more: Mapping[str, str], words: str
+    roster: Roster,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: str | None,
+    more: Mapping[str, str],
+    words: str,
 ) -> None:
     if reply is not None:
 

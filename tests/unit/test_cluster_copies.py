@@ -13,7 +13,7 @@ import pytest
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call
-from nibble.cluster.copies import Copies, distribute
+from nibble.cluster.model_copies import Copies, distribute
 from nibble.cluster.preflight import Caller
 
 TOKEN = "0123456789abcdef"
@@ -54,7 +54,9 @@ def fetched(body: Mapping[str, str]) -> dict[str, Any]:
     return answer
 
 
-def test_a_node_takes_a_folder_that_another_one_offers(nodes: None, model: Path, tmp_path: Path) -> None:
+def test_a_node_takes_a_folder_that_another_one_offers(
+    nodes: None, model: Path, tmp_path: Path
+) -> None:
     name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
     body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "deep" / "model")}
     assert fetched(body)["state"] == "here"
@@ -83,7 +85,7 @@ def test_a_transfer_that_fails_in_an_unknown_way_ends_too(
     def fetch(*given: Any) -> Path:
         raise UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
 
-    monkeypatch.setattr("nibble.cluster.copies.fetch_model", fetch)
+    monkeypatch.setattr("nibble.cluster.model_copies.fetch_model", fetch)
     body = {"address": SOURCE, "name": "name", "folder": str(tmp_path / "taker" / "model")}
     answer = fetched(body)
     assert (answer["state"], "surrogates" in answer["detail"]) == ("failed", True)
@@ -92,7 +94,7 @@ def test_a_transfer_that_fails_in_an_unknown_way_ends_too(
 def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
     nodes: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nibble.cluster.files.free_bytes", lambda path: 1 << 30)
+    monkeypatch.setattr("nibble.cluster.file_server.free_bytes", lambda path: 1 << 30)
     name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
     body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "model")}
     answer = fetched(body)
@@ -101,7 +103,9 @@ def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
     assert not (tmp_path / "taker" / "model").exists()
 
 
-def test_a_failed_transfer_is_said_once_and_begins_anew(nodes: None, model: Path, tmp_path: Path) -> None:
+def test_a_failed_transfer_is_said_once_and_begins_anew(
+    nodes: None, model: Path, tmp_path: Path
+) -> None:
     body = {"address": SOURCE, "name": "gone", "folder": str(tmp_path / "taker" / "model")}
     assert fetched(body) == {"state": "failed", "detail": "no model is offered yet"}
     name = call(SOURCE, "/offer", TOKEN, {"folder": str(model)})["name"]
@@ -116,7 +120,9 @@ class Answers(Caller):
         object.__setattr__(self, "asked", [])
         object.__setattr__(self, "answers", list(answers))
 
-    def ask(self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+    def ask(
+        self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0
+    ) -> dict[str, Any]:
         self.asked.append((address, path))  # pyright: ignore[reportAttributeAccessIssue]
         if path == "/facts":
             return {"models": {FOLDER: "here" if address == SOURCE else "absent"}}
@@ -133,7 +139,9 @@ class Answers(Caller):
 def given(*answers: dict[str, Any] | AgentError) -> tuple[list[str], list[str]]:
     """(problems, what was told) of a distribution with these answers."""
     told: list[str] = []
-    problems = distribute(Answers(*answers), NODES, SOURCE, [FOLDER], threading.Event(), told.append)
+    problems = distribute(
+        Answers(*answers), NODES, SOURCE, [FOLDER], threading.Event(), told.append
+    )
     return [f"{one.node}: {one.what}" for one in problems], told
 
 
@@ -151,7 +159,9 @@ def test_nodes_that_lack_the_model_fetch_it_and_say_how_far_they_are() -> None:
         (AgentError(0, "timed out"), "timed out"),
     ],
 )
-def test_a_node_that_cannot_have_it_is_named(answer: dict[str, Any] | AgentError, words: str) -> None:
+def test_a_node_that_cannot_have_it_is_named(
+    answer: dict[str, Any] | AgentError, words: str
+) -> None:
     problems, _ = given(answer)
     assert problems[0].startswith(TAKER)
     assert words in problems[0]

@@ -1,4 +1,6 @@
-"""The command that docs/cluster.md gives for a Ray head's container, run with stand-ins for head and server."""
+"""The command that docs/cluster.md gives for a Ray head's container, run with stand-ins for head
+and server.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 # `serve` fails once, then serves; a head that is told to stop drains for a second.
 NIBBLE = r"""#!/bin/bash
@@ -41,7 +43,9 @@ def started(folder: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
     script = found[1].replace("sleep 5", "sleep 0.2")
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "STARTS": str(folder / "starts"), **environ}
     command = ["bash", "-c", script]
-    running = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    running = subprocess.Popen(
+        command, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         yield running
     finally:

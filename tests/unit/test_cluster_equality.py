@@ -13,18 +13,23 @@ from typing import Any
 import pytest
 from serving import ROOT
 
-from nibble.build_id import FILES, build_parts, part_files
 from nibble.cluster.agent import AgentError
 from nibble.cluster.caller import Caller
 from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.differences import settings_problems
 from nibble.cluster.equality import compare_checkpoints, compare_code
 from nibble.cluster.node import Place, node_handlers
-from nibble.cluster.rank_settings import OWN_FLAGS, checkpoint_folders, compared_environment, compared_flags
-from nibble.plan import Plan
-from nibble.precedence import Choice
-from nibble.prepare import plan_for, read_wishes
-from nibble.vllm_schema import load_schema
+from nibble.cluster.rank_settings import (
+    OWN_FLAGS,
+    checkpoint_folders,
+    compared_environment,
+    compared_flags,
+)
+from nibble.engine.installed import FILES, build_parts, part_files
+from nibble.engine.schema import load_schema
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.layers import Choice
+from nibble.plan.plan import Plan
 
 NVFP4, DEMO = (ROOT / "models" / name for name in ("nibble-demo-nvfp4", "nibble-demo"))
 
@@ -53,16 +58,34 @@ def told(*nodes: dict[str, Any], server: Mapping[str, Any] | None = None) -> lis
     ("words", "environ"),
     [
         (["--port", "9000", "--host", "0.0.0.0"], {"NIBBLE_API_KEY": "hush-hush"}),
-        (["--served-model-name", "m", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"], {}),
+        (
+            [
+                "--served-model-name",
+                "m",
+                "--tool-call-parser",
+                "hermes",
+                "--enable-auto-tool-choice",
+            ],
+            {},
+        ),
         ([], {"NIBBLE_KV_CACHE_BYTES": "33554432"}),
         (["--dtype", "auto"], {}),  # vLLM's default
         (["--ssl-certfile", "/c", "--ssl-keyfile", "/k"], {}),
         ([], {"NIBBLE_NODE_RANK": "1"}),
-        ([], {"NIBBLE_MEMORY_RESERVE_GIB": "1", "NIBBLE_CONTROL_PORT": "9001", "NIBBLE_CANARY": "off"}),
+        (
+            [],
+            {
+                "NIBBLE_MEMORY_RESERVE_GIB": "1",
+                "NIBBLE_CONTROL_PORT": "9001",
+                "NIBBLE_CANARY": "off",
+            },
+        ),
     ],
     ids=str,
 )
-def test_what_a_rank_may_have_of_its_own_is_not_compared(words: list[str], environ: dict[str, str]) -> None:
+def test_what_a_rank_may_have_of_its_own_is_not_compared(
+    words: list[str], environ: dict[str, str]
+) -> None:
     other = compared_flags(plan(*words, **environ).args)
     assert told(node("b", flags=other), node("a", flags=flags_of())) == []
     assert "hush-hush" not in json.dumps(other)
@@ -72,13 +95,13 @@ def test_what_a_rank_may_have_of_its_own_is_not_compared(words: list[str], envir
     ("words", "environ", "said"),
     [
         (["--dtype", "float32"], {}, "b: --dtype is float32 (command line) and unset on a"),
-        (["--max-model-len", "512"], {}, "b: --max-model-len is 512 (command line --max-model-len) and 1024 ("),
-        (["--max-num-seqs", "8"], {}, "b: --max-num-seqs is 8 (command line --max-num-seqs) and 16 (target cpu) on a"),
+        (["--max-model-len", "512"], {}, "b: --max-model-len is 512 (command line --max-model-len) and 1024 ("),  # noqa: E501
+        (["--max-num-seqs", "8"], {}, "b: --max-num-seqs is 8 (command line --max-num-seqs) and 16 (target cpu) on a"),  # noqa: E501
         (["--tensor-parallel-size", "4"], {}, "b: --tensor-parallel-size is 4 (command line"),
         (["--kv-cache-dtype", "fp8"], {}, "b: --kv-cache-dtype is fp8 (command line"),
-        (["--hf-overrides", '{"rope": {"factor": 2}}'], {}, "b: --hf-overrides rope.factor is 2 (command line) and unset"),
+        (["--hf-overrides", '{"rope": {"factor": 2}}'], {}, "b: --hf-overrides rope.factor is 2 (command line) and unset"),  # noqa: E501
         ([], {"NIBBLE_NVFP4_ACTIVATIONS": "bf16"},
-         "b: --additional-config nibble.nvfp4_activations is bf16 (environment NIBBLE_NVFP4_ACTIVATIONS) and unset on a"),
+         "b: --additional-config nibble.nvfp4_activations is bf16 (environment NIBBLE_NVFP4_ACTIVATIONS) and unset on a"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_a_flag_that_differs_is_named_with_both_values_and_sources(
@@ -95,9 +118,8 @@ def test_every_flag_that_is_a_nodes_own_is_one_of_vllms() -> None:
 
 def test_with_ray_nodes_have_no_flags_to_compare() -> None:
     assert told(node("a"), node("b")) == []
-    assert told(
-        node("a"), node("b", flags=flags_of())
-    )  # a rank without a plan is none of this kind of cluster
+    # A rank without a plan is none of this kind of cluster
+    assert told(node("a"), node("b", flags=flags_of()))
 
 
 # --- environment ---
@@ -105,20 +127,39 @@ def test_with_ray_nodes_have_no_flags_to_compare() -> None:
 
 def test_secrets_places_and_other_programs_variables_do_not_travel() -> None:
     environ = {
-        "VLLM_API_KEY": "hush", "NIBBLE_API_KEY": "hush", "HF_TOKEN": "hush", "VLLM_S3_SECRET_ACCESS_KEY": "hush",
-        "VLLM_CACHE_ROOT": "/x", "VLLM_HOST_IP": "10.0.0.2", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "mlx5",
-        "NCCL_DEBUG": "INFO", "VLLM_LOGGING_LEVEL": "DEBUG", "TORCHINDUCTOR_CACHE_DIR": "/x", "PATH": "/bin", "HOME": "/root",
-        "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NCCL_SO_PATH": "/x", "NCCL_IB_GID_INDEX": "3", "VLLM_TUNED_CONFIG_FOLDER": "/x",
-    }  # fmt: skip
+        "VLLM_API_KEY": "hush",
+        "NIBBLE_API_KEY": "hush",
+        "HF_TOKEN": "hush",
+        "VLLM_S3_SECRET_ACCESS_KEY": "hush",
+        "VLLM_CACHE_ROOT": "/x",
+        "VLLM_HOST_IP": "10.0.0.2",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_HCA": "mlx5",
+        "NCCL_DEBUG": "INFO",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "TORCHINDUCTOR_CACHE_DIR": "/x",
+        "PATH": "/bin",
+        "HOME": "/root",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_NCCL_SO_PATH": "/x",
+        "NCCL_IB_GID_INDEX": "3",
+        "VLLM_TUNED_CONFIG_FOLDER": "/x",
+    }
     assert compared_environment(environ) == {}
 
 
 def test_what_changes_numbers_or_the_way_between_ranks_is_compared() -> None:
     environ = {
-        "VLLM_FLOAT32_MATMUL_PRECISION": "medium", "VLLM_PLUGINS": "nibble", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL",
-        "TORCHDYNAMO_DISABLE": "1", "NVIDIA_TF32_OVERRIDE": "1", "FLASHINFER_DISABLE_VERSION_CHECK": "1",
-        "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "64", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }  # fmt: skip
+        "VLLM_FLOAT32_MATMUL_PRECISION": "medium",
+        "VLLM_PLUGINS": "nibble",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "LL",
+        "TORCHDYNAMO_DISABLE": "1",
+        "NVIDIA_TF32_OVERRIDE": "1",
+        "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+        "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "64",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
     assert compared_environment(environ) == environ
 
 
@@ -147,7 +188,9 @@ def test_with_ray_the_servers_variables_reach_every_worker_but_do_not_replace_a_
 
 @dataclass(frozen=True)
 class Nodes(Caller):
-    """Nodes with real handlers; `parts` replace the files of a part on a node, `folders` its model."""
+    """Nodes with real handlers; `parts` replace the files of a part on a node, `folders` its
+    model.
+    """
 
     head: str = "a"
     token: str = ""
@@ -156,7 +199,9 @@ class Nodes(Caller):
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
-    def ask(self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+    def ask(
+        self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0
+    ) -> dict[str, Any]:
         self.asked.append(path)
         if address in self.parts and "part" in body:
             return {"entries": self.parts[address]}
@@ -193,7 +238,10 @@ def test_with_ray_the_servers_own_code_has_to_be_that_of_the_nodes() -> None:
     old = node("a", code={**build_parts(), "nibble": "old"})
     caller = Nodes(parts={"a": changed})
     (problem,) = compare_code(caller, [old], {"code": build_parts()})
-    assert problem.what == "nibble's code differs from that of the server: file drain.py has other content"
+    assert (
+        problem.what
+        == "nibble's code differs from that of the server: file drain.py has other content"
+    )
     assert compare_code(caller, nodes(), {"code": build_parts()}) == []
 
 
@@ -237,7 +285,9 @@ def test_a_snapshot_of_another_commit_with_the_same_files_is_the_same(tmp_path: 
 @pytest.mark.parametrize(
     "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "hf_quant_config.json"]
 )
-def test_another_or_absent_file_of_configuration_or_tokenizer_is_named(copy: Path, file: str) -> None:
+def test_another_or_absent_file_of_configuration_or_tokenizer_is_named(
+    copy: Path, file: str
+) -> None:
     (copy / file).write_text((copy / file).read_text() + "\n")
     (found,) = compared(NVFP4, copy)
     assert found == f"the model {copy} is not {NVFP4} of a: {file} has other content"

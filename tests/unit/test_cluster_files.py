@@ -1,4 +1,6 @@
-"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the token."""
+"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the
+token.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from nibble.cluster import agent as agent_module
-from nibble.cluster import files as files_module
+from nibble.cluster import file_server
 from nibble.cluster.agent import Agent, AgentError, call
 from nibble.cluster.facts import model_state
-from nibble.cluster.files import PARTIAL, Offers, fetch_from_head, fetch_model
+from nibble.cluster.file_server import PARTIAL, Offers, fetch_from_head, fetch_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings_layers import load_settings
+from nibble.settings.sources import load_settings
 
 TOKEN = "0123456789abcdef"
 WEIGHTS = bytes(range(256)) * 100_000  # more than the buffers of a connection hold
@@ -66,7 +68,9 @@ def get(path: str, **headers: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def test_a_model_arrives_whole_and_a_second_time_nothing_is_sent(offers: Offers, tmp_path: Path) -> None:
+def test_a_model_arrives_whole_and_a_second_time_nothing_is_sent(
+    offers: Offers, tmp_path: Path
+) -> None:
     said: list[str] = []
     there = fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", said.append)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS
@@ -83,13 +87,13 @@ def test_a_broken_transfer_goes_on_where_it_ended(
     there.mkdir()
     (there / f"model.safetensors{PARTIAL}").write_bytes(WEIGHTS[:1000])
     asked: list[int] = []
-    receive = files_module._receive
+    receive = file_server._receive
 
     def watched(address, token, environ, path, first):
         asked.append(first)
         return receive(address, token, environ, path, first)
 
-    monkeypatch.setattr(files_module, "_receive", watched)
+    monkeypatch.setattr(file_server, "_receive", watched)
     fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS
     assert 1000 in asked
@@ -98,15 +102,15 @@ def test_a_broken_transfer_goes_on_where_it_ended(
 def test_a_transfer_that_breaks_again_and_again_comes_to_its_end(
     offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "PAUSE_S", 0)
-    receive = files_module._receive
+    monkeypatch.setattr(file_server, "PAUSE_S", 0)
+    receive = file_server._receive
 
     def broken(address, token, environ, path, first):
         for data in receive(address, token, environ, path, first):
             yield data[: len(WEIGHTS) // 20]
             raise ConnectionError("reset")
 
-    monkeypatch.setattr(files_module, "_receive", broken)
+    monkeypatch.setattr(file_server, "_receive", broken)
     there = fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -114,8 +118,8 @@ def test_a_transfer_that_breaks_again_and_again_comes_to_its_end(
 def test_a_node_that_sends_nothing_is_exit_4(
     offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "PAUSE_S", 0)
-    monkeypatch.setattr(files_module, "_receive", lambda *given: iter(()))
+    monkeypatch.setattr(file_server, "PAUSE_S", 0)
+    monkeypatch.setattr(file_server, "_receive", lambda *given: iter(()))
     with pytest.raises(NibbleError, match="the connection ended early") as caught:
         fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
     assert caught.value.code == ExitCode.MODEL
@@ -127,7 +131,7 @@ def test_a_disk_too_small_is_refused_with_the_arithmetic_before_a_byte_comes(
     there = tmp_path / "there"
     there.mkdir()
     (there / f"model.safetensors{PARTIAL}").write_bytes(WEIGHTS[:25_000_000])  # does not come again
-    monkeypatch.setattr(files_module, "free_bytes", lambda path: 1 << 30)
+    monkeypatch.setattr(file_server, "free_bytes", lambda path: 1 << 30)
     with pytest.raises(NibbleError) as caught:
         fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert caught.value.code == ExitCode.NO_FIT
@@ -135,9 +139,9 @@ def test_a_disk_too_small_is_refused_with_the_arithmetic_before_a_byte_comes(
     assert f"1.0 GiB to spare, {there} has 1.0 GiB free: 0.6 MiB too little" in caught.value.what
     assert "NIBBLE_CACHE_DIR" in caught.value.line()
     assert [path.name for path in there.iterdir()] == [f"model.safetensors{PARTIAL}"]
-    monkeypatch.setattr(files_module, "free_bytes", lambda path: (1 << 30) + 600_002)
+    monkeypatch.setattr(file_server, "free_bytes", lambda path: (1 << 30) + 600_002)
     fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
-    monkeypatch.setattr(files_module, "free_bytes", lambda path: 0)  # all of it is there already
+    monkeypatch.setattr(file_server, "free_bytes", lambda path: 0)  # all of it is there already
     fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
 
 
@@ -165,14 +169,14 @@ def test_half_of_a_model_is_seen_to_be_one(
         (source / shard).write_bytes(b"w")
     index = {"weight_map": {"a": shards[0], "b": shards[1]}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    fetch = files_module._fetch_file
+    fetch = file_server._fetch_file
 
     def interrupted(address, token, environ, name, file, target):
         if file["path"] == shards[1]:
             raise KeyboardInterrupt
         fetch(address, token, environ, name, file, target)
 
-    monkeypatch.setattr(files_module, "_fetch_file", interrupted)
+    monkeypatch.setattr(file_server, "_fetch_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
     assert model_state(str(tmp_path / "there")) == f"incomplete: {shards[1]} is missing"
@@ -185,7 +189,9 @@ def test_who_takes_a_model_is_seen(offers: Offers, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["bytes=x-", "bytes=-5", "bytes=0-3", "lines=1-"])
-def test_a_range_that_is_not_understood_is_the_whole_file(offers: Offers, source: Path, asked: str) -> None:
+def test_a_range_that_is_not_understood_is_the_whole_file(
+    offers: Offers, source: Path, asked: str
+) -> None:
     path = f"/files/{offers.add(source)}/config.json"
     assert get(path, Authorization=f"Bearer {TOKEN}", Range=asked) == (200, b"{}")
 
@@ -200,7 +206,8 @@ def test_a_folder_that_cannot_be_made_is_exit_4(offers: Offers, tmp_path: Path) 
 def test_wrong_bytes_are_never_kept(offers: Offers, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    (there / f"model.safetensors{PARTIAL}").write_bytes(b"x" * 1000)  # then fetched again from the beginning
+    # Then fetched again from the beginning
+    (there / f"model.safetensors{PARTIAL}").write_bytes(b"x" * 1000)
     (there / "config.json").write_text("[]")
     fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert (there / "model.safetensors").read_bytes() == WEIGHTS
@@ -211,7 +218,7 @@ def test_files_that_never_come_right_are_exit_4(
     offers: Offers, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        files_module, "describe", lambda folder, path: {"path": str(path), "size": 2, "sha256": "0"}
+        file_server, "describe", lambda folder, path: {"path": str(path), "size": 2, "sha256": "0"}
     )
     with pytest.raises(NibbleError, match=r"config\.json did not come .*sha256 is wrong") as caught:
         fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
@@ -242,7 +249,7 @@ def test_a_node_that_offers_a_path_outside_is_not_trusted(
     (tmp_path / "there" / "sub").mkdir(parents=True)
     (tmp_path / "there" / "link").symlink_to(tmp_path)
     evil = {"name": "n", "files": [{"path": path, "size": 1, "sha256": "0"}]}
-    monkeypatch.setattr(files_module, "call", lambda *given: evil)
+    monkeypatch.setattr(file_server, "call", lambda *given: evil)
     with pytest.raises(NibbleError, match="outside of the model"):
         fetch_model("127.0.0.1", TOKEN, {}, tmp_path / "there", quiet)
     assert not (tmp_path / "evil").exists()

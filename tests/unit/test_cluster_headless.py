@@ -1,4 +1,6 @@
-"""A rank without an API: its part of vLLM runs while rank 0's does, and the exit code says how it ended."""
+"""A rank without an API: its part of vLLM runs while rank 0's does, and the exit code says how
+it ended.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import pytest
 from serving import free_port
 from test_memory import machine
 
-from nibble import engine as engine_module
+from nibble.cli.show import _watchdog
 from nibble.cluster import agent as agent_module
 from nibble.cluster import headless as headless_module
 from nibble.cluster import member as member_module
@@ -29,11 +31,11 @@ from nibble.cluster.headless import _Headless, serve_headless
 from nibble.cluster.member import Member
 from nibble.cluster.node import proof_handlers, ranks_by_pid
 from nibble.cluster.roster import Roster
-from nibble.engine import Ended, Event, Stop
+from nibble.engine import process as engine_module
+from nibble.engine.process import Ended, Event, Stop
 from nibble.errors import ExitCode, NibbleError
-from nibble.memory import MemorySource
-from nibble.prepare import plan_for, read_wishes
-from nibble.show import _watchdog
+from nibble.machine.memory import MemorySource
+from nibble.plan.gather import plan_for, read_wishes
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 RANK_1 = {
@@ -147,7 +149,9 @@ def test_a_head_that_begins_nothing_is_exit_9(rank: Rank) -> None:
 def test_what_ended_first_here_is_told_here_and_by_the_error(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM says no word where its engine process was killed while it started (data parallel, headless)."""
+    """vLLM says no word where its engine process was killed while it started (data parallel,
+    headless).
+    """
     behave = """
 import subprocess, time
 time.sleep(0.3)
@@ -163,13 +167,20 @@ time.sleep(0.5)
     error = rank.end()
     assert isinstance(error, NibbleError)
     assert error.code == ExitCode.ENGINE_DIED
-    told = r"vLLM ended by itself in phase headless \(exit code 0\); VLLM::EngineCore \(pid \d+\) ended first"
+    told = (
+        r"vLLM ended by itself in phase headless \(exit code 0\); VLLM::EngineCore \(pid \d+\)"
+        r" ended first"
+    )
     assert re.fullmatch(told, error.what)
     assert f"{error.what}; waiting for what the head makes of it" in rank.said
 
 
-def test_the_head_hears_at_once_which_process_ended_here(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM itself may take seconds to end after it, and rank 0's may not notice for half a minute."""
+def test_the_head_hears_at_once_which_process_ended_here(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself may take seconds to end after it, and rank 0's may not notice for half a
+    minute.
+    """
     behave = """
 import subprocess, time
 worker = subprocess.Popen(["VLLM::Worker_TP1", "300"], executable="/bin/sleep")
@@ -179,7 +190,7 @@ code = worker.wait()
 print(f"(MainProcess pid=7) ERROR 11-23 07:47:37 [multiproc_executor.py:315] Worker proc VllmWorker-1 died unexpectedly"
       f" (exit code: {code}), shutting down executor.", flush=True)
 time.sleep(60)
-"""
+"""  # noqa: E501
     monkeypatch.setattr(engine_module, "child_command", lambda argv: [sys.executable, "-c", behave])
     monkeypatch.setattr(member_module, "LOST_S", 30.0)
     rank.move("ready", 4)
@@ -209,7 +220,9 @@ def test_a_server_that_is_stopped_between_two_runs_ends_this_rank_with_0(rank: R
     assert time.monotonic() - began < 1  # it would wait so long for the next run
 
 
-def test_a_signal_that_comes_as_a_run_begins_is_not_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_as_a_run_begins_is_not_lost(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def say(text: str) -> None:
         if text.startswith("run 1"):
             rank.node._events.put(Ended(1))  # of an earlier run
@@ -232,11 +245,15 @@ def test_memory_that_runs_out_on_its_machine_ends_it_with_7(rank: Rank, memory: 
     error = rank.end()
     assert isinstance(error, NibbleError)
     assert error.code == ExitCode.NO_FIT
-    assert error.what.startswith("stopped the engine in phase headless: 0.195 GiB of memory are available")
+    assert error.what.startswith(
+        "stopped the engine in phase headless: 0.195 GiB of memory are available"
+    )
 
 
 def test_its_plan_shows_the_watchdog_that_it_has() -> None:
-    own, head = (plan_for(read_wishes(["nibble-demo"], RANK_1 | {"NIBBLE_NODE_RANK": rank})) for rank in "10")
+    own, head = (
+        plan_for(read_wishes(["nibble-demo"], RANK_1 | {"NIBBLE_NODE_RANK": rank})) for rank in "10"
+    )
     assert _watchdog(own) == "host memory below 0.250 GiB: this rank is stopped"
     assert "no new requests until" in _watchdog(head)
 

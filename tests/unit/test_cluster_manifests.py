@@ -1,4 +1,6 @@
-"""Kubernetes manifests from a plan, held to the CRDs of the two projects (with --network to the published ones)."""
+"""Kubernetes manifests from a plan, held to the CRDs of the two projects (with --network to the
+published ones).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import jsonschema
 import pytest
 from crd_schemas import CRDS, KEPT, PLACES, WORDS, made, part, published, strict
 
-from nibble.cluster.manifests import manifest, read_kind
+from nibble.cli.manifests import manifest, read_kind
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 
 def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -42,7 +44,9 @@ def test_pods_run_nibbles_modes_hardened_and_without_service_links(kind: str) ->
 @pytest.mark.parametrize("kind", PLACES)
 def test_no_secret_is_written_down(kind: str) -> None:
     text = json.dumps(
-        made(kind, **PLACES[kind], NIBBLE_API_KEY="hush-hush-hush", NIBBLE_CLUSTER_TOKEN="hush-hush")
+        made(
+            kind, **PLACES[kind], NIBBLE_API_KEY="hush-hush-hush", NIBBLE_CLUSTER_TOKEN="hush-hush"
+        )
     )
     assert "hush" not in text
     assert "secretKeyRef" in text
@@ -56,7 +60,8 @@ def test_kuberay_asks_for_a_token_and_leaves_ray_start_to_nibble() -> None:
     assert [one["name"] for one in head["containers"]] == ["ray-head", "serve"]
     assert found["spec"]["workerGroupSpecs"][0]["replicas"] == 1
     limits = [
-        one["resources"]["limits"].get("nvidia.com/gpu") for one in head["containers"] + worker["containers"]
+        one["resources"]["limits"].get("nvidia.com/gpu")
+        for one in head["containers"] + worker["containers"]
     ]
     assert limits == ["2", None, "2"]  # 4 ranks: the server itself takes no GPU
 
@@ -85,12 +90,17 @@ def test_a_hub_token_comes_from_the_secret_where_it_has_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_what_was_set_as_variables_goes_into_the_pods_but_not_what_belongs_to_this_machine(kind: str) -> None:
+def test_what_was_set_as_variables_goes_into_the_pods_but_not_what_belongs_to_this_machine(
+    kind: str,
+) -> None:
     given = {"PORT": "9000", "NIBBLE_CLUSTER_WAIT_SECONDS": "900", "NIBBLE_CACHE_DIR": "/here"}
     found = made(kind, **PLACES[kind], **given)
     serve = next(one for one in pods(found)[0]["containers"] if one["name"] == "serve")
     assert serve["ports"] == [{"name": "api", "containerPort": 9000}]
-    assert (variables(serve)["PORT"], variables(serve)["NIBBLE_CLUSTER_WAIT_SECONDS"]) == ("9000", "900")
+    assert (variables(serve)["PORT"], variables(serve)["NIBBLE_CLUSTER_WAIT_SECONDS"]) == (
+        "9000",
+        "900",
+    )
     assert not {"NIBBLE_CACHE_DIR", "NUM_GPUS", "NIBBLE_NODE_RANK"} & set(variables(serve))
     assert len(variables(serve)) == len(serve["env"])
 
@@ -100,14 +110,23 @@ def test_variables_of_vllm_nccl_and_ray_go_into_the_pods_but_for_secrets_and_thi
     kind: str,
 ) -> None:
     given = {
-        "VLLM_ATTENTION_BACKEND": "FLASHINFER",  # vLLM no longer has it: nibble makes a flag of it, in the pods too
+        # vLLM no longer has it: nibble makes a flag of it, in the pods too
+        "VLLM_ATTENTION_BACKEND": "FLASHINFER",
         "VLLM_MARLIN_USE_ATOMIC_ADD": "1",
         "NCCL_DEBUG": "INFO",
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_KEY": "/tls/node.key",
     }
-    kept_here = {"VLLM_CACHE_ROOT": "/here", "VLLM_HOST_IP": "10.0.0.9", "RAY_ADDRESS": "10.0.0.9:6379"}
-    secrets = {"VLLM_API_KEY": "hush-hush-hush", "RAY_AUTH_TOKEN": "hush-hush", "RAY_REDIS_PASSWORD": "hush"}
+    kept_here = {
+        "VLLM_CACHE_ROOT": "/here",
+        "VLLM_HOST_IP": "10.0.0.9",
+        "RAY_ADDRESS": "10.0.0.9:6379",
+    }
+    secrets = {
+        "VLLM_API_KEY": "hush-hush-hush",
+        "RAY_AUTH_TOKEN": "hush-hush",
+        "RAY_REDIS_PASSWORD": "hush",
+    }
     found = made(kind, **PLACES[kind], **given, **kept_here, **secrets)
     servers = [one for pod in pods(found) for one in pod["containers"] if one["name"] == "serve"]
     for one in servers:
@@ -137,11 +156,16 @@ def test_rays_nodes_get_what_the_network_and_their_watchdog_need(way: str) -> No
 
 
 def test_with_ray_the_pods_get_the_model_from_the_servers_unless_they_were_told_otherwise() -> None:
-    """Each pod has an empty cache of its own, and without this the preflight would demand the model in all of them."""
+    """Each pod has an empty cache of its own, and without this the preflight would demand the
+    model in all of them.
+    """
 
     def where(*words: str, **environ: str) -> tuple[str, bool]:
         serve = pods(made("kuberay", *words, **PLACES["kuberay"], **environ))[0]["containers"][1]
-        return variables(serve)["NIBBLE_CLUSTER_MODEL"], "--cluster-model=own" in serve["command"][2]
+        return (
+            variables(serve)["NIBBLE_CLUSTER_MODEL"],
+            "--cluster-model=own" in serve["command"][2],
+        )
 
     assert where() == ("head", False)
     assert where(NIBBLE_CLUSTER_MODEL="own") == ("own", False)
@@ -188,7 +212,9 @@ def test_a_leader_worker_set_has_a_pod_for_each_node() -> None:
     assert "NIBBLE_NODE_RANK=$LWS_WORKER_INDEX" in worker
 
 
-@pytest.mark.parametrize(("kind", "environ"), [("kuberay", PLACES["lws"]), ("lws", PLACES["kuberay"])])
+@pytest.mark.parametrize(
+    ("kind", "environ"), [("kuberay", PLACES["lws"]), ("lws", PLACES["kuberay"])]
+)
 def test_a_plan_of_another_topology_is_refused(kind: str, environ: dict[str, str]) -> None:
     with pytest.raises(NibbleError, match="the plan is for") as caught:
         made(kind, **environ)
@@ -217,7 +243,9 @@ def test_a_field_that_the_crd_does_not_have_is_noticed(kind: str) -> None:
 @pytest.mark.network
 @pytest.mark.parametrize("kind", PLACES)
 def test_the_kept_rules_are_those_of_the_published_crds(kind: str) -> None:
-    with urllib.request.urlopen(f"https://raw.githubusercontent.com/{CRDS[kind]}", timeout=60) as answer:
+    with urllib.request.urlopen(
+        f"https://raw.githubusercontent.com/{CRDS[kind]}", timeout=60
+    ) as answer:
         schema = published(answer.read().decode(), made(kind))
     assert part(schema, [made(kind)]) == json.loads(KEPT.read_text())[kind]
     jsonschema.validate(made(kind), strict(schema))

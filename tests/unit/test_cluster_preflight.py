@@ -13,21 +13,26 @@ from typing import Any
 import pytest
 from hub import Hub
 
-from nibble import serve as serve_module
-from nibble.cluster import commands, facts, network
+from nibble.cli import cluster as commands
+from nibble.cli import serve as serve_module
+from nibble.cluster import facts, network
 from nibble.cluster import node as node_module
-from nibble.cluster.claim import Claim
 from nibble.cluster.facts import SAME, compare, hub_state, model_state
+from nibble.cluster.lock import Claim
 from nibble.cluster.network import RdmaDevice, interface_of, is_here, network_environ, rdma_devices
 from nibble.cluster.node import Place, find_place, node_handlers, unreachable
-from nibble.cluster.ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.cluster.preflight import Caller, Report, judge, preflight
+from nibble.cluster.ray_node import ray_head, ray_worker
 from nibble.errors import ExitCode, NibbleError
-from nibble.prepare import Asked, read_wishes
-from nibble.pull import pull
-from nibble.ray_node import ray_head, ray_worker
+from nibble.hub.pull import pull
+from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
+from nibble.plan.gather import Asked, read_wishes
 
-FACTS = {**dict.fromkeys(SAME, "same"), "memory_available_bytes": 8 << 30, "disk_free_bytes": 9 << 30}
+FACTS = {
+    **dict.fromkeys(SAME, "same"),
+    "memory_available_bytes": 8 << 30,
+    "disk_free_bytes": 9 << 30,
+}
 
 
 def node(name: str, skew_s: float = 0.0, **facts: Any) -> dict[str, Any]:
@@ -66,7 +71,9 @@ def test_the_first_problem_is_the_error_and_the_others_are_counted() -> None:
     assert caught.value.code == ExitCode.CLUSTER
 
 
-def answer(name: str, rate: float, library: str | None = None, backend: str = "gloo") -> dict[str, Any]:
+def answer(
+    name: str, rate: float, library: str | None = None, backend: str = "gloo"
+) -> dict[str, Any]:
     return {"node": name, "gb_per_s": rate, "library": library, "backend": backend, "right": True}
 
 
@@ -78,7 +85,9 @@ def test_the_slowest_rank_is_held_to_the_pass_mark() -> None:
 
 
 def test_gpus_have_a_higher_mark_and_the_same_nccl() -> None:
-    _, problems = judge([answer("a", 2.0, "/x/nccl", "nccl"), answer("b", 0.9, "/y/nccl", "nccl")], None)
+    _, problems = judge(
+        [answer("a", 2.0, "/x/nccl", "nccl"), answer("b", 0.9, "/y/nccl", "nccl")], None
+    )
     assert [problem.node for problem in problems] == ["b", "b"]
     assert "it loaded /y/nccl and a /x/nccl" in problems[0].what
 
@@ -90,8 +99,8 @@ def test_one_node_with_all_ranks_has_no_network_to_measure() -> None:
 
 @dataclass(frozen=True)
 class Nodes(Caller):
-    """Nodes with the same facts, whose all-reduce is what `reduce` says; on `taken` something listens; `models` says where the
-    model is not here.
+    """Nodes with the same facts, whose all-reduce is what `reduce` says; on `taken` something
+    listens; `models` says where the model is not here.
     """
 
     head: str = "a"
@@ -103,7 +112,9 @@ class Nodes(Caller):
     listened: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     reached: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
-    def ask(self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+    def ask(
+        self, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0.0
+    ) -> dict[str, Any]:
         if path == "/allreduce":
             return self.reduce(address)
         if path == "/listen":
@@ -115,12 +126,18 @@ class Nodes(Caller):
         if path == "/checkpoints":
             return {"checkpoints": {}}
         on_hub = [body["hub"]["model"]] if body.get("hub") else []
-        found = {one: self.models.get(address, "here") for one in [*body.get("models", ()), *on_hub]}
+        found = {
+            one: self.models.get(address, "here") for one in [*body.get("models", ()), *on_hub]
+        }
         return FACTS | {"models": found}
 
 
 def check(
-    caller: Caller, *names: str, over: threading.Event | None = None, has_ray: bool = False, **more: Any
+    caller: Caller,
+    *names: str,
+    over: threading.Event | None = None,
+    has_ray: bool = False,
+    **more: Any,
 ) -> Report:
     nodes = [node(name) | {"address": name} for name in names]
     return preflight(caller, nodes, has_ray=has_ray, least_gb_per_s=None, over=over, **more)
@@ -157,7 +174,9 @@ def test_with_ray_every_node_reaches_the_nodes_ports_and_the_last_of_the_worker_
 def test_vllms_own_ports_on_rank_0_are_those_of_its_flags() -> None:
     assert rank_0_ports({"--tensor-parallel-size": 2}) == [29501]
     assert rank_0_ports({"--data-parallel-size": 2}) == [29501, 29550]
-    assert rank_0_ports({"--data-parallel-size": "2", "--data-parallel-rpc-port": 5, "--master-port": 4}) == [
+    assert rank_0_ports(
+        {"--data-parallel-size": "2", "--data-parallel-rpc-port": 5, "--master-port": 4}
+    ) == [
         4,
         5,
     ]
@@ -168,7 +187,10 @@ def test_an_agent_listens_as_long_as_it_is_told_and_names_a_port_that_is_taken(
 ) -> None:
     monkeypatch.setattr(node_module, "REACH_S", 0.2)
     listen = node_handlers(Place("127.0.0.1", "lo", {}, Path("/tmp")))["/listen"]
-    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as free:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_server(("127.0.0.1", 0)) as free,
+    ):
         taken, port = other.getsockname()[1], free.getsockname()[1]
         free.close()
         assert unreachable([("127.0.0.1", port)])
@@ -217,10 +239,12 @@ def test_rdma_on_one_node_and_not_on_another_is_a_problem_that_names_it() -> Non
     assert problem.node == "b" and "rocep1s0f0:1 (GID 3) on a" in problem.what
     (problem,) = compare([node("a", gpus=1), node("b", **rdma(None, "InfiniBand"))])
     assert problem.node == "a" and "rocep1s0f0:1 on b" in problem.what
-    assert compare([node("a", **rdma(3)), node("b", **rdma(2))]) == []  # indexes differ between machines
+    # Indexes differ between machines
+    assert compare([node("a", **rdma(3)), node("b", **rdma(2))]) == []
     off: dict[str, Any] = {"rdma_is_off": True}
     assert compare([node("a", **rdma(3), **off), node("b", **rdma(None), **off)]) == []
-    assert compare([node("a", **(rdma(3) | {"gpus": 0})), node("b")]) == []  # Gloo has no use for it
+    # Gloo has no use for it
+    assert compare([node("a", **(rdma(3) | {"gpus": 0})), node("b")]) == []
 
 
 def test_the_check_prints_each_nodes_interface_and_rdma() -> None:
@@ -229,7 +253,10 @@ def test_the_check_prints_each_nodes_interface_and_rdma() -> None:
         node("b", interface="eth1", models={"org/m": "downloadable"}),
     ]
     lines = commands.network_lines(Report(nodes, [], None))
-    assert lines == ["node a: eth0, RDMA rocep1s0f0:1 (GID 3)", "node b: eth1, RDMA none, org/m downloadable"]
+    assert lines == [
+        "node a: eth0, RDMA rocep1s0f0:1 (GID 3)",
+        "node b: eth1, RDMA none, org/m downloadable",
+    ]
 
 
 def test_the_node_whose_all_reduce_failed_first_is_the_one_that_is_named() -> None:
@@ -246,14 +273,19 @@ def test_nodes_that_fit_together_pass_with_the_slowest_rate() -> None:
     rates = {"a": 0.2, "b": 0.1}
     report = check(Nodes(reduce=lambda address: answer(address, rates[address])), "a", "b")
     assert report.problems == []
-    assert report.reduce is not None and (report.reduce["node"], report.reduce["gb_per_s"]) == ("b", 0.1)
+    assert report.reduce is not None and (report.reduce["node"], report.reduce["gb_per_s"]) == (
+        "b",
+        0.1,
+    )
     assert [one["address"] for one in report.nodes] == ["a", "b"]
 
 
 def test_a_check_that_hangs_ends_when_it_is_told_to() -> None:
     over, began = threading.Event(), time.monotonic()
     threading.Timer(0.3, over.set).start()
-    report = check(Nodes(reduce=lambda address: time.sleep(5) or answer(address, 0.1)), "a", "b", over=over)
+    report = check(
+        Nodes(reduce=lambda address: time.sleep(5) or answer(address, 0.1)), "a", "b", over=over
+    )
     assert (report.problems, report.reduce) == ([], None)
     assert time.monotonic() - began < 3
 
@@ -270,7 +302,9 @@ def test_what_is_wrong_here_is_no_fault_of_a_node() -> None:
 def asked_to_check(
     monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]], *words: str, **more: Any
 ) -> list[str]:
-    """The nodes that `nibble cluster check` checks where the head knows `nodes` and says `more`. It waits for 1 s."""
+    """The nodes that `nibble cluster check` checks where the head knows `nodes` and says `more`.
+    It waits for 1 s.
+    """
     checked: list[str] = []
     environ = {
         "HEAD_IP": "127.0.0.1",
@@ -358,12 +392,21 @@ def test_a_check_compares_memory_as_a_start_does(
     """A node with 900 MiB cannot hold vLLM's processes, whatever the model."""
     nodes = [
         node(name, target="cpu", memory_available_bytes=mib << 20)
-        | {"address": name, "role": "ray-head", "rank": None, "gpus": 1, "busy": 0, "age_s": 0.0}
+        | {
+            "address": name,
+            "role": "ray-head",
+            "rank": None,
+            "gpus": 1,
+            "busy": 0,
+            "age_s": 0.0,
+        }
         for name, mib in (("a", 9000), ("b", 900))
     ]
     by_name = {one["address"]: one["facts"] for one in nodes}
 
-    def ask(self: Caller, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0) -> Any:
+    def ask(
+        self: Caller, address: str, path: str, body: Mapping[str, Any], timeout_s: float = 0
+    ) -> Any:
         return {"nodes": nodes} if path == "/nodes" else by_name[address] | {"models": {}}
 
     monkeypatch.setattr(Caller, "ask", ask)
@@ -374,7 +417,9 @@ def test_a_check_compares_memory_as_a_start_does(
     assert "0.879 GiB of memory are available and" in report.problems[0].what
 
 
-def test_name_servers_that_are_silent_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_servers_that_are_silent_do_not_hold_up_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(network, "RESOLVE_S", 0.3)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: time.sleep(5))
     began = time.monotonic()
@@ -401,7 +446,11 @@ def test_a_head_whose_name_is_not_known_is_refused_before_anything_is_waited_for
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    more = {"HEAD_IP": "nosuchhost", "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
+    more = {
+        "HEAD_IP": "nosuchhost",
+        "NIBBLE_CLUSTER_TOKEN": "token",
+        "NIBBLE_CACHE_DIR": str(tmp_path),
+    }
     environ = {**more, "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
     with pytest.raises(
         NibbleError, match="HEAD_IP nosuchhost is no IPv4 address and no known name"
@@ -412,7 +461,9 @@ def test_a_head_whose_name_is_not_known_is_refused_before_anything_is_waited_for
 
 def test_a_model_folder_is_here_absent_or_incomplete(tmp_path: Path) -> None:
     assert model_state(str(tmp_path / "none")) == "absent"
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w": "model-1.safetensors"}}'
+    )
     assert model_state(str(tmp_path)).startswith("incomplete: ")
 
 
@@ -425,7 +476,12 @@ ON_HUB = {"model": "org/m", "revision": None}
         ({}, True, {"models": ["/m"]}, None),
         ({"b": "absent"}, False, {"models": ["/m"]}, "the model /m is absent; .*copy the model"),
         ({"a": "downloadable", "b": "downloadable"}, False, {"hub": ON_HUB}, None),
-        ({"b": "absent, and org/m is gated"}, False, {"hub": ON_HUB}, "org/m is gated; .*nibble pull org/m"),
+        (
+            {"b": "absent, and org/m is gated"},
+            False,
+            {"hub": ON_HUB},
+            "org/m is gated; .*nibble pull org/m",
+        ),
         (
             {"a": "downloadable", "b": "downloadable"},
             True,
@@ -434,7 +490,12 @@ ON_HUB = {"model": "org/m", "revision": None}
         ),
         ({"a": "downloadable"}, True, {"hub": ON_HUB}, None),
         ({"b": "absent"}, True, {"hub": ON_HUB, "first_gives": True}, None),
-        ({"a": "absent"}, True, {"models": ["/m"], "first_gives": True}, "node a: the model /m is absent"),
+        (
+            {"a": "absent"},
+            True,
+            {"models": ["/m"], "first_gives": True},
+            "node a: the model /m is absent",
+        ),
     ],
 )
 def test_every_node_has_the_model_or_can_download_it(

@@ -14,7 +14,15 @@ from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call, connect
 from nibble.cluster.head import head_handlers, lost_head, refuse
 from nibble.cluster.member import End, Member
-from nibble.cluster.roster import FORGET_S, LOST_S, SERVER_S, Refused, Roster, ended_process, lost_node
+from nibble.cluster.roster import (
+    FORGET_S,
+    LOST_S,
+    SERVER_S,
+    Refused,
+    Roster,
+    ended_process,
+    lost_node,
+)
 from nibble.errors import ExitCode, NibbleError
 
 TOKEN = "0123456789abcdef"
@@ -187,7 +195,9 @@ def test_a_node_that_is_no_head_is_one_line_and_exit_9(
     served: Roster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = member()
-    monkeypatch.setattr("nibble.cluster.member.call", lambda *given, **more: call("127.0.0.1", "/no", TOKEN))
+    monkeypatch.setattr(
+        "nibble.cluster.member.call", lambda *given, **more: call("127.0.0.1", "/no", TOKEN)
+    )
     one.beat()
     with pytest.raises(NibbleError, match=r"127\.0\.0\.1 is no head.*correct HEAD_IP"):
         refuse(one)
@@ -211,7 +221,9 @@ def test_nothing_answers_without_the_token(served: Roster, path: str, given: str
     connection.close()
 
 
-@pytest.mark.parametrize("body", ['{"address": "x"}', "[]", "5", "{", '{"address": 5, "time": null}'])
+@pytest.mark.parametrize(
+    "body", ['{"address": "x"}', "[]", "5", "{", '{"address": 5, "time": null}']
+)
 def test_a_body_that_is_no_object_of_ours_is_400(served: Roster, body: str) -> None:
     assert post(body) == 400
 
@@ -254,8 +266,12 @@ def test_a_second_agent_on_an_address_is_exit_9(served: Roster) -> None:
     assert caught.value.code == ExitCode.CLUSTER
 
 
-def test_a_ray_worker_of_the_head_before_this_one_is_told_so_and_not_counted(roster: Roster) -> None:
-    """A check right after a head's restart would run its all-reduce with a node that is about to end."""
+def test_a_ray_worker_of_the_head_before_this_one_is_told_so_and_not_counted(
+    roster: Roster,
+) -> None:
+    """A check right after a head's restart would run its all-reduce with a node that is about to
+    end.
+    """
     old = message(role="ray-worker", rank=None, head="the one before")
     assert roster.beat(old)["session"] == "head"
     assert roster.nodes() == []
@@ -288,13 +304,17 @@ def test_of_several_processes_the_one_that_ended_first_is_named_once_all_had_the
     clock.now += 0.2
     roster.beat(message("10.0.0.2", rank=1, ended=[end("the cause", 0.4)]))
     clock.now += 0.2
-    assert ended_process(roster.nodes(), lambda node, end: True) == "node 10.0.0.2 (rank 1): the cause"
+    assert (
+        ended_process(roster.nodes(), lambda node, end: True) == "node 10.0.0.2 (rank 1): the cause"
+    )
 
 
 def test_an_end_that_may_follow_from_a_silent_node_is_not_named_before_that_node_is_heard_or_lost(
     roster: Roster, clock: Clock
 ) -> None:
-    """A container that is killed tells nothing; the workers that were connected to its own end, and their nodes tell that."""
+    """A container that is killed tells nothing; the workers that were connected to its own end,
+    and their nodes tell that.
+    """
     gone, idle = message("10.0.0.3", rank=2, busy=1), message("10.0.0.4", rank=None)
     roster.beat(gone)
     before = roster.nodes()
@@ -304,13 +324,18 @@ def test_an_end_that_may_follow_from_a_silent_node_is_not_named_before_that_node
     roster.beat(message("10.0.0.2", rank=1, ended=[end]))
     assert ended_process(roster.nodes(), lambda node, end: True) is None
     clock.now += LOST_S - 1.5
-    assert lost_node(before, roster.nodes()) == "node 10.0.0.3 (rank 2) has given no sign of life for 10 s"
+    assert (
+        lost_node(before, roster.nodes())
+        == "node 10.0.0.3 (rank 2) has given no sign of life for 10 s"
+    )
     roster.beat(gone)
     why = ended_process(roster.nodes(), lambda node, end: True)
     assert why == "node 10.0.0.2 (rank 1): Connection reset by peer"
 
 
-def test_a_head_knows_how_long_the_slowest_of_its_servers_takes_to_stop(roster: Roster, clock: Clock) -> None:
+def test_a_head_knows_how_long_the_slowest_of_its_servers_takes_to_stop(
+    roster: Roster, clock: Clock
+) -> None:
     nodes = head_handlers(roster)["/nodes"]
     assert roster.servers_stop_within_s() == 0
     nodes({"server": "a", "stops_within_s": 60})

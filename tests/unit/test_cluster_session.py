@@ -14,28 +14,33 @@ from typing import Any
 
 import pytest
 
-from nibble.cluster import session as session_module
+from nibble.cluster import coordinator
 from nibble.cluster import watch as watch_module
 from nibble.cluster.across import serve_across
 from nibble.cluster.agent import AgentError
+from nibble.cluster.coordinator import Cluster
 from nibble.cluster.facts import Problem
-from nibble.cluster.files import Offers
+from nibble.cluster.file_server import Offers
 from nibble.cluster.needs import least_memory_bytes
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
 from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import Roster
-from nibble.cluster.session import Cluster
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
-from nibble.control import Answers
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.settings_layers import load_settings
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.control import Answers
+from nibble.settings.sources import load_settings
 
 HERE = "127.0.0.1"
-MP = {"NIBBLE_NNODES": "2", "HEAD_IP": HERE, "TENSOR_PARALLEL_SIZE": "2", "NIBBLE_CLUSTER_WAIT_SECONDS": "1"}
+MP = {
+    "NIBBLE_NNODES": "2",
+    "HEAD_IP": HERE,
+    "TENSOR_PARALLEL_SIZE": "2",
+    "NIBBLE_CLUSTER_WAIT_SECONDS": "1",
+}
 RAY = {"NIBBLE_CLUSTER": "ray", "HEAD_IP": HERE, "TENSOR_PARALLEL_SIZE": "2"}
 
 
@@ -109,7 +114,9 @@ def test_with_ray_gpus_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, int]], words: str | None
 ) -> None:
     found = opened(RAY, tmp_path)
-    listed = [{"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes]
+    listed = [
+        {"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes
+    ]
     monkeypatch.setattr(found, "nodes", lambda: listed)
     what = missing(found)
     assert (what is None) if words is None else words in str(what)
@@ -123,7 +130,9 @@ def test_a_server_without_a_ray_node_beside_it_is_sent_into_the_heads_container(
     said: list[str] = []
     monkeypatch.setattr(found, "nodes", lambda: [there])
     monkeypatch.setattr(found, "say", said.append)
-    with pytest.raises(NibbleError, match=r"docker exec HEAD /opt/nibble/entrypoint\.sh serve") as caught:
+    with pytest.raises(
+        NibbleError, match=r"docker exec HEAD /opt/nibble/entrypoint\.sh serve"
+    ) as caught:
         found.prepare(None)
     assert caught.value.code == ExitCode.CLUSTER
     assert "start the missing nodes" not in caught.value.line()
@@ -155,7 +164,9 @@ def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Clust
 def test_a_node_whose_last_beat_was_without_facts_does_not_stop_the_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the second rank's first ones to a head that was killed and started again: the preflight has asked meanwhile."""
+    """As the second rank's first ones to a head that was killed and started again: the preflight
+    has asked meanwhile.
+    """
     for rank, address in enumerate((HERE, "10.0.0.2")):
         roster_of(cluster).beat(message(rank, address, facts={}))
     asked = [{"address": address, "facts": {"interface": "eth7"}} for address in (HERE, "10.0.0.2")]
@@ -171,7 +182,7 @@ def test_a_rank_that_fetches_the_model_from_here_is_waited_for(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle_s = iter([0.0, 0.5, 0.0, 7.0])
-    monkeypatch.setattr(session_module, "BEAT_S", 0.3)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.3)
     monkeypatch.setattr(cluster._offers, "idle_s", lambda: next(idle_s))
     with pytest.raises(NibbleError, match="rank 0, 1 after 1 s"):
         cluster.prepare(None)
@@ -182,20 +193,29 @@ def test_with_ray_a_start_waits_until_rays_head_reaches_every_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM would wait for half an hour for a GPU that the head counts as given away."""
-    head = {"address": HERE, "name": HERE, "role": "ray-head", "rank": None, "gpus": 1, "age_s": 0.0}
+    head = {
+        "address": HERE,
+        "name": HERE,
+        "role": "ray-head",
+        "rank": None,
+        "gpus": 1,
+        "age_s": 0.0,
+    }
     nodes = [head, head | {"address": "10.0.0.2", "name": "10.0.0.2", "role": "ray-worker"}]
     environ = {**RAY, "VLLM_CONFIG_ROOT": str(tmp_path / "config")}
     found = opened(RAY, tmp_path, environ)
     whys = iter(["Ray's head does not reach all", None])
     asked: list[tuple[list[str], str]] = []
 
-    def unreached(addresses: list[str], environ: dict[str, str], over: threading.Event) -> str | None:
+    def unreached(
+        addresses: list[str], environ: dict[str, str], over: threading.Event
+    ) -> str | None:
         asked.append((addresses, environ["RAY_ADDRESS"]))
         return next(whys)
 
     said: list[str] = []
-    monkeypatch.setattr(session_module, "preflight", lambda *a, **b: Report(nodes, [], None))
-    monkeypatch.setattr(session_module, "unreached", unreached)
+    monkeypatch.setattr(coordinator, "preflight", lambda *a, **b: Report(nodes, [], None))
+    monkeypatch.setattr(coordinator, "unreached", unreached)
     monkeypatch.setattr(found, "nodes", lambda: nodes)
     monkeypatch.setattr(found, "say", said.append)
     assert not found._check(NodeLost("node x is gone"), time.monotonic() + 9)
@@ -222,7 +242,10 @@ def test_the_other_ranks_are_asked_what_their_workers_proved(
     for rank, address in enumerate((HERE, "10.0.0.2", "10.0.0.9")):
         roster_of(cluster).beat(message(rank, address))
     cluster._members = {node["address"]: node for node in cluster.nodes()}
-    assert Watch(cluster).reports() == {"10.0.0.2 (rank 1)": [{"at": "10.0.0.2"}], "10.0.0.9 (rank 2)": []}
+    assert Watch(cluster).reports() == {
+        "10.0.0.2 (rank 1)": [{"at": "10.0.0.2"}],
+        "10.0.0.9 (rank 2)": [],
+    }
 
 
 def test_with_ray_the_nodes_that_hold_parts_are_asked_this_machines_too(
@@ -291,7 +314,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[NodeLost | None]:
         return True
 
     monkeypatch.setattr(Cluster, "prepare", prepare)
-    monkeypatch.setattr(session_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.01)
     monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
     return told
 
@@ -303,20 +326,25 @@ def outcome(run: Callable[[int], int], tmp_path: Path) -> int:
     return serve_across(plan(environ), environ, quiet, lambda own, watch, ready: run(next(starts)))
 
 
-def test_the_service_comes_back_after_a_lost_node(attempts: list[NodeLost | None], tmp_path: Path) -> None:
+def test_the_service_comes_back_after_a_lost_node(
+    attempts: list[NodeLost | None], tmp_path: Path
+) -> None:
     def run(start: int) -> int:
         if start == 0:
             raise NodeLost("node 10.0.0.2 has left")
         return 0
 
     assert outcome(run, tmp_path) == 0
-    assert [None if lost is None else lost.what for lost in attempts] == [None, "node 10.0.0.2 has left"]
+    assert [None if lost is None else lost.what for lost in attempts] == [
+        None,
+        "node 10.0.0.2 has left",
+    ]
 
 
 def test_a_stop_signal_between_two_runs_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.01)
     monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
     monkeypatch.setattr(Cluster, "missing", lambda self: None)
     monkeypatch.setattr(Cluster, "_taken", lambda self: None)
@@ -334,7 +362,10 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
     starts = iter(range(100))
     before = signal.signal(signal.SIGTERM, lambda *given: pytest.fail("nobody handles the signal"))
     try:
-        assert serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts))) == 0
+        assert (
+            serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts)))
+            == 0
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -357,7 +388,9 @@ def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_
     roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
     assert cluster.loss() is None  # of an earlier run
     roster.beat(message(1, ended=[end]))
-    assert loss_of(cluster) == "NodeLost node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
+    assert (
+        loss_of(cluster) == "NodeLost node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
+    )
     cluster.died_here()
     assert cluster.loss() is not None  # it ended before
     cluster._died_here_at -= 5
@@ -374,7 +407,12 @@ def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_
     def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
         roster = roster_of(watch._cluster)
         watch._cluster._began_at -= 5
-        end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
+        end = {
+            "run": roster.run,
+            "pid": 0,
+            "why": "VLLM::Worker (pid 7) ended by itself",
+            "ago_s": 1.0,
+        }
         roster.beat(message(1, ended=[end]))
         raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself in phase load")
 
@@ -383,7 +421,11 @@ def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_
         NibbleError, match=r"node 10\.0\.0\.2 \(rank 1\): VLLM::Worker .* before the server"
     ) as caught:
         serve_across(plan(environ), environ, quiet, run)
-    assert (type(caught.value), caught.value.code, len(attempts)) == (NibbleError, ExitCode.ENGINE_DIED, 1)
+    assert (type(caught.value), caught.value.code, len(attempts)) == (
+        NibbleError,
+        ExitCode.ENGINE_DIED,
+        1,
+    )
 
 
 def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
@@ -422,7 +464,9 @@ def test_when_rays_head_stops_the_server_drains_and_a_loss_means_nothing_any_mor
     drained: list[str] = []
     failed: list[NibbleError] = []
     over = threading.Event()
-    thread = threading.Thread(target=lambda: Watch(cluster).run(failed.append, drained.append, over))
+    thread = threading.Thread(
+        target=lambda: Watch(cluster).run(failed.append, drained.append, over)
+    )
     thread.start()
     time.sleep(0.3)
     over.set()
@@ -442,7 +486,10 @@ def test_a_server_that_drained_with_rays_head_waits_for_the_head(
 
     environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
     assert serve_across(plan(environ), environ, quiet, run) == 0
-    assert [lost and lost.what for lost in attempts] == [None, "the Ray head at 127.0.0.1 was stopped"]
+    assert [lost and lost.what for lost in attempts] == [
+        None,
+        "the Ray head at 127.0.0.1 was stopped",
+    ]
 
 
 def test_only_a_server_that_runs_holds_up_the_heads_stop(
@@ -483,12 +530,16 @@ def test_a_head_that_was_not_asked_for_a_while_is_asked_before_it_counts_as_sile
     assert found.missing() is None
 
 
-def test_what_is_not_yet_right_is_said_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_yet_right_is_said_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     left = iter(range(900, 1000))
 
     def short(nodes: object) -> Report:
-        return Report([], [Problem("b", f"{next(left)} MiB of memory are available", "stop it")], None)
+        return Report(
+            [], [Problem("b", f"{next(left)} MiB of memory are available", "stop it")], None
+        )
 
     monkeypatch.setattr(cluster, "say", said.append)
     monkeypatch.setattr(cluster, "_preflight", short)
@@ -581,12 +632,22 @@ def test_secrets_stay_out_of_what_ray_copies_and_other_names_are_kept(tmp_path: 
     path.write_text('["OURS"]')
     withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path)})
     names = json.loads(path.read_text())
-    assert {"OURS", "NIBBLE_API_KEY", "HF_TOKEN", "NIBBLE_GATE_INTERNAL", "RAY_AUTH_TOKEN_PATH"} <= set(names)
+    assert {
+        "OURS",
+        "NIBBLE_API_KEY",
+        "HF_TOKEN",
+        "NIBBLE_GATE_INTERNAL",
+        "RAY_AUTH_TOKEN_PATH",
+    } <= set(names)
 
 
 def test_what_is_named_like_a_secret_stays_here_too(tmp_path: Path) -> None:
     own = {"AWS_SECRET_ACCESS_KEY": "k", "WANDB_API_KEY": "k", "PGPASSWORD": "k"}
-    others = {"VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "9", "TOKENIZERS_PARALLELISM": "0", "NCCL_DEBUG": "INFO"}
+    others = {
+        "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "9",
+        "TOKENIZERS_PARALLELISM": "0",
+        "NCCL_DEBUG": "INFO",
+    }
     withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path), **own, **others})
     names = set(json.loads((tmp_path / "ray_non_carry_over_env_vars.json").read_text()))
     assert own.keys() <= names

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.cluster.topology import find_topology, topology_flags
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings
-from nibble.settings_layers import load_settings
+from nibble.plan.topology import find_topology, topology_flags
+from nibble.settings.options import Settings
+from nibble.settings.sources import load_settings
 
 TWO = {"--tensor-parallel-size": 2}
 
@@ -50,18 +50,23 @@ def test_a_number_of_nodes_means_vllms_own_way() -> None:
 
 
 def test_rank_0_has_the_api() -> None:
-    found = find_topology(settings(HEAD_IP="192.0.2.2"), {**TWO, "--nnodes": 2, "--node-rank": 0}, 1)
+    found = find_topology(
+        settings(HEAD_IP="192.0.2.2"), {**TWO, "--nnodes": 2, "--node-rank": 0}, 1
+    )
     assert not found.is_headless
     assert "--headless" not in flags_of(found)
 
 
 def test_data_parallel_ranks_are_counted() -> None:
-    found = find_topology(settings(HEAD_IP="h"), {**TWO, "--data-parallel-size": 2, "--nnodes": 2}, 2)
+    found = find_topology(
+        settings(HEAD_IP="h"), {**TWO, "--data-parallel-size": 2, "--nnodes": 2}, 2
+    )
     assert (found.ranks, found.ranks_here) == (4, 2)
 
 
 @pytest.mark.parametrize(
-    ("local", "here"), [({}, 8), ({"-size-local": "2"}, 4), ({"-rank": 3}, 2), ({"-size-local": "0"}, 2)]
+    ("local", "here"),
+    [({}, 8), ({"-size-local": "2"}, 4), ({"-rank": 3}, 2), ({"-size-local": "0"}, 2)],
 )
 def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, here: int) -> None:
     values = {**TWO, "--data-parallel-size": 4} | {
@@ -77,15 +82,32 @@ def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, 
         ({}, {"--nnodes": 2, **TWO}, ExitCode.USAGE, "HEAD_IP"),
         ({"NIBBLE_CLUSTER": "ray"}, TWO, ExitCode.USAGE, "HEAD_IP"),
         ({}, {"--data-parallel-backend": "ray"}, ExitCode.USAGE, "HEAD_IP"),
-        ({"HEAD_IP": "h"}, {"--nnodes": 2, "--node-rank": 2, **TWO}, ExitCode.USAGE, "NIBBLE_NODE_RANK is 2"),
+        (
+            {"HEAD_IP": "h"},
+            {"--nnodes": 2, "--node-rank": 2, **TWO},
+            ExitCode.USAGE,
+            "NIBBLE_NODE_RANK is 2",
+        ),
         ({}, {"--data-parallel-size": "0"}, ExitCode.CONFIG, "--data-parallel-size is 0"),
         ({"HEAD_IP": "h"}, {"--node-rank": 1}, ExitCode.USAGE, "NIBBLE_NNODES is not set"),
-        ({"HEAD_IP": "h"}, {"--nnodes": 3, **TWO}, ExitCode.CONFIG, "2 ranks cannot be divided over 3"),
-        ({"HEAD_IP": "h", "NIBBLE_CLUSTER": "ray"}, {"--nnodes": 2}, ExitCode.CONFIG, "NIBBLE_NNODES is set"),
+        (
+            {"HEAD_IP": "h"},
+            {"--nnodes": 3, **TWO},
+            ExitCode.CONFIG,
+            "2 ranks cannot be divided over 3",
+        ),
+        (
+            {"HEAD_IP": "h", "NIBBLE_CLUSTER": "ray"},
+            {"--nnodes": 2},
+            ExitCode.CONFIG,
+            "NIBBLE_NNODES is set",
+        ),
         ({"HEAD_IP": "h", "NIBBLE_CLUSTER": "mp"}, TWO, ExitCode.USAGE, "expected NIBBLE_NNODES"),
     ],
 )
-def test_what_cannot_be_is_one_error(environ: dict, values: dict, code: ExitCode, words: str) -> None:
+def test_what_cannot_be_is_one_error(
+    environ: dict, values: dict, code: ExitCode, words: str
+) -> None:
     with pytest.raises(NibbleError, match=words) as caught:
         find_topology(settings(**environ), values, 1)
     assert caught.value.code == code

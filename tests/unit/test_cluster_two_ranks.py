@@ -1,4 +1,5 @@
-"""Two `nibble serve` on two loopback addresses, one cluster without Ray; only vLLM and the preflight are stand-ins.
+"""Two `nibble serve` on two loopback addresses, one cluster without Ray; only vLLM and the
+preflight are stand-ins.
 
 A real vLLM: tests/e2e/test_lost_ranks.py.
 """
@@ -24,7 +25,8 @@ from serving import clean_environ, free_port
 HEARD_S = 5.0
 DRAIN_S = 10
 RANK_1 = r"127\.0\.0\.2 \(rank 1\)"
-# As vLLM 0.32 behaves: an API whose requests hang once a worker on the other machine is gone, and a headless rank.
+# As vLLM 0.32 behaves: an API whose requests hang once a worker on the other machine is gone, and a
+# headless rank.
 API = """
 import http.server, json, sys, threading, time
 class Api(http.server.BaseHTTPRequestHandler):
@@ -45,7 +47,7 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Api)
 print("(APIServer pid=1) INFO 11-21 06:00:00 [entry.py:136] Supported tasks: ['generate']", flush=True)
 print("INFO:     Application startup complete.", flush=True)
 server.serve_forever()
-"""
+"""  # noqa: E501
 HEADLESS = """
 import subprocess, time
 worker = subprocess.Popen(["VLLM::Worker_TP1", "300"], executable="/bin/sleep")
@@ -53,21 +55,30 @@ code = worker.wait()
 print(f"ERROR 11-23 07:47:37 [multiproc_executor.py:315] Worker proc VllmWorker-1 died unexpectedly (exit code: {code}), "
       "shutting down executor.", flush=True)
 time.sleep(2)
-"""
+"""  # noqa: E501
 NIBBLE = """
 import sys
-from nibble import engine
-from nibble.cluster import agent, session
+from nibble.engine import process as engine
+from nibble.cluster import agent, coordinator
 from nibble.cluster.preflight import Report
 program, port, agent_port, *words = sys.argv[1:]
 agent.AGENT_PORT = int(agent_port)
 engine.child_command = lambda argv: [sys.executable, "-c", program, port]
-session.Cluster._preflight = lambda self, nodes: Report(nodes, [], None)
+coordinator.Cluster._preflight = lambda self, nodes: Report(nodes, [], None)
 sys.argv[1:] = words
-from nibble.cli import main
+from nibble.cli.app import main
 main()
 """
-WORDS = ("serve", "nibble-demo", "--max-model-len", "1024", "--canary", "off", "--kernel-assertion", "warn")
+WORDS = (
+    "serve",
+    "nibble-demo",
+    "--max-model-len",
+    "1024",
+    "--canary",
+    "off",
+    "--kernel-assertion",
+    "warn",
+)
 
 
 class Rank:
@@ -98,7 +109,9 @@ class Rank:
     def ask(self, port: int, path: str, body: Mapping[str, int] | None = None) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         with contextlib.closing(connection):
-            connection.request("GET" if body is None else "POST", path, json.dumps(body) if body else None)
+            connection.request(
+                "GET" if body is None else "POST", path, json.dumps(body) if body else None
+            )
             return connection.getresponse().status
 
     def is_ready(self) -> bool:
@@ -135,7 +148,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rank, Rank
 
 def kill_worker(rank1: Rank) -> None:
     """Once it is watched: a process counts from the second look on, a second after the first."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", rank1.control_port, timeout=5)) as asked:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", rank1.control_port, timeout=5)
+    ) as asked:
         asked.request("GET", "/status")
         engine = json.loads(asked.getresponse().read())["engine_pid"]
     children = Path(f"/proc/{engine}/task/{engine}/children")
@@ -144,7 +159,7 @@ def kill_worker(rank1: Rank) -> None:
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
 
 
-def test_a_killed_worker_on_the_other_machine_ends_requests_within_5_s_and_the_control_port_answers_all_along(
+def test_a_killed_worker_on_the_other_machine_ends_requests_within_5_s_and_the_control_port_answers_all_along(  # noqa: E501
     ranks: tuple[Rank, Rank],
 ) -> None:
     head, rank1 = ranks
@@ -174,7 +189,9 @@ def test_a_killed_worker_on_the_other_machine_ends_requests_within_5_s_and_the_c
     for one in requests:
         one.join(30)
     assert len(ended) == 2 and max(ended) - killed < HEARD_S
-    named = rf"node {RANK_1}: VLLM::Worker_TP1 \(pid \d+\) was killed by SIGKILL: the server is down"
+    named = (
+        rf"node {RANK_1}: VLLM::Worker_TP1 \(pid \d+\) was killed by SIGKILL: the server is down"
+    )
     assert re.search(named, head.said()), head.said()
     head.wait_for(head.is_ready, 60)
     over.set()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.command_line import read_command_line
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.vllm_schema import load_schema
+from nibble.settings.command_line import read_command_line
 
 SCHEMA = load_schema()
 
@@ -20,7 +20,11 @@ SCHEMA = load_schema()
             {"model": "a/b", "port": "9000"},
             {"--kv-cache-dtype": "fp8"},
         ),
-        (["--max_model_len=32K", "-tp", "2"], {"max_model_len": "32K", "tensor_parallel_size": "2"}, {}),
+        (
+            ["--max_model_len=32K", "-tp", "2"],
+            {"max_model_len": "32K", "tensor_parallel_size": "2"},
+            {},
+        ),
         (["a/b", "--tq", "--debug"], {"model": "a/b", "tq": "turboquant_k8v4", "debug": "1"}, {}),
         (["a/b", "--tq", "turboquant_3bit_nc"], {"model": "a/b", "tq": "turboquant_3bit_nc"}, {}),
         (
@@ -51,9 +55,16 @@ def test_an_option_without_its_value_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--port", "9000", "a/b"], ["--enforce-eager", "a/b"], ["a/b", "--seed", "1", "c/d"], ["a/b", "c/d"]],
+    [
+        ["--port", "9000", "a/b"],
+        ["--enforce-eager", "a/b"],
+        ["a/b", "--seed", "1", "c/d"],
+        ["a/b", "c/d"],
+    ],
 )
-def test_a_model_after_the_flags_or_a_second_one_is_refused_with_its_place(words: list[str]) -> None:
+def test_a_model_after_the_flags_or_a_second_one_is_refused_with_its_place(
+    words: list[str],
+) -> None:
     with pytest.raises(
         NibbleError, match=f"'{words[-1]}' where a flag .* write MODEL, once, before the flags"
     ):
@@ -70,5 +81,7 @@ def test_flags_nibble_owns_are_refused_on_the_command_line_too(flag: str) -> Non
 
 
 def test_a_commands_own_switches_may_come_before_the_model() -> None:
-    found = read_command_line(["--json", "acme/m", "--port", "9000"], ("--json", "--detach"), load_schema())
+    found = read_command_line(
+        ["--json", "acme/m", "--port", "9000"], ("--json", "--detach"), load_schema()
+    )
     assert (found.values, found.rest) == ({"model": "acme/m", "port": "9000"}, {"--json"})

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nibble.control import ControlServer
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.control import ControlServer
 
 
 class Source:
@@ -31,7 +31,9 @@ def server(source: Source) -> Iterator[ControlServer]:
     server.close()
 
 
-def get(server: ControlServer, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
+def get(
+    server: ControlServer, path: str, host: str | None = None, method: str = "GET"
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
     connection.request(method, path, headers={"Host": host} if host else {})
     response = connection.getresponse()
@@ -68,13 +70,17 @@ def test_nothing_can_be_changed_through_it(server: ControlServer, method: str) -
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8001", "127.0.0.1.evil.example", "localhost.evil:8001"]
 )
-def test_a_foreign_host_name_is_refused_against_dns_rebinding(server: ControlServer, host: str) -> None:
+def test_a_foreign_host_name_is_refused_against_dns_rebinding(
+    server: ControlServer, host: str
+) -> None:
     status, body = get(server, "/status", host=host)
     assert status == 403
     assert b"phase" not in body
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8001", "127.0.0.1", "127.0.0.1:9", "LOCALHOST:1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8001", "127.0.0.1", "127.0.0.1:9", "LOCALHOST:1"]
+)
 def test_local_host_names_are_served(server: ControlServer, host: str) -> None:
     assert get(server, "/status", host=host)[0] == 200
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import OTHER_FAMILY
 
 from nibble.checkpoint import read_checkpoint
-from nibble.cli import _guarded, app
-from nibble.convert import Wishes, convert
-from nibble.convert.config import ignore_list
-from nibble.convert.layouts import reciprocal
+from nibble.checkpoint.convert import Wishes, convert
+from nibble.checkpoint.convert.config import ignore_list
+from nibble.checkpoint.convert.layouts import reciprocal
+from nibble.cli.app import _guarded, app
 from nibble.errors import ExitCode, NibbleError
 
 H, EXPERTS = 128, 4
@@ -36,10 +36,17 @@ SHAPES = {
     "mlp.down_proj": (H, 2 * H),
 }
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": H, "intermediate_size": 2 * H,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": H,
+    "intermediate_size": 2 * H,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
     "dtype": "bfloat16",
-}  # fmt: skip
+}
 DEMO = Path(__file__).resolve().parents[2] / "models"
 
 
@@ -84,12 +91,16 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def with_unequal_scales(folder: Path) -> Path:
-    """Global scales as quantizers leave them: any float32, different in each layer; and input scales: W4A4."""
+    """Global scales as quantizers leave them: any float32, different in each layer; and input
+    scales: W4A4.
+    """
     file, generator = folder / "model.safetensors", torch.Generator().manual_seed(8)
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith("weight_scale_2")]:
         tensors[name] *= 1 + torch.rand((), generator=generator)
-        tensors[name.replace("weight_scale_2", "input_scale")] = torch.rand((), generator=generator) + 0.1
+        tensors[name.replace("weight_scale_2", "input_scale")] = (
+            torch.rand((), generator=generator) + 0.1
+        )
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -107,7 +118,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
     return abs(int(a.reshape(()).view(torch.int32)) - int(b.reshape(()).view(torch.int32)))
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 def test_modelopt_to_compressed_tensors_and_back_keeps_codes_and_block_scales_and_globals_to_an_ulp(
@@ -153,16 +164,21 @@ def test_vllms_compressed_tensors_reads_what_we_write(w4a16: Path, tmp_path: Pat
         state = {leaf: theirs[f"{module}.{leaf}"] for leaf in leaves}
         read = NVFP4PackedCompressor.decompress(state, scheme)["weight"].float()
         exact = dequantize(
-            Nvfp4Weight(*(ours[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2")))
+            Nvfp4Weight(
+                *(ours[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2"))
+            )
         )
         assert torch.allclose(read, exact, rtol=2**-8, atol=0)  # it rounds to BF16
 
 
-def test_quartet_packed_has_tiled_scales_and_comes_back_byte_for_byte(w4a16: Path, tmp_path: Path) -> None:
+def test_quartet_packed_has_tiled_scales_and_comes_back_byte_for_byte(
+    w4a16: Path, tmp_path: Path
+) -> None:
     there = convert(str(w4a16), tmp_path / "quartet", "quartet-packed").dest
     found = read_checkpoint(str(there))
     assert (
-        found.scheme.name == "quartet2-packed" and found.tensors[f"{LAYER}.mlp.up_proj.weight"].dtype == "F4"
+        found.scheme.name == "quartet2-packed"
+        and found.tensors[f"{LAYER}.mlp.up_proj.weight"].dtype == "F4"
     )
     ours, theirs = tensors_of(w4a16), tensors_of(there)
     name = f"{LAYER}.mlp.up_proj.weight_scale"
@@ -187,12 +203,18 @@ def test_kv_scales_get_the_other_layouts_names(w4a16: Path, tmp_path: Path) -> N
     tensors |= {f"{LAYER}.self_attn.{c}_proj.{c}_scale": torch.tensor(0.5) for c in "kv"}
     save_file(tensors, w4a16 / "model.safetensors")
     config = json.loads((w4a16 / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config["quantization_config"]["kv_cache_scheme"] = {
+        "dynamic": False,
+        "num_bits": 8,
+        "type": "float",
+    }
     (w4a16 / "config.json").write_text(json.dumps(config))
     there = convert(str(w4a16), tmp_path / "ct", "compressed-tensors").dest
     assert {f"{LAYER}.self_attn.{c}_scale" for c in "kv"} <= tensors_of(there).keys()
     assert (
-        json.loads((there / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"]
+        json.loads((there / "config.json").read_text())["quantization_config"]["kv_cache_scheme"][
+            "num_bits"
+        ]
         == 8
     )
     back = convert(str(there), tmp_path / "back", "modelopt").dest
@@ -203,11 +225,16 @@ def test_shards_stay_shards_and_other_files_are_copied(bf16: Path, tmp_path: Pat
     tensors = tensors_of(bf16)
     (bf16 / "model.safetensors").unlink()
     names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    shards = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, inside in shards.items():
         save_file({name: tensors[name] for name in inside}, bf16 / file)
     weight_map = {name: file for file, inside in shards.items() for name in inside}
-    (bf16 / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (bf16 / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     made = convert(str(bf16), tmp_path / "made", "nvfp4").dest
     index = json.loads((made / "model.safetensors.index.json").read_text())
     stored = {}
@@ -220,17 +247,26 @@ def test_shards_stay_shards_and_other_files_are_copied(bf16: Path, tmp_path: Pat
     assert (made / "tokenizer.json").exists()
 
 
-def test_recorded_answers_stay_with_the_numbers_they_were_recorded_of(bf16: Path, tmp_path: Path) -> None:
+def test_recorded_answers_stay_with_the_numbers_they_were_recorded_of(
+    bf16: Path, tmp_path: Path
+) -> None:
     (bf16 / "nibble-canary.json").write_text("{}")
     made = convert(str(bf16), tmp_path / "made", "nvfp4").dest
     assert not (made / "nibble-canary.json").exists()
     (made / "nibble-canary.json").write_text("{}")
-    assert (convert(str(made), tmp_path / "other", "compressed-tensors").dest / "nibble-canary.json").exists()
+    assert (
+        convert(str(made), tmp_path / "other", "compressed-tensors").dest / "nibble-canary.json"
+    ).exists()
 
 
 def test_ignore_lists_are_translated_and_say_what_the_tensors_say() -> None:
-    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4",
-                                      "ignore": ["lm_head", "vision*", "wrong.q_proj"]}}  # fmt: skip
+    config = {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "vision*", "wrong.q_proj"],
+        }
+    }
     quantized = ["wrong.q_proj", "a.experts.0.up_proj"]
     plain = [
         "lm_head",
@@ -249,17 +285,30 @@ def test_ignore_lists_are_translated_and_say_what_the_tensors_say() -> None:
     assert back == sorted(["lm_head", "vision.a", "router", "b.experts.*", "a.experts.1.up_proj"])
 
 
-# --- BF16 to NVFP4 ---------------------------------------------------------------------------------------------------
+# --- BF16 to NVFP4 --------------------------------------------------------------------------------
 
 
-def test_weights_are_the_quantizers_with_one_scale_for_layers_that_are_fused(bf16: Path, w4a16: Path) -> None:
+def test_weights_are_the_quantizers_with_one_scale_for_layers_that_are_fused(
+    bf16: Path, w4a16: Path
+) -> None:
     source, found = tensors_of(bf16), tensors_of(w4a16)
-    for leaves in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",)):
+    for leaves in (
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("o_proj",),
+        ("down_proj",),
+    ):
         modules = [f"{LAYER}.{name}" for name in SHAPES if name.endswith(leaves)]
-        amax = torch.stack([source[f"{module}.weight"].abs().amax() for module in modules]).amax().float()
+        amax = (
+            torch.stack([source[f"{module}.weight"].abs().amax() for module in modules])
+            .amax()
+            .float()
+        )
         for module in modules:
             expected = quantize(source[f"{module}.weight"], amax)
-            for leaf, tensor in zip(("weight", "weight_scale", "weight_scale_2"), expected, strict=True):
+            for leaf, tensor in zip(
+                ("weight", "weight_scale", "weight_scale_2"), expected, strict=True
+            ):
                 assert bits(found[f"{module}.{leaf}"]) == bits(tensor)
     for name in ("model.embed_tokens.weight", "lm_head.weight", f"{LAYER}.input_layernorm.weight"):
         assert bits(found[name]) == bits(source[name])
@@ -269,7 +318,9 @@ def test_weights_are_the_quantizers_with_one_scale_for_layers_that_are_fused(bf1
 
 
 def test_four_over_six_uses_scales_for_256(bf16: Path, tmp_path: Path) -> None:
-    found = tensors_of(convert(str(bf16), tmp_path / "made", "nvfp4", Wishes(four_over_six=True)).dest)
+    found = tensors_of(
+        convert(str(bf16), tmp_path / "made", "nvfp4", Wishes(four_over_six=True)).dest
+    )
     module = f"{LAYER}.mlp.down_proj"
     amax = tensors_of(bf16)[f"{module}.weight"].abs().amax().float()
     assert float(found[f"{module}.weight_scale_2"]) == float(amax / (6 * 256))
@@ -295,7 +346,9 @@ def test_a_whole_fused_layer_may_be_excluded_part_by_part(bf16: Path, tmp_path: 
 
 
 def test_experts_of_an_unknown_form_may_be_excluded(tmp_path: Path) -> None:
-    tensors = bf16_tensors() | {f"{LAYER}.mlp.experts.gate_up_proj": torch.ones(EXPERTS, H, H).bfloat16()}
+    tensors = bf16_tensors() | {
+        f"{LAYER}.mlp.experts.gate_up_proj": torch.ones(EXPERTS, H, H).bfloat16()
+    }
     folder = write(tmp_path / "odd", tensors)
     line = refused(ExitCode.CONFIG, str(folder), tmp_path / "x", "nvfp4")
     assert "--exclude '*.experts.*'" in line
@@ -343,7 +396,7 @@ def test_activation_scales_come_from_the_inputs_that_texts_give(tmp_path: Path) 
     assert checkpoint.scheme.name == "NVFP4" and not checkpoint.problems
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def refused(code: ExitCode, *words: Any) -> str:
@@ -355,7 +408,9 @@ def refused(code: ExitCode, *words: Any) -> str:
 
 
 def test_a_source_that_is_not_there_is_exit_4(tmp_path: Path) -> None:
-    assert str(tmp_path / "no") in refused(ExitCode.MODEL, str(tmp_path / "no"), tmp_path / "x", "modelopt")
+    assert str(tmp_path / "no") in refused(
+        ExitCode.MODEL, str(tmp_path / "no"), tmp_path / "x", "modelopt"
+    )
 
 
 def test_an_id_that_was_not_pulled_is_exit_4_without_asking_the_network(tmp_path: Path) -> None:
@@ -376,13 +431,17 @@ def test_columns_that_are_no_multiple_of_16_are_named(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_tied_may_be_excluded_too(tmp_path: Path) -> None:
-    source = {name: tensor for name, tensor in bf16_tensors().items() if not name.startswith("lm_head")}
+    source = {
+        name: tensor for name, tensor in bf16_tensors().items() if not name.startswith("lm_head")
+    }
     folder = write(tmp_path / "tied", source, CONFIG | {"tie_word_embeddings": True})
     assert convert(str(folder), tmp_path / "x", "nvfp4", Wishes(exclude=("lm_head",))).weights == 7
 
 
 @pytest.mark.parametrize("pattern", ["down_proj", "*nothing*", "", f"{LAYER}.mlp"])
-def test_a_pattern_that_matches_no_module_is_named(pattern: str, bf16: Path, tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_module_is_named(
+    pattern: str, bf16: Path, tmp_path: Path
+) -> None:
     wishes = Wishes(exclude=("*.o_proj", pattern))
     line = refused(ExitCode.USAGE, str(bf16), tmp_path / "x", "nvfp4", wishes)
     assert f"--exclude {pattern!r} matches no module" in line
@@ -391,7 +450,10 @@ def test_a_pattern_that_matches_no_module_is_named(pattern: str, bf16: Path, tmp
 
 @pytest.mark.parametrize(
     ("pattern", "left_out", "other"),
-    [("*.q_proj", "self_attn.q_proj", "self_attn.k_proj"), ("*.up_proj", "mlp.up_proj", "mlp.gate_proj")],
+    [
+        ("*.q_proj", "self_attn.q_proj", "self_attn.k_proj"),
+        ("*.up_proj", "mlp.up_proj", "mlp.gate_proj"),
+    ],
 )
 def test_a_part_of_a_fused_layer_is_not_excluded_alone(
     pattern: str, left_out: str, other: str, bf16: Path, tmp_path: Path
@@ -400,7 +462,9 @@ def test_a_part_of_a_fused_layer_is_not_excluded_alone(
     assert f"--exclude leaves out {LAYER}.{left_out} and not {LAYER}.{other}" in line
 
 
-@pytest.mark.parametrize("pattern", ["*.experts.0.*", "*.experts.*.gate_proj", "*.experts.down_proj"])
+@pytest.mark.parametrize(
+    "pattern", ["*.experts.0.*", "*.experts.*.gate_proj", "*.experts.down_proj"]
+)
 def test_some_experts_of_a_layer_are_not_excluded_alone(pattern: str, tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {
         "mlp.experts.gate_up_proj": (EXPERTS, 64, H),
@@ -413,13 +477,17 @@ def test_some_experts_of_a_layer_are_not_excluded_alone(pattern: str, tmp_path: 
 
 
 def test_quartet_packed_needs_multiples_of_128(tmp_path: Path) -> None:
-    folder = write(tmp_path / "bf16", bf16_tensors({"mlp.up_proj": (64, 128)}), CONFIG | OTHER_FAMILY)
+    folder = write(
+        tmp_path / "bf16", bf16_tensors({"mlp.up_proj": (64, 128)}), CONFIG | OTHER_FAMILY
+    )
     made = convert(str(folder), tmp_path / "made", "nvfp4").dest
     assert "[64, 128]" in refused(ExitCode.CONFIG, str(made), tmp_path / "x", "quartet-packed")
 
 
 def test_quartet_packed_has_no_place_for_activation_scales(w4a16: Path, tmp_path: Path) -> None:
-    line = refused(ExitCode.CONFIG, str(with_unequal_scales(w4a16)), tmp_path / "x", "quartet-packed")
+    line = refused(
+        ExitCode.CONFIG, str(with_unequal_scales(w4a16)), tmp_path / "x", "quartet-packed"
+    )
     assert "--activations bf16" in line
 
 
@@ -439,8 +507,11 @@ def test_an_fp8_layer_among_nvfp4_ones_is_named(w4a16: Path, tmp_path: Path) -> 
     save_file(tensors, w4a16 / "model.safetensors")
     config = json.loads((w4a16 / "config.json").read_text())
     names = {f"{LAYER}.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in SHAPES}
-    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
-                                     "quantized_layers": names | {module: {"quant_algo": "FP8"}}}  # fmt: skip
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": names | {module: {"quant_algo": "FP8"}},
+    }
     (w4a16 / "config.json").write_text(json.dumps(config))
     assert f"{module}.weight is F8_E4M3" in refused(
         ExitCode.CONFIG, str(w4a16), tmp_path / "x", "compressed-tensors"
@@ -455,11 +526,15 @@ def test_a_damaged_scale_is_exit_4_with_the_tensors_name(w4a16: Path, tmp_path: 
     assert f"{LAYER}.mlp.up_proj.weight_scale" in line
 
 
-def test_a_weight_that_is_not_finite_is_exit_4_with_the_tensors_name(bf16: Path, tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_exit_4_with_the_tensors_name(
+    bf16: Path, tmp_path: Path
+) -> None:
     tensors = tensors_of(bf16)
     tensors[f"{LAYER}.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, bf16 / "model.safetensors")
-    assert f"{LAYER}.mlp.up_proj.weight" in refused(ExitCode.MODEL, str(bf16), tmp_path / "x", "nvfp4")
+    assert f"{LAYER}.mlp.up_proj.weight" in refused(
+        ExitCode.MODEL, str(bf16), tmp_path / "x", "nvfp4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -477,18 +552,20 @@ def test_a_weight_that_is_not_finite_is_exit_4_with_the_tensors_name(bf16: Path,
 def test_words_that_do_not_fit_are_one_line(
     words: list[str], code: int, bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _guarded(lambda: app(["convert", str(bf16), str(tmp_path / "x"), *words], standalone_mode=False))
+    found = _guarded(
+        lambda: app(["convert", str(bf16), str(tmp_path / "x"), *words], standalone_mode=False)
+    )
     assert found == code
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "Errno" not in told
 
 
-# --- interruption ----------------------------------------------------------------------------------------------------
+# --- interruption ---------------------------------------------------------------------------------
 
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from nibble.cli import main
+from nibble.cli.app import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 sys.argv = ["nibble", "convert", sys.argv[1], sys.argv[2], "--to", "nvfp4"]
 main()

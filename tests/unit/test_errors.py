@@ -11,7 +11,9 @@ from nibble.errors import ExitCode, NibbleError
     "place", ["http://me:hush@hub:8080/x", "https://:hush@hub", "socks5://me:hush@[::1]:1"]
 )
 def test_a_password_in_an_address_is_not_printed(place: str) -> None:
-    error = NibbleError(ExitCode.MODEL, f"{place} does not\nanswer", "an answer", f"look at {place}")
+    error = NibbleError(
+        ExitCode.MODEL, f"{place} does not\nanswer", "an answer", f"look at {place}"
+    )
     assert "hush" not in error.line() and "hush" not in str(error)
     assert "://…@" in error.line() and "\n" not in error.line()
 

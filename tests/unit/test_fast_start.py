@@ -1,4 +1,6 @@
-"""What a plan does for a quick start: where compiled code is kept, and what of the start is left out."""
+"""What a plan does for a quick start: where compiled code is kept, and what of the start is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,24 @@ from typing import Any
 import pytest
 from tiny_model import QWEN3, write_model
 
-from nibble import prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 GIB = 1 << 30
 DEMO = "nibble-demo-nvfp4"
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0")
-HOPPER = Hardware((H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB)
-SM120 = replace(HOPPER, gpus=(Gpu(0, "RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0"),))
-GB10 = replace(HOPPER, gpus=(Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), cpu_arch="aarch64")
+HOPPER = Hardware(
+    (H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB
+)
+SM120 = replace(
+    HOPPER, gpus=(Gpu(0, "RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0"),)
+)
+GB10 = replace(
+    HOPPER, gpus=(Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), cpu_arch="aarch64"
+)
 FLAG = "--cudagraph-capture-sizes"
 
 
@@ -74,7 +82,10 @@ def test_another_model_or_flag_that_shapes_graphs_is_another_entry_with_the_same
 def test_the_server_around_the_engine_and_free_memory_do_not_change_the_entry(on) -> None:
     on(HOPPER)
     first = names(plan(DEMO))
-    assert names(plan(DEMO, PORT="9000", NIBBLE_SERVED_MODEL_NAME="m", NIBBLE_DRAIN_SECONDS="5")) == first
+    assert (
+        names(plan(DEMO, PORT="9000", NIBBLE_SERVED_MODEL_NAME="m", NIBBLE_DRAIN_SECONDS="5"))
+        == first
+    )
     on(replace(HOPPER, gpus=(replace(H200, memory_free_bytes=70 * GIB),)))
     assert names(plan(DEMO)) == first
 
@@ -116,8 +127,15 @@ def test_a_users_own_cache_folder_wins_and_the_images_own_does_not(on) -> None:
 def images_variables(target: str) -> dict[str, str]:
     """The cache folders docker/Dockerfile.TARGET sets, from its text."""
     words = (root() / "docker" / f"Dockerfile.{target}").read_text().replace("\\\n", " ").split()
-    wanted = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
-    found = dict(word.split("=", 1) for word in words if word.startswith((*wanted, "CUDA_CACHE_PATH")))
+    wanted = (
+        "VLLM_CACHE_ROOT",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE",
+    )
+    found = dict(
+        word.split("=", 1) for word in words if word.startswith((*wanted, "CUDA_CACHE_PATH"))
+    )
     assert set(found) == {*wanted, "CUDA_CACHE_PATH"}
     return found
 
@@ -136,7 +154,8 @@ def test_one_engine_on_one_gpu_is_forked_so_that_nothing_is_imported_twice(on) -
     found = plan(DEMO).env["VLLM_WORKER_MULTIPROC_METHOD"]
     assert (found.value, found.source) == ("fork", "nibble's default")
     assert (
-        plan(DEMO, VLLM_WORKER_MULTIPROC_METHOD="spawn").env["VLLM_WORKER_MULTIPROC_METHOD"].value == "spawn"
+        plan(DEMO, VLLM_WORKER_MULTIPROC_METHOD="spawn").env["VLLM_WORKER_MULTIPROC_METHOD"].value
+        == "spawn"
     )
     on(GB10)
     assert plan(DEMO).env["VLLM_WORKER_MULTIPROC_METHOD"].value == "fork"
@@ -160,14 +179,17 @@ def test_several_processes_are_started_as_vllms_command_line_does_it(on, more: l
 
 
 @pytest.mark.parametrize(
-    ("asked", "sizes"), [("1", [1]), ("3", [1, 2, 3]), ("8", [1, 2, 4, 8]), ("20", [1, 2, 4, 8, 16, 20])]
+    ("asked", "sizes"),
+    [("1", [1]), ("3", [1, 2, 3]), ("8", [1, 2, 4, 8]), ("20", [1, 2, 4, 8, 16, 20])],
 )
 def test_graphs_are_captured_up_to_max_num_seqs(on, asked: str, sizes: list[int]) -> None:
     on(HOPPER)
     found = plan(DEMO, MAX_NUM_SEQS=asked)
     assert found.args[FLAG].value == sizes
     words = found.argv()
-    assert words[words.index(FLAG) + 1 : words.index(FLAG) + 1 + len(sizes)] == [str(size) for size in sizes]
+    assert words[words.index(FLAG) + 1 : words.index(FLAG) + 1 + len(sizes)] == [
+        str(size) for size in sizes
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +203,9 @@ def test_graphs_are_captured_up_to_max_num_seqs(on, asked: str, sizes: list[int]
         ["--enforce-eager"],
     ],
 )
-def test_captures_that_somebody_chose_or_that_vllm_must_choose_are_left_alone(on, more: list[str]) -> None:
+def test_captures_that_somebody_chose_or_that_vllm_must_choose_are_left_alone(
+    on, more: list[str]
+) -> None:
     on(HOPPER)
     chosen = plan(DEMO, *more, MAX_NUM_SEQS="8").args.get(FLAG)
     assert chosen is None or chosen.source == "command line"
@@ -195,7 +219,10 @@ def test_without_max_num_seqs_vllm_chooses_the_graphs(on) -> None:
 def test_flashinfer_is_tuned_only_where_one_of_its_kernels_can_run(on) -> None:
     on(HOPPER)
     name = "--enable-flashinfer-autotune"
-    assert plan(DEMO).args[name].value is False and "--no-enable-flashinfer-autotune" in plan(DEMO).argv()
+    assert (
+        plan(DEMO).args[name].value is False
+        and "--no-enable-flashinfer-autotune" in plan(DEMO).argv()
+    )
     assert name not in plan(DEMO, "--attention-backend", "FLASHINFER").args
     assert plan(DEMO, name).args[name].value is True
     on(SM120)
@@ -204,7 +231,11 @@ def test_flashinfer_is_tuned_only_where_one_of_its_kernels_can_run(on) -> None:
 
 @pytest.mark.parametrize(
     ("more", "is_off"),
-    [({}, True), ({"num_experts": 8}, False), ({"quantization_config": {"quant_method": "fp8"}}, False)],
+    [
+        ({}, True),
+        ({"num_experts": 8}, False),
+        ({"quantization_config": {"quant_method": "fp8"}}, False),
+    ],
     ids=["dense BF16", "experts", "FP8"],
 )
 def test_flashinfer_tunes_nothing_for_a_dense_model_in_bf16(

@@ -1,4 +1,6 @@
-"""What is read out of compiled modules, and which builds a target is refused; on files made for the purpose."""
+"""What is read out of compiled modules, and which builds a target is refused; on files made for
+the purpose.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,33 @@ from pathlib import Path
 import pytest
 from gpu_modules import module, write_tree
 
+from nibble.engine.fatbin import Code, gpu_objects, needed_libraries
+from nibble.engine.gpu_code import CORE, FAMILY_CODE, MOE, check_binaries, summary
+from nibble.engine.patching.tree import open_tree
 from nibble.errors import ExitCode, NibbleError
-from nibble.patching.binaries import CORE, FAMILY_CODE, MOE, check_binaries, summary
-from nibble.patching.fatbin import Code, gpu_objects, needed_libraries
-from nibble.patching.tree import open_tree
-from nibble.targets import load_target
+from nibble.machine.targets import load_target
 
 MARLIN = {"sm80_kernel_bfloat16_fe2m1f_bfloat16": ["PTX 80", "80"]}
 
 
 def good(major: int, code: str) -> dict[str, dict[str, list[str]]]:
-    """Modules in which every object that a family must have is built for `code`, beside a plain one and Marlin's PTX."""
+    """Modules in which every object that a family must have is built for `code`, beside a plain
+    one and Marlin's PTX.
+    """
     plain = code.rstrip("af")
     return {
-        name: MARLIN
-        | {one: [code, "80"] for one in FAMILY_CODE[major].get(name, ())}
-        | {"cache_kernels": [plain, "80"]}
+        name: (
+            MARLIN
+            | {one: [code, "80"] for one in FAMILY_CODE[major].get(name, ())}
+            | {"cache_kernels": [plain, "80"]}
+        )
         for name in (CORE, MOE)
     }
 
 
-def check(folder: Path, modules: dict[str, dict[str, list[str]]], target: str, **made: object) -> None:
+def check(
+    folder: Path, modules: dict[str, dict[str, list[str]]], target: str, **made: object
+) -> None:
     """nibble's check on a wheel of these modules."""
     files = {name: module(objects, **made) for name, objects in modules.items()}  # type: ignore[arg-type]
     check_binaries(open_tree(write_tree(folder, files)), load_target(target))
@@ -57,7 +65,9 @@ def test_which_gpus_load_a_code(
 
 def test_objects_are_read_with_their_names_and_codes(tmp_path: Path) -> None:
     path = tmp_path / "module.so"
-    path.write_bytes(module({"nvfp4_quant_kernels": ["120f", "100f"], "marlin": ["75", "PTX 80", "80"]}))
+    path.write_bytes(
+        module({"nvfp4_quant_kernels": ["120f", "100f"], "marlin": ["75", "PTX 80", "80"]})
+    )
     first, second = gpu_objects(path)
     assert (first.name, first.codes) == ("nvfp4_quant_kernels", (Code(120, "f"), Code(100, "f")))
     assert (second.name, second.codes) == ("marlin", (Code(75), Code(80, is_ptx=True), Code(80)))
@@ -88,14 +98,16 @@ def test_what_is_no_module_is_one_clear_error(damage: str, tmp_path: Path) -> No
     }
     if damage != "missing":
         path.write_bytes(content[damage])
-    with pytest.raises(NibbleError, match=r"module\.so cannot be read: .*install vLLM again") as refusal:
+    with pytest.raises(
+        NibbleError, match=r"module\.so cannot be read: .*install vLLM again"
+    ) as refusal:
         gpu_objects(path)
     assert refusal.value.code == ExitCode.VERIFY
 
 
 @pytest.mark.parametrize(
     ("target", "major", "code"),
-    [("gb10", 12, "120f"), ("gb10", 12, "121a"), ("gb10", 12, "121f"), ("sm120", 12, "120f"), ("sm120", 12, "120a"),
+    [("gb10", 12, "120f"), ("gb10", 12, "121a"), ("gb10", 12, "121f"), ("sm120", 12, "120f"), ("sm120", 12, "120a"),  # noqa: E501
      ("b200", 10, "100f"), ("hopper", 9, "90a")],
 )  # fmt: skip
 @pytest.mark.parametrize("stripped", [False, True])
@@ -115,12 +127,20 @@ def test_a_build_for_the_target_passes(
             "gb10",
             12,
             "120",
-            r"nvfp4_quant_kernels for 80, 120 \(and 10 more objects that lack it\); expected 120f or 121a",
+            (
+                r"nvfp4_quant_kernels for 80, 120 \(and 10 more objects that lack it\); expected"
+                r" 120f or 121a"
+            ),
         ),
         ("gb10", 12, "121", r"nvfp4_quant_kernels for 80, 121 .*; expected 120f or 121a"),
         ("gb10", 12, "120a", r"nvfp4_quant_kernels for 80, 120a .*; expected 120f or 121a"),
         ("sm120", 12, "121a", r"nvfp4_quant_kernels for 80, 121a .*; expected 120f or 120a"),
-        ("b200", 10, "100a", r"nvfp4_quant_kernels for 80, 100a .*; expected 100f"),  # B300 is a b200 too
+        (
+            "b200",
+            10,
+            "100a",
+            r"nvfp4_quant_kernels for 80, 100a .*; expected 100f",
+        ),  # B300 is a b200 too
         ("hopper", 9, "90", r"scaled_mm_c3x_sm90 for 80, 90 .*; expected 90a"),
     ],
 )
@@ -133,30 +153,40 @@ def test_a_build_that_the_target_cannot_load_is_refused(
         check(tmp_path, good(major, code), target)
     assert refusal.value.code == ExitCode.VERIFY
     assert "\n" not in refusal.value.line()
-    assert f"TORCH_CUDA_ARCH_LIST={load_target(target).torch_cuda_arch_list}" in refusal.value.line()
+    assert (
+        f"TORCH_CUDA_ARCH_LIST={load_target(target).torch_cuda_arch_list}" in refusal.value.line()
+    )
 
 
 @pytest.mark.parametrize("module_name", [CORE, MOE])
 @pytest.mark.parametrize("code", ["120", "120a"])
-def test_one_wrong_object_of_either_module_is_found(module_name: str, code: str, tmp_path: Path) -> None:
+def test_one_wrong_object_of_either_module_is_found(
+    module_name: str, code: str, tmp_path: Path
+) -> None:
     modules = good(12, "120f")
     name = FAMILY_CODE[12][module_name][-1]
     modules[module_name][name] = [code]
-    with pytest.raises(NibbleError, match=rf"{module_name}\.abi3\.so has {name} for {code}; expected"):
+    with pytest.raises(
+        NibbleError, match=rf"{module_name}\.abi3\.so has {name} for {code}; expected"
+    ):
         check(tmp_path, modules, "gb10")
 
 
 def test_a_missing_object_is_named(tmp_path: Path) -> None:
     modules = good(12, "120f")
     del modules[CORE]["nvfp4_scaled_mm_sm120_kernels"]
-    with pytest.raises(NibbleError, match="has no nvfp4_scaled_mm_sm120_kernels; expected 120f or 121a"):
+    with pytest.raises(
+        NibbleError, match="has no nvfp4_scaled_mm_sm120_kernels; expected 120f or 121a"
+    ):
         check(tmp_path, modules, "gb10")
 
 
 def test_an_object_that_is_not_on_the_list_must_be_loadable_too(tmp_path: Path) -> None:
     modules = good(12, "120f")
     modules[CORE]["moe_data"] = ["90a", "120a"]
-    with pytest.raises(NibbleError, match=r"has moe_data for 90a, 120a; expected code that 12\.1 loads"):
+    with pytest.raises(
+        NibbleError, match=r"has moe_data for 90a, 120a; expected code that 12\.1 loads"
+    ):
         check(tmp_path, modules, "gb10")
 
 
@@ -178,7 +208,9 @@ def test_a_cuda_12_build_is_refused_whatever_its_code(tmp_path: Path) -> None:
 def test_a_missing_module_is_refused(lost: str, tmp_path: Path) -> None:
     modules = good(12, "120f")
     del modules[lost]
-    with pytest.raises(NibbleError, match=rf"has no vllm/{lost}\.abi3\.so; expected a CUDA build of vLLM"):
+    with pytest.raises(
+        NibbleError, match=rf"has no vllm/{lost}\.abi3\.so; expected a CUDA build of vLLM"
+    ):
         check(tmp_path, modules, "gb10")
 
 
@@ -187,5 +219,7 @@ def test_the_cpu_target_needs_no_gpu_code(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_one_line_a_module(tmp_path: Path) -> None:
-    root = write_tree(tmp_path, {"_C": module({"a": ["120f", "80"], "b": ["80"]}), "none": module({})})
+    root = write_tree(
+        tmp_path, {"_C": module({"a": ["120f", "80"], "b": ["80"]}), "none": module({})}
+    )
     assert summary(open_tree(root)) == ["vllm/_C.abi3.so: CUDA 13; of 2 objects 80 in 2, 120f in 1"]

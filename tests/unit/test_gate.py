@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nibble.gate import INTERNAL_HEADER, Gate
-from nibble.gate_state import GateState
-from nibble.guard.protocol import GuardedProtocol
+from nibble.engine.gate.asgi import INTERNAL_HEADER, Gate
+from nibble.engine.gate.state import GateState
+from nibble.engine.guard.protocol import GuardedProtocol
 
 KEY = "nbl-the-key-of-this-test"
 INTERNAL = "random-per-start"
@@ -71,7 +71,9 @@ class Door:
         }
         return Reply(self.send(scope))
 
-    def websocket(self, path: str, *headers: tuple[bytes, bytes], **changes: Any) -> list[dict[str, Any]]:
+    def websocket(
+        self, path: str, *headers: tuple[bytes, bytes], **changes: Any
+    ) -> list[dict[str, Any]]:
         scope = {
             "type": "websocket",
             "path": path,
@@ -121,7 +123,9 @@ def open_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
 @pytest.mark.parametrize(
     "path", [CHAT, "/v1/models", "/invocations", "/metrics", "/", "", "/nowhere", "/healthz"]
 )
-def test_without_the_key_every_method_on_every_path_is_401(door: Door, method: str, path: str) -> None:
+def test_without_the_key_every_method_on_every_path_is_401(
+    door: Door, method: str, path: str
+) -> None:
     reply = door.http(method, path)
     assert reply.status == 401
     assert reply.headers[b"www-authenticate"] == b"Bearer"
@@ -193,7 +197,9 @@ def test_key_in_the_query_string_does_not_count(door: Door) -> None:
 def test_wrong_bearer_beside_the_right_x_api_key_passes(door: Door) -> None:
     # Anthropic's SDK sends both headers when both of its variables are set.
     assert (
-        door.http("POST", CHAT, (b"authorization", b"Bearer other"), (b"x-api-key", KEY.encode())).status
+        door.http(
+            "POST", CHAT, (b"authorization", b"Bearer other"), (b"x-api-key", KEY.encode())
+        ).status
         == 200
     )
 
@@ -234,7 +240,9 @@ def test_without_a_configured_key_none_is_asked_for(open_door: Door) -> None:
         ("OPTIONS", CHAT),
     ],
 )
-def test_listed_route_passes_with_the_key_and_only_with_it(door: Door, method: str, path: str) -> None:
+def test_listed_route_passes_with_the_key_and_only_with_it(
+    door: Door, method: str, path: str
+) -> None:
     assert door.http(method, path).status == 401
     assert door.http(method, path, BEARER).status == 200
 
@@ -295,7 +303,9 @@ def test_unlisted_route_is_404_with_and_without_a_configured_key(
         ("post", CHAT, b"OPTIONS, POST"),
     ],
 )
-def test_listed_route_with_another_method_is_405(door: Door, method: str, path: str, allow: bytes) -> None:
+def test_listed_route_with_another_method_is_405(
+    door: Door, method: str, path: str, allow: bytes
+) -> None:
     reply = door.http(method, path, BEARER)
     assert (reply.status, reply.headers[b"allow"]) == (405, allow)
 
@@ -441,7 +451,9 @@ def test_unlisted_route_stays_404_while_starting(door: Door) -> None:
     assert door.http("POST", "/invocations", BEARER).status == 404
 
 
-def test_gate_without_a_state_file_stays_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_without_a_state_file_stays_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NIBBLE_GATE_STATE", raising=False)
     monkeypatch.delenv("NIBBLE_API_KEY", raising=False)
     door = Door(tmp_path / "gate")
@@ -509,12 +521,16 @@ DENIAL = {"websocket.http.response": {}}
 
 
 def test_websocket_without_the_key_is_closed_with_1008_before_it_is_accepted(door: Door) -> None:
-    assert door.websocket("/v1/realtime") == [{"type": "websocket.close", "code": 1008, "reason": ""}]
+    assert door.websocket("/v1/realtime") == [
+        {"type": "websocket.close", "code": 1008, "reason": ""}
+    ]
     assert door.app.scopes == []
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/health", "/ready", "/nowhere", "/metrics"])
-def test_websocket_without_the_key_is_401_where_the_server_can_say_so(door: Door, path: str) -> None:
+def test_websocket_without_the_key_is_401_where_the_server_can_say_so(
+    door: Door, path: str
+) -> None:
     start, body = door.websocket(path, extensions=DENIAL)
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert body["type"] == "websocket.http.response.body"
@@ -569,7 +585,7 @@ def test_scope_passes_unchanged_when_there_is_nothing_to_take_off(door: Door) ->
 
 
 def test_gate_imports_nothing_heavy() -> None:
-    program = "import sys, nibble.gate; print(*sys.modules)"
+    program = "import sys, nibble.engine.gate.asgi; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.split()

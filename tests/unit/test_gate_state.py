@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.gate_state import FILE_BYTES, PHASE_BYTES, GateState
+from nibble.engine.gate.state import FILE_BYTES, PHASE_BYTES, GateState
 
 
 def test_new_state_file_is_private_fixed_size_and_starting(tmp_path: Path) -> None:
@@ -56,11 +56,15 @@ def test_another_process_sees_the_change_through_its_open_mapping(tmp_path: Path
     path = tmp_path / "gate"
     writer = GateState.create(path)
     program = (
-        "import sys\nfrom nibble.gate_state import GateState\nreader = GateState.open(sys.argv[1])\n"
-        "for _ in range(3):\n    print(*reader.get(), flush=True)\n    sys.stdin.readline()\n"
+        "import sys\nfrom nibble.engine.gate.state import GateState\nreader ="
+        " GateState.open(sys.argv[1])\nfor _ in range(3):\n    print(*reader.get(), flush=True)\n  "
+        "  sys.stdin.readline()\n"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdin
     assert child.stdout

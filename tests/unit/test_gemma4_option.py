@@ -1,4 +1,6 @@
-"""--gemma4-attention: off by default, said to be unmeasured, and refused where vLLM would not take it."""
+"""--gemma4-attention: off by default, said to be unmeasured, and refused where vLLM would not
+take it.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,23 @@ from typing import Any
 import pytest
 from tiny_model import QWEN3, write_model
 
-from nibble import prepare
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.gemma4 import has_flashinfer_compiler
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.vllm_schema import load_schema
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.models.gemma4 import has_flashinfer_compiler
+from nibble.plan.plan import Plan
 
 TEXT: dict[str, Any] = QWEN3 | {
-    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512,
-    "sliding_window": 512, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 IMAGES = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",
@@ -50,7 +57,9 @@ def test_by_default_vllm_chooses(text: Path) -> None:
 
 
 def test_each_choice_becomes_vllms_own_flag_and_says_it_is_unmeasured(text: Path) -> None:
-    layered = plan(text, "--gemma4-attention", "per-layer", target="sm120").args["--attention-config"]
+    layered = plan(text, "--gemma4-attention", "per-layer", target="sm120").args[
+        "--attention-config"
+    ]
     assert layered.value == {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}
     assert not load_schema().check_json("--attention-config", layered.value)
     flashinfer = plan(text, NIBBLE_GEMMA4_ATTENTION="flashinfer").args["--attention-backend"]
@@ -71,10 +80,13 @@ def test_an_unknown_choice_is_refused(text: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", ["per-layer", "flashinfer"])
-def test_other_models_and_other_targets_are_refused(text: Path, tmp_path: Path, choice: str) -> None:
+def test_other_models_and_other_targets_are_refused(
+    text: Path, tmp_path: Path, choice: str
+) -> None:
     other = write_model(tmp_path / "qwen")
     assert "a Gemma 4 model" in refusal(other, "--gemma4-attention", choice)
-    # Mixed causal and bidirectional attention; vLLM refuses FLASHINFER for it (model_executor/models/config.py:334)
+    # Mixed causal and bidirectional attention; vLLM refuses FLASHINFER for it
+    # (model_executor/models/config.py:334)
     diffusion = write_model(
         tmp_path / "diffusion", TEXT | {"architectures": ["DiffusionGemmaForBlockDiffusion"]}
     )
@@ -87,7 +99,11 @@ def test_per_layer_needs_a_16_bit_kv_cache(text: Path, tmp_path: Path) -> None:
     line = refusal(text, "--gemma4-attention", "per-layer", "--kv-cache-dtype", "fp8")
     assert "fp8" in line and "--kv-cache-dtype bfloat16" in line
     declared = TEXT | {
-        "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": "FP8"}
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_scheme": "FP8",
+        }
     }
     folder = write_model(tmp_path / "declared", declared)
     assert "fp8_e4m3" in refusal(folder, "--gemma4-attention", "per-layer")

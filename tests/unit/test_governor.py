@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from test_memory import machine
 
-from nibble import governor
-from nibble.governor import UNWATCHED, Governor, decide, limits
-from nibble.memory import Memory, MemorySource
+from nibble.machine.memory import Memory, MemorySource
+from nibble.plan.memory import UNWATCHED, limits
+from nibble.serve import watchdog as governor
+from nibble.serve.watchdog import Governor, decide
 
 GIB = 1 << 30
 SPARK = limits(8 * GIB)  # pause below 4, stop below 2, resume from 6
@@ -45,7 +46,8 @@ def test_the_reason_has_the_number_and_where_it_is_from() -> None:
     why = decide(Memory(10 * GIB, 3 * GIB, "cgroup /x", 60.0), SPARK, False)[1]
     assert (
         why
-        == "3.0 GiB of memory are available (cgroup /x) and all tasks waited for memory 60 % of the last 10 s"
+        == "3.0 GiB of memory are available (cgroup /x) and all tasks waited for memory 60 % of the"
+        " last 10 s"
     )
 
 
@@ -71,11 +73,15 @@ class TestThread:
         return []
 
     @pytest.fixture
-    def watched(self, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    def watched(
+        self, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Path]:
         monkeypatch.setattr(governor, "INTERVAL_S", 0.01)
         monkeypatch.setattr(governor, "RESUME_AFTER_S", 1.0)  # ten times what the test sleeps
         root = machine(tmp_path, available_mib=8000)
-        found = Governor(MemorySource(root), limits(4000 << 20), lambda action, why: told.append(action))
+        found = Governor(
+            MemorySource(root), limits(4000 << 20), lambda action, why: told.append(action)
+        )
         thread = threading.Thread(target=found.run, daemon=True)
         thread.start()
         yield root
@@ -83,7 +89,9 @@ class TestThread:
         thread.join(5)
         assert not thread.is_alive()
 
-    def test_it_pauses_resumes_after_a_while_and_stops(self, watched: Path, told: list[str]) -> None:
+    def test_it_pauses_resumes_after_a_while_and_stops(
+        self, watched: Path, told: list[str]
+    ) -> None:
         time.sleep(0.1)
         assert told == []
         machine(watched, available_mib=1500)

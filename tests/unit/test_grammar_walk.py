@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from nibble.guard import grammar_compile
-from nibble.guard.grammar_compile import OutOfMemory, Refusal, reason_of, refusal_of, some_token, walk
+from nibble.engine.guard import grammar_compile
+from nibble.engine.guard.grammar_compile import (
+    OutOfMemory,
+    Refusal,
+    reason_of,
+    refusal_of,
+    some_token,
+    walk,
+)
 
 
 class Row:

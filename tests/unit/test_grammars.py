@@ -16,11 +16,18 @@ from typing import Any
 
 import pytest
 
-from nibble.guard import grammar_worker, grammars
-from nibble.guard.grammar_compile import NeedsBackend, Refusal, TooSlow
-from nibble.guard.grammar_fields import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES, grammar_fields
-from nibble.guard.grammar_worker import Limits
-from nibble.guard.grammars import Grammars, Problem
+from nibble.engine.guard import grammar_worker, grammars
+from nibble.engine.guard.grammar_compile import NeedsBackend, Refusal, TooSlow
+from nibble.engine.guard.grammar_fields import (
+    BATCH,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    grammar_fields,
+)
+from nibble.engine.guard.grammar_worker import Limits
+from nibble.engine.guard.grammars import Grammars, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(0.5, 128)
@@ -136,7 +143,8 @@ def test_a_request_without_structured_output_starts_nothing(log: Path) -> None:
 def test_a_good_grammar_passes_and_is_compiled_once(log: Path) -> None:
     async def work(found: Grammars) -> None:
         assert (
-            await asyncio.gather(*(found.problem(CHAT, regex("a"), None) for _ in range(50))) == [None] * 50
+            await asyncio.gather(*(found.problem(CHAT, regex("a"), None) for _ in range(50)))
+            == [None] * 50
         )
         assert await found.problem(CHAT, regex("a"), None) is None
 
@@ -179,7 +187,9 @@ def test_a_refusal_for_time_is_forgotten_after_a_while(
 
     found = run(work, Limits(0.1, 128))
     assert None not in found
-    if all(problem.status == 400 for problem in found):  # 503 for "spin" on a machine without a free core
+    if all(
+        problem.status == 400 for problem in found
+    ):  # 503 for "spin" on a machine without a free core
         assert log.read_text() == f"{act}\n{act}\n"
 
 
@@ -245,7 +255,9 @@ def test_too_many_different_grammars_at_a_time_are_refused_with_503(
     monkeypatch.setattr(grammars, "WAITING", 32)
 
     async def work(found: Grammars) -> list[Problem | None]:
-        return await asyncio.gather(*(found.problem(CHAT, regex(f"r{i}"), None) for i in range(32 + 8)))
+        return await asyncio.gather(
+            *(found.problem(CHAT, regex(f"r{i}"), None) for i in range(32 + 8))
+        )
 
     found = run(work)
     assert [problem.status for problem in found if problem] == [503] * 8
@@ -396,12 +408,20 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         (CHAT, {"response_format": {"type": "text"}, "tool_choice": "none"}, None),
         (CHAT, {"structured_outputs": 0}, {"structured_outputs": 0}),
         (CHAT, {"response_format": SCHEMA, "n": 2}, {"response_format": SCHEMA}),
-        (CHAT, {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "required"}),
+        (
+            CHAT,
+            {"tools": TOOLS, "tool_choice": "required"},
+            {"tools": TOOLS, "tool_choice": "required"},
+        ),
         (BATCH, {"response_format": SCHEMA}, {"response_format": SCHEMA}),
         (COMPLETIONS, {"prompt": "x", "response_format": SCHEMA}, {"response_format": SCHEMA}),
         (COMPLETIONS, {"prompt": "x", "tools": TOOLS}, None),
         (RESPONSES, {"input": "x", "text": {"format": {}}}, {"text": {"format": {}}}),
-        (MESSAGES, {"messages": "x", "output_config": {"format": {}}}, {"output_config": {"format": {}}}),
+        (
+            MESSAGES,
+            {"messages": "x", "output_config": {"format": {}}},
+            {"output_config": {"format": {}}},
+        ),
         ("/tokenize", {"tools": TOOLS}, None),
     ],
 )
@@ -420,9 +440,13 @@ def test_tools_that_messages_declare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("x" * (1 << 20), "expected at most 1048576"), ([[]], None)], ids=["large", "nested"]
+    ("text", "reason"),
+    [("x" * (1 << 20), "expected at most 1048576"), ([[]], None)],
+    ids=["large", "nested"],
 )
-def test_what_is_too_large_or_too_deep_is_not_even_compiled(text: Any, reason: str | None, log: Path) -> None:
+def test_what_is_too_large_or_too_deep_is_not_even_compiled(
+    text: Any, reason: str | None, log: Path
+) -> None:
     if reason is None:
         for _ in range(5000):
             text = [text]

@@ -16,8 +16,8 @@ from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_websocket
 
-from nibble.guard import protocol
-from nibble.guard.plan_limits import MEDIA_BODY_BYTES
+from nibble.engine.guard import protocol
+from nibble.plan.guard_limits import MEDIA_BODY_BYTES
 
 LIMITS = {
     "NIBBLE_HEAD_SECONDS": "1",
@@ -29,7 +29,10 @@ LIMITS = {
 }
 KEEP_ALIVE_S = 1
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+HEAD = (
+    f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type:"
+    " application/json\r\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +76,16 @@ def test_a_sound_request_passes(server: GuardedServer) -> None:
 @pytest.mark.parametrize("with_key", [True, False])
 @pytest.mark.parametrize(
     "headers",
-    [b"X-Long: " + b"x" * (8 << 20), b"x" * (8 << 20), b"".join(b"a%d: b\r\n" % n for n in range(200_000))],
+    [
+        b"X-Long: " + b"x" * (8 << 20),
+        b"x" * (8 << 20),
+        b"".join(b"a%d: b\r\n" % n for n in range(200_000)),
+    ],
     ids=["one of 8 MiB", "a name of 8 MiB", "200,000"],
 )
-def test_large_headers_get_431_at_once(server: GuardedServer, headers: bytes, with_key: bool) -> None:
+def test_large_headers_get_431_at_once(
+    server: GuardedServer, headers: bytes, with_key: bool
+) -> None:
     key = f"Authorization: Bearer {KEY}\r\n".encode() if with_key else b""
     began = time.monotonic()
     with server.connect() as connection:
@@ -142,7 +151,9 @@ def test_a_body_over_the_limit_is_413_declared_or_not(server: GuardedServer) -> 
         assert status(answer) == 413 and "NIBBLE_MAX_BODY_BYTES" in str(error(answer)["message"])
         assert closed_after(connection)[1] < 4
     chunk = b"%x\r\n%s\r\n" % (1 << 16, b" " * (1 << 16))
-    assert status(server.ask(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 40)) == 413
+    assert (
+        status(server.ask(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 40)) == 413
+    )
     assert all(size <= 1 << 20 for size in server.app.state.bodies)
 
 
@@ -188,7 +199,9 @@ def test_connections_that_are_being_answered_do_not_give_way(server: GuardedServ
     assert status(server.ask(HEALTH)) == 200
 
 
-def test_pipelined_requests_are_answered_however_long_the_first_takes(server: GuardedServer) -> None:
+def test_pipelined_requests_are_answered_however_long_the_first_takes(
+    server: GuardedServer,
+) -> None:
     stream = post(b"{}", "/v1/chat/completions").replace(b"Connection: close\r\n", b"")
     with server.connect() as connection:
         half = post(b'{"prompt": 1}')
@@ -199,7 +212,9 @@ def test_pipelined_requests_are_answered_however_long_the_first_takes(server: Gu
     assert answer.count(b"HTTP/1.1 200") == 2 and b'"bytes":13' in answer
 
 
-def test_keep_alive_serves_many_requests_and_counts_no_connection_twice(server: GuardedServer) -> None:
+def test_keep_alive_serves_many_requests_and_counts_no_connection_twice(
+    server: GuardedServer,
+) -> None:
     request = post(b"{}").replace(b"Connection: close\r\n", b"")
     with server.connect() as connection:
         for _ in range(100):
@@ -237,7 +252,9 @@ def test_a_large_websocket_message_is_refused(server: GuardedServer) -> None:
 def test_expect_100_continue_and_chunked_bodies_work(server: GuardedServer) -> None:
     with server.connect() as connection:
         connection.settimeout(5)
-        connection.sendall(f"{HEAD}Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        connection.sendall(
+            f"{HEAD}Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        )
         assert connection.recv(4096).startswith(b"HTTP/1.1 100")
         connection.sendall(b"1\r\n{\r\n")
         time.sleep(0.2)
@@ -246,7 +263,10 @@ def test_expect_100_continue_and_chunked_bodies_work(server: GuardedServer) -> N
 
 
 def test_what_is_no_http_gets_a_json_error(server: GuardedServer) -> None:
-    assert error(server.ask(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"))["type"] == "BadRequestError"
+    assert (
+        error(server.ask(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"))["type"]
+        == "BadRequestError"
+    )
 
 
 def test_a_drain_closes_what_has_sent_no_whole_request(server: GuardedServer) -> None:
@@ -269,7 +289,9 @@ def test_a_drain_closes_what_has_sent_no_whole_request(server: GuardedServer) ->
 
 
 def test_trailers_count_as_headers(server: GuardedServer) -> None:
-    """Of a body that is being read, and of one whose request was refused: one long trailer, and many."""
+    """Of a body that is being read, and of one whose request was refused: one long trailer, and
+    many.
+    """
     chunked = "Transfer-Encoding: chunked\r\n\r\n0\r\n"
     refused = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{chunked}"
     long = {"one": b"X: " + b"x" * (8 << 20), "many": b"a:b\r\n" * 2_000_000}
@@ -293,11 +315,15 @@ def test_small_chunks_and_short_trailers_pass(server: GuardedServer) -> None:
     head = HEAD.replace("application/json", "multipart/form-data").replace(
         "completions", "audio/transcriptions"
     )
-    answer = server.ask(f"{head}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + body)
+    answer = server.ask(
+        f"{head}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + body
+    )
     assert status(answer) == 200 and b'"bytes":100000' in answer
 
 
-def test_a_request_that_ends_after_its_answer_leaves_no_idle_connection(server: GuardedServer) -> None:
+def test_a_request_that_ends_after_its_answer_leaves_no_idle_connection(
+    server: GuardedServer,
+) -> None:
     with server.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
         assert status(connection.recv(4096)) == 401
@@ -320,9 +346,19 @@ def test_nonsense_behind_a_request_adds_nothing_to_its_answer(server: GuardedSer
 def test_a_large_image_reaches_a_model_that_takes_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the limit of the plan for such a model, on a connection that is slower than the limits of 1 s."""
-    limits = {"NIBBLE_MAX_BODY_BYTES": str(MEDIA_BODY_BYTES), "NIBBLE_GATE_STATE": str(tmp_path / "gate")}
-    for name, value in {**LIMITS, **limits, "NIBBLE_API_KEY": KEY, "NIBBLE_BODY_SECONDS": "30"}.items():
+    """With the limit of the plan for such a model, on a connection that is slower than the
+    limits of 1 s.
+    """
+    limits = {
+        "NIBBLE_MAX_BODY_BYTES": str(MEDIA_BODY_BYTES),
+        "NIBBLE_GATE_STATE": str(tmp_path / "gate"),
+    }
+    for name, value in {
+        **LIMITS,
+        **limits,
+        "NIBBLE_API_KEY": KEY,
+        "NIBBLE_BODY_SECONDS": "30",
+    }.items():
         monkeypatch.setenv(name, value)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (40 << 20)}}
     body = json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode()
@@ -336,7 +372,11 @@ def test_a_large_image_reaches_a_model_that_takes_images(
 
 
 def test_the_limits_hold_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**LIMITS, "NIBBLE_API_KEY": KEY, "NIBBLE_GATE_STATE": str(tmp_path / "gate")}.items():
+    for name, value in {
+        **LIMITS,
+        "NIBBLE_API_KEY": KEY,
+        "NIBBLE_GATE_STATE": str(tmp_path / "gate"),
+    }.items():
         monkeypatch.setenv(name, value)
     certificate, secret = tmp_path / "cert.pem", tmp_path / "key.pem"
     words = [
@@ -351,7 +391,9 @@ def test_the_limits_hold_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "-subj",
         "/CN=localhost",
     ]
-    subprocess.run([*words, "-keyout", secret, "-out", certificate], check=True, capture_output=True)
+    subprocess.run(
+        [*words, "-keyout", secret, "-out", certificate], check=True, capture_output=True
+    )
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with guarded_server(tmp_path, ssl_certfile=str(certificate), ssl_keyfile=str(secret)) as server:

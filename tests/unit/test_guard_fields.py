@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nibble.guard.fields import ModelFacts, field_problem, is_small
-from nibble.guard.limits import RequestLimits
+from nibble.engine.guard.fields import ModelFacts, field_problem, is_small
+from nibble.engine.guard.limits import RequestLimits
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 LIMITS = RequestLimits.from_environ({})
@@ -19,7 +19,9 @@ USER = {"role": "user", "content": "hello"}
 TEXT = {"type": "text", "text": "a"}
 
 
-def problem(path: str, facts: ModelFacts = FACTS, limits: RequestLimits = LIMITS, **body: Any) -> str | None:
+def problem(
+    path: str, facts: ModelFacts = FACTS, limits: RequestLimits = LIMITS, **body: Any
+) -> str | None:
     return field_problem(path, body, len(json.dumps(body)), limits, facts)
 
 
@@ -42,10 +44,18 @@ REFUSED = [
     ("/v1/responses", {"input": [USER] * 20_000}, "messages"),
     ("/v1/chat/completions/batch", {"messages": [[USER] * 100] * 100}, "messages"),
     ("/v1/chat/completions/batch", {"messages": [[USER]] * 100, "n": 100}, "sequences"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}]}, "messages"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}]},
+        "messages",
+    ),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}] * 3900}]}, "messages"),
     (CHAT, {"messages": [USER], "documents": [{"text": "a"}] * 3000}, "messages"),
-    ("/v1/messages", {"messages": [{"content": [{"type": "tool_result", "content": [TEXT] * 9000}]}]}, "messages"),
+    (
+        "/v1/messages",
+        {"messages": [{"content": [{"type": "tool_result", "content": [TEXT] * 9000}]}]},
+        "messages",
+    ),
     ("/v1/messages", {"messages": [USER], "system": [TEXT] * 9000}, "messages"),
     (COMPLETIONS, {"prompt": "x", "stop": "y" * 5000}, "stop"),
     (COMPLETIONS, {"prompt": "x", "stop": ["y" * 2000] * 4}, "stop"),
@@ -62,27 +72,55 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1] * 8000, "prompt_logprobs": "-1"}, "log-probs"),
     (COMPLETIONS, {"prompt": ["word " * 8000] * 50, "prompt_logprobs": 0}, "log-probs"),
     (COMPLETIONS, {"prompt": ["word " * 8000] * 50, "echo": True, "logprobs": 0}, "log-probs"),
-    (COMPLETIONS, {"prompt": "word " * 1200, "n": 128, "echo": True, "logprobs": 7, "max_tokens": 0}, "log-probs"),
+    (
+        COMPLETIONS,
+        {"prompt": "word " * 1200, "n": 128, "echo": True, "logprobs": 7, "max_tokens": 0},
+        "log-probs",
+    ),
     (COMPLETIONS, {"prompt": "x", "n": 1000, "logprobs": 20}, "log-probs"),
     (COMPLETIONS, {"prompt": "x", "n": 1000, "logprobs": 20, "max_tokens": None}, "log-probs"),
     (COMPLETIONS, {"prompt": ["x"] * 1024, "max_tokens": 16, "logprobs": 20}, "log-probs"),
     (COMPLETIONS, {"prompt": "x", "best_of": 100, "max_tokens": 700, "logprobs": 20}, "log-probs"),
-    (COMPLETIONS, {"prompt": "x", "n": 5, "max_tokens": 1000, "logprobs": 1, "logprob_token_ids": [1] * 128}, "log-probs"),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": 2000, "n": 10, "logprobs": 20}, "n 10, prompts 1, tokens of an answer 2000"),
-    (CHAT, {"messages": [USER], "max_completion_tokens": 8000, "logprobs": True, "top_logprobs": 20}, "log-probs"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "n": 5, "max_tokens": 1000, "logprobs": 1, "logprob_token_ids": [1] * 128},
+        "log-probs",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 2000, "n": 10, "logprobs": 20},
+        "n 10, prompts 1, tokens of an answer 2000",
+    ),
+    (
+        CHAT,
+        {"messages": [USER], "max_completion_tokens": 8000, "logprobs": True, "top_logprobs": 20},
+        "log-probs",
+    ),
     (CHAT, {"messages": [USER], "n": 128, "logprobs": True, "top_logprobs": 20}, "log-probs"),
-    (BATCH, {"messages": [[USER]] * 1024, "max_tokens": 700, "logprobs": True, "top_logprobs": 20}, "log-probs"),
+    (
+        BATCH,
+        {"messages": [[USER]] * 1024, "max_tokens": 700, "logprobs": True, "top_logprobs": 20},
+        "log-probs",
+    ),
     ("/v1/responses", {"input": "x", "max_output_tokens": 8000, "top_logprobs": 20}, "log-probs"),
     (COMPLETIONS, {"prompt": [1] * 8193}, "A prompt of 8193 tokens cannot fit"),
     (COMPLETIONS, {"prompt": [[1], [1] * 8193]}, "A prompt of 8193 tokens cannot fit"),
     (COMPLETIONS, {"prompt": "x" * (8192 * 16 + 1)}, "cannot fit"),
     ("/tokenize", {"prompt": "x" * (10 << 20)}, "cannot fit"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 140_000}]}]}, "cannot fit"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 140_000}]}]},
+        "cannot fit",
+    ),
     (COMPLETIONS, {"prompt": ["x" * 100_000] * 50}, "NIBBLE_MAX_TEXT_CHARS"),
-    (COMPLETIONS, {"prompt": "x" * (9 << 20), "truncate_prompt_tokens": 5}, "NIBBLE_MAX_TEXT_CHARS"),
+    (
+        COMPLETIONS,
+        {"prompt": "x" * (9 << 20), "truncate_prompt_tokens": 5},
+        "NIBBLE_MAX_TEXT_CHARS",
+    ),
     (COMPLETIONS, {"prompt": "x", "model": "m" * 100_000}, "model"),
     (COMPLETIONS, {"prompt": "x", "user": "m" * 100_000}, "user"),
-]  # fmt: skip
+]
 
 PASSING = [
     (COMPLETIONS, {"prompt": "x", "n": 128}),
@@ -93,7 +131,16 @@ PASSING = [
     (COMPLETIONS, {"prompt": "x" * 200_000, "truncate_prompt_tokens": 5}),
     (COMPLETIONS, {"prompt": "word " * 1000, "echo": True, "logprobs": 5, "max_tokens": 0}),
     (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 20, "max_tokens": 700}),
-    (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 20, "max_tokens": 8000, "stream": True}),
+    (
+        CHAT,
+        {
+            "messages": [USER],
+            "logprobs": True,
+            "top_logprobs": 20,
+            "max_tokens": 8000,
+            "stream": True,
+        },
+    ),
     (CHAT, {"messages": [USER], "logprobs": False, "top_logprobs": None, "max_tokens": 8000}),
     (CHAT, {"messages": [USER] * 1000, "stop": ["a", "b"], "logit_bias": {"1": -100}, "user": "u"}),
     ("/v1/embeddings", {"input": ["x"] * 2048}),
@@ -109,9 +156,30 @@ PASSING = [
     (COMPLETIONS, {"prompt": [[1] * 8192], "echo": True, "logprobs": 1, "max_tokens": 1}),
     (COMPLETIONS, {"prompt": "x", "n": 16, "logprobs": 1, "max_tokens": 8192}),
     (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}] * 1024}),
-    (COMPLETIONS, {"n": None, "prompt": None, "stop": 7, "bad_words": 1, "logit_bias": [1], "messages": 5, "logprobs": "all"}),
-    (COMPLETIONS, {"n": [1], "prompt": {}, "best_of": {}, "vllm_xargs": 3, "max_tokens": "many", "prompt_logprobs": [1]}),
-]  # fmt: skip
+    (
+        COMPLETIONS,
+        {
+            "n": None,
+            "prompt": None,
+            "stop": 7,
+            "bad_words": 1,
+            "logit_bias": [1],
+            "messages": 5,
+            "logprobs": "all",
+        },
+    ),
+    (
+        COMPLETIONS,
+        {
+            "n": [1],
+            "prompt": {},
+            "best_of": {},
+            "vllm_xargs": 3,
+            "max_tokens": "many",
+            "prompt_logprobs": [1],
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "body", "word"), REFUSED, ids=lambda value: str(value)[:50])
@@ -147,9 +215,13 @@ def test_limits_are_the_users() -> None:
 
 
 def test_facts_come_from_vllms_app() -> None:
-    model_config = SimpleNamespace(max_model_len=4096, skip_tokenizer_init=False, is_multimodal_model=True)
+    model_config = SimpleNamespace(
+        max_model_len=4096, skip_tokenizer_init=False, is_multimodal_model=True
+    )
     engine = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(max_chars_per_token=12))
-    state = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config), engine_client=engine)
+    state = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model_config), engine_client=engine
+    )
     assert ModelFacts.of_app(SimpleNamespace(state=state)) == ModelFacts(4096, 12, True)
     assert ModelFacts.of_app(None) == ModelFacts()
 

@@ -1,4 +1,6 @@
-"""What a body may be: counted while it arrives, parsed strictly, and never more work than a few milliseconds a piece."""
+"""What a body may be: counted while it arrives, parsed strictly, and never more work than a few
+milliseconds a piece.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from nibble.guard.body import Bodies, Disconnected, Held, parse, replayed
-from nibble.guard.json_scan import JsonScan
-from nibble.guard.limits import RequestLimits
-from nibble.guard.pace import Pace
-from nibble.guard.refusal import Refused
+from nibble.engine.guard.body import Bodies, Disconnected, Held, parse, replayed
+from nibble.engine.guard.json_scan import JsonScan
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.guard.pace import Pace
+from nibble.engine.guard.refusal import Refused
 
 LIMITS = RequestLimits.from_environ(
     {"NIBBLE_MAX_BODY_BYTES": "200000", "NIBBLE_MAX_BUFFERED_BYTES": "300000"}
@@ -58,7 +60,9 @@ def verdict(text: bytes, cuts: list[int], scan: JsonScan) -> str | None:
 def test_counts_agree_with_the_parsed_value_wherever_the_text_is_cut(seed: int) -> None:
     chance = random.Random(seed)
     value = [random_value(chance), random_value(chance)]
-    text = json.dumps(value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 1])).encode()
+    text = json.dumps(
+        value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 1])
+    ).encode()
     cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(8)))
     depth, keys, items = count(value)
     assert verdict(text, cuts, JsonScan(depth, keys, items)) is None
@@ -70,7 +74,7 @@ def test_counts_agree_with_the_parsed_value_wherever_the_text_is_cut(seed: int) 
 
 @pytest.mark.parametrize(
     "piece",
-    [b'"",' * 22_000, b'{"":' * 16_000, b"[]" * 32_768, b"]" * 65_536, b'\\"' * 32_768, b'"\\\\"' * 16_384, b" " * 65_536,
+    [b'"",' * 22_000, b'{"":' * 16_000, b"[]" * 32_768, b"]" * 65_536, b'\\"' * 32_768, b'"\\\\"' * 16_384, b" " * 65_536,  # noqa: E501
      b"[" * 65_536, b'"' * 65_536, b"," * 65_536],
     ids=lambda piece: piece[:6].decode(),
 )  # fmt: skip
@@ -109,8 +113,8 @@ def test_depth_is_refused_before_the_rest_comes() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"a": "\\ud800"}', b'{"a": "\\udc00\\ud800"}', b'{"\\ud800": 1}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}',
-        '{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-32"), b'\xef\xbb\xbf{"a": 1}', b'{"a": "\xff"}', b"", b"{", b"{}x",
+        b'{"a": "\\ud800"}', b'{"a": "\\udc00\\ud800"}', b'{"\\ud800": 1}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}',  # noqa: E501
+        '{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-32"), b'\xef\xbb\xbf{"a": 1}', b'{"a": "\xff"}', b"", b"{", b"{}x",  # noqa: E501
         b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\x01"}', b"[1,]", b"'a'",
     ],
     ids=lambda body: repr(body[:20]),
@@ -125,7 +129,10 @@ def test_what_vllm_would_read_otherwise_or_fail_on_is_refused(body: bytes) -> No
 def test_what_is_parsed_is_what_vllm_reads(seed: int) -> None:
     text = json.dumps(random_value(random.Random(seed)), ensure_ascii=seed % 2 == 0)
     assert parse(text.encode()) == json.loads(text)
-    assert parse(b'{"n": 1, "n": 2, "m": 99999999999999999999}') == {"n": 2, "m": 99999999999999999999}
+    assert parse(b'{"n": 1, "n": 2, "m": 99999999999999999999}') == {
+        "n": 2,
+        "m": 99999999999999999999,
+    }
 
 
 def body_of(*pieces: bytes, ends: str = "http.request", declared: int = 0) -> bytes:
@@ -211,7 +218,9 @@ def test_other_tasks_run_while_a_large_piece_is_counted() -> None:
 
 
 def test_heavy_bodies_leave_the_event_loop_to_others_in_between() -> None:
-    """Eight bodies that each hold the loop for 50 ms: a light task waits for one or two of them, not for eight."""
+    """Eight bodies that each hold the loop for 50 ms: a light task waits for one or two of them,
+    not for eight.
+    """
 
     async def run() -> float:
         pace = Pace()

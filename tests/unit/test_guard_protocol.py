@@ -1,4 +1,6 @@
-"""Decisions about connections that a real socket would leave to chance: what comes in one piece, and when."""
+"""Decisions about connections that a real socket would leave to chance: what comes in one piece,
+and when.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from nibble.gate_state import GateState
-from nibble.guard import connections as connections_module
-from nibble.guard.connections import Connections
-from nibble.guard.limits import RequestLimits
-from nibble.guard.protocol import GuardedProtocol
+from nibble.engine.gate.state import GateState
+from nibble.engine.guard import connections as connections_module
+from nibble.engine.guard.connections import Connections
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.guard.protocol import GuardedProtocol
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -55,11 +57,16 @@ def answers_to(*pieces: bytes) -> bytes:
     """What is written to a connection on which these pieces arrive."""
 
     async def run() -> bytes:
-        config = uvicorn.Config(answer_200, access_log=False, lifespan="off", http=HttpToolsProtocol)
+        config = uvicorn.Config(
+            answer_200, access_log=False, lifespan="off", http=HttpToolsProtocol
+        )
         config.h11_max_incomplete_event_size = 65536
         config.h11_max_header_count = 128  # type: ignore[attr-defined]
         config.load()
-        protocol, transport = GuardedProtocol(config, ServerState(), {}, guard=made_connections()), Written()
+        protocol, transport = (
+            GuardedProtocol(config, ServerState(), {}, guard=made_connections()),
+            Written(),
+        )
         protocol.connection_made(transport)
         for piece in pieces:
             protocol.data_received(piece)
@@ -70,7 +77,9 @@ def answers_to(*pieces: bytes) -> bytes:
 
 
 def made_connections(state: Any = None, **environ: str) -> Connections:
-    limits = RequestLimits.from_environ({f"NIBBLE_{name}": value for name, value in environ.items()})
+    limits = RequestLimits.from_environ(
+        {f"NIBBLE_{name}": value for name, value in environ.items()}
+    )
     return Connections(limits, state or GateState.open(""))
 
 

@@ -1,4 +1,6 @@
-"""What the guard passes on to vLLM and what it answers itself: each check through `RequestGuard.check` and the gate."""
+"""What the guard passes on to vLLM and what it answers itself: each check through
+`RequestGuard.check` and the gate.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from nibble.gate import Gate
-from nibble.gate_state import GateState
-from nibble.guard.answers import MAX_ERROR_BYTES, with_short_errors
-from nibble.guard.limits import RequestLimits
-from nibble.guard.logprob_fields import answer_limit
-from nibble.guard.pace import LEAST_PAUSE_S
-from nibble.guard.refusal import Refused
-from nibble.guard.request_guard import RequestGuard
+from nibble.engine.gate.asgi import Gate
+from nibble.engine.gate.state import GateState
+from nibble.engine.guard.answers import MAX_ERROR_BYTES, with_short_errors
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.guard.logprob_fields import answer_limit
+from nibble.engine.guard.pace import LEAST_PAUSE_S
+from nibble.engine.guard.refusal import Refused
+from nibble.engine.guard.request_guard import RequestGuard
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 USER = {"role": "user", "content": "hello"}
@@ -51,7 +53,8 @@ def test_a_sound_body_reaches_vllm_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "content_type", [b"text/plain", b"application/x-www-form-urlencoded", b"", b"multipart/form-data"]
+    "content_type",
+    [b"text/plain", b"application/x-www-form-urlencoded", b"", b"multipart/form-data"],
 )
 def test_other_media_types_are_refused_unread(content_type: bytes) -> None:
     with pytest.raises(Refused) as refused:
@@ -62,7 +65,9 @@ def test_other_media_types_are_refused_unread(content_type: bytes) -> None:
 def test_audio_comes_as_a_form() -> None:
     body = b"\x00not json" * 100
     assert (
-        checked("/v1/audio/transcriptions", body, (b"content-type", b"multipart/form-data; boundary=x"))
+        checked(
+            "/v1/audio/transcriptions", body, (b"content-type", b"multipart/form-data; boundary=x")
+        )
         == body
     )
     with pytest.raises(Refused) as refused:
@@ -110,7 +115,10 @@ def test_each_check_is_asked(body: bytes, reason: str) -> None:
 
 
 def test_the_size_of_tools_is_an_option() -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "d" * 1000, "parameters": {}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "d" * 1000, "parameters": {}},
+    }
     body = json.dumps({"messages": [USER], "tools": [tool] * 20}).encode()
     with pytest.raises(Refused, match=r"expected at most 10000 \(NIBBLE_GRAMMAR_BYTES\)"):
         checked(CHAT, body, JSON, environ={"NIBBLE_GRAMMAR_BYTES": "10000"})
@@ -153,7 +161,9 @@ def test_heavy_bodies_take_turns_and_others_do_not(name: str) -> None:
     assert (asyncio.run(run()) >= 3 * LEAST_PAUSE_S) is (name in HEAVY)
 
 
-def test_a_body_counts_until_its_answer_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_body_counts_until_its_answer_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """starlette keeps it for as long; 503 for the next large body, and room again afterwards."""
     GateState.create(tmp_path / "gate").set("ready", "ready")
     monkeypatch.setenv("NIBBLE_GATE_STATE", str(tmp_path / "gate"))
@@ -194,8 +204,16 @@ def test_a_body_counts_until_its_answer_has_ended(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
-        (CHAT, {"top_logprobs": 20, "logprobs": True}, {"max_completion_tokens": 262_144 // 4 // 21}),
-        (CHAT, {"logprobs": True, "max_tokens": None, "n": 4}, {"max_completion_tokens": 262_144 // 4 // 4}),
+        (
+            CHAT,
+            {"top_logprobs": 20, "logprobs": True},
+            {"max_completion_tokens": 262_144 // 4 // 21},
+        ),
+        (
+            CHAT,
+            {"logprobs": True, "max_tokens": None, "n": 4},
+            {"max_completion_tokens": 262_144 // 4 // 4},
+        ),
         (
             BATCH,
             {"top_logprobs": 1, "logprobs": True, "messages": [[USER]] * 3},
@@ -217,7 +235,10 @@ def test_an_open_answer_with_log_probs_ends_at_their_limit(
     assert json.loads(reached) == json.loads(text) | expected
     if not expected:
         assert reached == text
-    assert answer_limit(path, {"messages": [USER]} | body, RequestLimits.from_environ({}), 2048) is None
+    assert (
+        answer_limit(path, {"messages": [USER]} | body, RequestLimits.from_environ({}), 2048)
+        is None
+    )
 
 
 def answered(status: int, *pieces: bytes) -> tuple[dict[str, Any], bytes]:
@@ -229,7 +250,9 @@ def answered(status: int, *pieces: bytes) -> tuple[dict[str, Any], bytes]:
     async def run() -> None:
         short = with_short_errors(send)
         length = (b"content-length", str(sum(map(len, pieces))).encode())
-        await short({"type": "http.response.start", "status": status, "headers": [length, (b"x-a", b"b")]})
+        await short(
+            {"type": "http.response.start", "status": status, "headers": [length, (b"x-a", b"b")]}
+        )
         for piece in pieces[:-1]:
             await short({"type": "http.response.body", "body": piece, "more_body": True})
         await short({"type": "http.response.body", "body": pieces[-1]})
@@ -249,11 +272,14 @@ def test_errors_that_repeat_the_request_are_cut() -> None:
         "code": 404,
     }
     start, body = answered(
-        404, *[json.dumps({"error": error}).encode()[n : n + 65536] for n in range(0, 7 << 20, 65536)]
+        404,
+        *[json.dumps({"error": error}).encode()[n : n + 65536] for n in range(0, 7 << 20, 65536)],
     )
     cut = json.loads(body)["error"]
     assert start["status"] == 404 and len(body) <= 2 * MAX_ERROR_BYTES
-    assert cut["message"].startswith("no such model: éé") and cut["message"].endswith("characters cut]")
+    assert cut["message"].startswith("no such model: éé") and cut["message"].endswith(
+        "characters cut]"
+    )
     assert (cut["type"], cut["param"], cut["code"]) == ("NotFoundError", None, 404)
     assert json.loads(answered(400, b"x" * (1 << 20))[1])["error"]["message"].startswith("xxx")
 

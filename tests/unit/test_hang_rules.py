@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from nibble.hang_rules import EXCUSED_FACTOR, Look, Seen, Stall, Stalls, excuse
-from nibble.pulse import CALL, IDLE, STEP, Pulse
+from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
+from nibble.serve.hang.rules import EXCUSED_FACTOR, Look, Seen, Stall, Stalls, excuse
 
 LIMIT_S = 60.0
 API = Seen(1, "API server", "S", False, 1.0, 0)
@@ -21,7 +21,10 @@ IDLING = Pulse("engine", 2, IDLE, False, 100, 0, 0)
 
 
 def look(
-    at_s: float, *pulses: Pulse, answers: int | None = None, seen: Iterable[Seen] = (API, CORE, WORKER)
+    at_s: float,
+    *pulses: Pulse,
+    answers: int | None = None,
+    seen: Iterable[Seen] = (API, CORE, WORKER),
 ) -> Look:
     return Look(at_s, tuple(seen), pulses, int(at_s) if answers is None else answers)
 
@@ -60,7 +63,10 @@ def test_a_long_prefill_may_take_longer_by_its_tokens() -> None:
 
 
 def test_a_prompt_of_100k_tokens_in_chunks_is_progress() -> None:
-    chunks = (look(at, ASKING, replace(IN_STEP, tokens=2048, turns=int(at // 50))) for at in every_5_s(2500))
+    chunks = (
+        look(at, ASKING, replace(IN_STEP, tokens=2048, turns=int(at // 50)))
+        for at in every_5_s(2500)
+    )
     assert stall_of(chunks) is None
 
 
@@ -73,7 +79,9 @@ def test_a_request_that_the_engine_does_not_take_is_one() -> None:
     assert found is not None and (found[0], found[1].kind) == (60, "untaken")
 
 
-@pytest.mark.parametrize("pulse", [replace(IDLING, is_paused=True), replace(IN_STEP, is_paused=True)])
+@pytest.mark.parametrize(
+    "pulse", [replace(IDLING, is_paused=True), replace(IN_STEP, is_paused=True)]
+)
 def test_an_engine_that_sleeps_with_requests_is_none(pulse: Pulse) -> None:
     assert stall_of(look(at, ASKING, pulse) for at in every_5_s(10_000)) is None
 
@@ -95,7 +103,9 @@ def test_in_a_drain_a_stopped_process_has_5_s_and_a_step_as_long_as_ever() -> No
 
 def test_a_stop_that_ends_in_time_is_none() -> None:
     looks = [
-        look(at, NOT_ASKING, IDLING, seen=(API, replace(CORE, state="T" if at % 60 else "S"), WORKER))
+        look(
+            at, NOT_ASKING, IDLING, seen=(API, replace(CORE, state="T" if at % 60 else "S"), WORKER)
+        )
         for at in every_5_s(600)
     ]
     assert stall_of(looks) is None
@@ -138,9 +148,11 @@ STALL = Stall("step", 2, 65.0, 60.0, "x")
 def grown(earlier: Look, pid: int, **more: float) -> Look:
     """Five seconds later, with so much more of one process."""
     seen = tuple(
-        replace(one, **{name: getattr(one, name) + by for name, by in more.items()})
-        if one.pid == pid
-        else one
+        (
+            replace(one, **{name: getattr(one, name) + by for name, by in more.items()})
+            if one.pid == pid
+            else one
+        )
         for one in earlier.processes
     )
     return replace(earlier, at_s=earlier.at_s + 5, processes=seen)
@@ -157,26 +169,36 @@ def test_a_worker_that_computes_on_the_cpu_is_excused_and_one_that_waits_for_a_g
     assert excuse(STALL, idle, BEFORE, on_cpu=True) == ""
 
 
-def test_a_core_that_spins_while_it_waits_for_a_worker_is_no_excuse_unless_it_computes_itself() -> None:
+def test_a_core_that_spins_while_it_waits_for_a_worker_is_no_excuse_unless_it_computes_itself() -> (
+    None
+):
     assert excuse(STALL, grown(BEFORE, CORE.pid, cpu_s=5.0), BEFORE, on_cpu=True) == ""
     alone = replace(BEFORE, processes=(API, CORE))
-    assert excuse(STALL, grown(alone, CORE.pid, cpu_s=5.0), alone, on_cpu=True) == "it uses CPU time"
+    assert (
+        excuse(STALL, grown(alone, CORE.pid, cpu_s=5.0), alone, on_cpu=True) == "it uses CPU time"
+    )
 
 
 def test_compilers_compiling_stacks_swapping_and_calls_are_excuses() -> None:
     later = replace(BEFORE, at_s=105)
-    assert excuse(STALL, replace(later, programs=frozenset({"ptxas"})), BEFORE, False) == "ptxas runs"
+    assert (
+        excuse(STALL, replace(later, programs=frozenset({"ptxas"})), BEFORE, False) == "ptxas runs"
+    )
     inductor = 'File "/x/site-packages/torch/_inductor/codecache.py", line 3 in compile'
     assert excuse(STALL, later, BEFORE, False, inductor) == "it compiles"
     triton = 'File "/x/site-packages/triton/backends/nvidia/compiler.py", line 3 in make_cubin'
     assert excuse(STALL, later, BEFORE, False, triton) == "it compiles"
-    assert excuse(STALL, grown(BEFORE, WORKER.pid, major_faults=3), BEFORE, False).endswith("from disk")
+    assert excuse(STALL, grown(BEFORE, WORKER.pid, major_faults=3), BEFORE, False).endswith(
+        "from disk"
+    )
     call = replace(later, pulses=(ASKING, replace(IN_STEP, doing=CALL)))
     assert excuse(STALL, call, BEFORE, False) == "it is in a call"
 
 
 def test_a_step_that_other_machines_take_part_in_has_ten_times_the_limit() -> None:
-    """A rank on another machine may compile for longer than the limit; its CPU time is not seen here."""
+    """A rank on another machine may compile for longer than the limit; its CPU time is not seen
+    here.
+    """
     idle = replace(BEFORE, at_s=BEFORE.at_s + 5.0)
     assert excuse(STALL, idle, BEFORE, False) == ""
     assert excuse(STALL, idle, BEFORE, False, has_other_machines=True) == "other machines take part"
@@ -194,7 +216,10 @@ def test_a_step_that_other_machines_take_part_in_has_ten_times_the_limit() -> No
     ],
 )
 def test_a_compiled_graph_that_hangs_is_no_compilation(file: str) -> None:
-    assert excuse(STALL, replace(BEFORE, at_s=105), BEFORE, False, f'File "/x/{file}", line 3 in run') == ""
+    assert (
+        excuse(STALL, replace(BEFORE, at_s=105), BEFORE, False, f'File "/x/{file}", line 3 in run')
+        == ""
+    )
 
 
 def test_excuses_end_and_a_stopped_process_has_none() -> None:
@@ -206,5 +231,8 @@ def test_excuses_end_and_a_stopped_process_has_none() -> None:
 
 def test_a_busy_event_loop_is_excused_and_a_busy_engine_does_not_excuse_it() -> None:
     silent = replace(STALL, kind="api", pid=0)
-    assert excuse(silent, grown(BEFORE, API.pid, cpu_s=4.0), BEFORE, on_cpu=False) == "it uses CPU time"
+    assert (
+        excuse(silent, grown(BEFORE, API.pid, cpu_s=4.0), BEFORE, on_cpu=False)
+        == "it uses CPU time"
+    )
     assert excuse(silent, grown(BEFORE, WORKER.pid, cpu_s=4.0), BEFORE, on_cpu=True) == ""

@@ -1,4 +1,6 @@
-"""The hang watch and the processes it looks at: pulses, stacks, and what happens where something hangs."""
+"""The hang watch and the processes it looks at: pulses, stacks, and what happens where something
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ from typing import Any
 import pytest
 from nibble_kernels.vllm_plugin import pulse as plugin
 
-from nibble import gpu_state, pulse
-from nibble.hang_watch import Hang, HangWatch
-from nibble.pulse import Pulse, read_pulses
-from nibble.readiness import Api
-from nibble.stack_dump import dump_stacks
+from nibble.engine import pulse
+from nibble.engine.api import Api
+from nibble.engine.pulse import Pulse, read_pulses
+from nibble.machine import gpu_state
+from nibble.machine.stack_dump import dump_stacks
+from nibble.serve.hang.watch import Hang, HangWatch
 
 WAITING = """
 import sys, threading, time
@@ -78,13 +81,17 @@ def test_the_probe_is_kept_out_of_the_access_log_and_nothing_else_is() -> None:
 
     def line(path: str) -> logging.LogRecord:
         args = ("127.0.0.1:1", "GET", path, "1.1", 200)
-        return logging.LogRecord("uvicorn.access", logging.INFO, "", 1, '%s - "%s %s HTTP/%s" %d', args, None)
+        return logging.LogRecord(
+            "uvicorn.access", logging.INFO, "", 1, '%s - "%s %s HTTP/%s" %d', args, None
+        )
 
     assert not plugin._is_not_ours(line(pulse.PROBE))
     assert plugin._is_not_ours(line("/health")) and plugin._is_not_ours(line("/v1/models"))
 
 
-def test_the_stacks_of_a_process_with_the_plugin(child: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_stacks_of_a_process_with_the_plugin(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
     text = dump_stacks(tmp_path, [child.pid])[child.pid]
     assert "in hangs_in_the_driver" in text and "State: S" in text
     assert child.poll() is None
@@ -159,7 +166,9 @@ def test_an_api_server_that_takes_connections_and_says_nothing_is_found(tmp_path
     assert hangs[0].stall.kind == "api"
 
 
-def test_a_driver_that_does_not_answer_or_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_answer_or_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def hang(indices: object) -> list[gpu_state.GpuState]:
         time.sleep(1)
         return []
@@ -204,7 +213,9 @@ class Nvml:
         return self.events.pop()
 
 
-def test_xids_and_each_gpus_state_are_told_also_where_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xids_and_each_gpus_state_are_told_also_where_one_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     xids = gpu_state.XidLog([0, 1])
@@ -245,7 +256,10 @@ def test_requests_that_an_idle_engine_leaves_are_a_hang_unless_a_new_one_is_answ
     api = Api("127.0.0.1", server.server_address[1], "")
     watch = HangWatch(0.6, tmp_path / "pulse", api, False, lambda: True, hangs.append)
     watch.generating_name = "m"
-    core, waiting = plugin.Pulse(tmp_path / "pulse" / "engine-1"), plugin.Pulse(tmp_path / "pulse" / "api-2")
+    core, waiting = (
+        plugin.Pulse(tmp_path / "pulse" / "engine-1"),
+        plugin.Pulse(tmp_path / "pulse" / "api-2"),
+    )
     core.write()
     waiting.requests = 1
     waiting.write()

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from nibble import guardian
-from nibble.breaker import Breaker
-from nibble.control import ControlServer
-from nibble.early_stop import VERBS
+from nibble.cli.status import status_lines
+from nibble.engine import guardian
 from nibble.errors import ExitCode, NibbleError
-from nibble.port_lock import hold_port, overlap
+from nibble.machine.early_stop import VERBS
+from nibble.machine.processes import processes, started_ticks
 from nibble.printable import printable
-from nibble.processes import processes, started_ticks
-from nibble.sd_notify import Heartbeat, Notifier
-from nibble.show_status import status_lines
-from nibble.unread import Queue, Unread, parse, send_queues
+from nibble.serve.control import ControlServer
+from nibble.serve.crash_loop import Breaker
+from nibble.serve.port_lock import hold_port, overlap
+from nibble.serve.sd_notify import Heartbeat, Notifier
+from nibble.serve.unread import Queue, Unread, parse, send_queues
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +53,9 @@ def free_port() -> int:
         ("127.0.0.1", "::1", False),
     ],
 )
-def test_the_second_server_on_an_address_is_refused(first: str, second: str, is_refused: bool) -> None:
+def test_the_second_server_on_an_address_is_refused(
+    first: str, second: str, is_refused: bool
+) -> None:
     port = free_port()
     with hold_port(first, port), ExitStack() as stack:
         if is_refused:
@@ -70,13 +72,17 @@ def test_of_servers_that_take_overlapping_addresses_at_one_moment_one_gets_them(
     for _ in range(20):
         port, held, done = free_port(), [], threading.Barrier(4)
 
-        def take(host: str, port: int = port, held: list[str] = held, done: threading.Barrier = done) -> None:
+        def take(
+            host: str, port: int = port, held: list[str] = held, done: threading.Barrier = done
+        ) -> None:
             with suppress(NibbleError), hold_port(host, port):
                 held.append(host)
                 time.sleep(0.05)
             done.wait(10)
 
-        threads = [threading.Thread(target=take, args=(host,)) for host in ("127.0.0.1", "0.0.0.0", "::")]
+        threads = [
+            threading.Thread(target=take, args=(host,)) for host in ("127.0.0.1", "0.0.0.0", "::")
+        ]
         for thread in threads:
             thread.start()
         done.wait(10)
@@ -95,7 +101,10 @@ def test_vllms_own_bind_and_listen_work_beside_the_lock() -> None:
 
 def test_a_killed_process_holds_nothing() -> None:
     port = free_port()
-    program = f"from nibble.port_lock import hold_port\nwith hold_port('127.0.0.1', {port}):\n print(1, flush=True); input()"
+    program = (
+        f"from nibble.serve.port_lock import hold_port\nwith hold_port('127.0.0.1', {port}):\n"
+        " print(1, flush=True); input()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     )
@@ -109,7 +118,9 @@ def test_a_killed_process_holds_nothing() -> None:
 
 
 def test_addresses_overlap_where_one_stands_for_all() -> None:
-    assert overlap("::", "10.0.0.1") and overlap("10.0.0.1", "::") and overlap("0.0.0.0", "10.0.0.1")
+    assert (
+        overlap("::", "10.0.0.1") and overlap("10.0.0.1", "::") and overlap("0.0.0.0", "10.0.0.1")
+    )
     assert not overlap("0.0.0.0", "::1") and not overlap("10.0.0.1", "10.0.0.2")
 
 
@@ -118,22 +129,24 @@ def test_addresses_overlap_where_one_stands_for_all() -> None:
 FAMILY = """
 import os, subprocess, sys, time
 from pathlib import Path
-from nibble.engine import Engine
+from nibble.engine.process import Engine
 import queue
 folder = Path(sys.argv[1])
 program = "import subprocess as s, time; s.Popen(['setsid', 'sleep', '300']); s.Popen(['sleep', '300']); time.sleep(300)"
-import nibble.engine
-nibble.engine.child_command = lambda argv: [sys.executable, "-c", program]
+import nibble.engine.process
+nibble.engine.process.child_command = lambda argv: [sys.executable, "-c", program]
 engine = Engine([], os.environ, queue.SimpleQueue(), folder)
 print(engine.pid, engine._guardian.pid, flush=True)
 if sys.argv[2] == "kill":
     time.sleep(300)
 engine.kill()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
-def test_nothing_is_left_of_a_killed_supervisor_nor_of_one_that_ends(how: str, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_killed_supervisor_nor_of_one_that_ends(
+    how: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     process = subprocess.Popen(
@@ -147,7 +160,10 @@ def test_nothing_is_left_of_a_killed_supervisor_nor_of_one_that_ends(how: str, t
     engine, guard = map(int, process.stdout.readline().split())
     if how == "kill":
         until = time.monotonic() + 10
-        while len(guardian.members(engine, started_ticks(engine), "-")) < 3 and time.monotonic() < until:
+        while (
+            len(guardian.members(engine, started_ticks(engine), "-")) < 3
+            and time.monotonic() < until
+        ):
             time.sleep(0.02)
         left = {one.pid for one in guardian.members(engine, started_ticks(engine), "-")} | {guard}
         assert len(left) >= 4  # with the one that left the session
@@ -177,7 +193,7 @@ def test_a_session_whose_number_another_process_has_by_now_is_left_alone() -> No
 
 EARLY = """
 import signal, sys
-from nibble.early_stop import over, stop_early
+from nibble.machine.early_stop import over, stop_early
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 stop_early(sys.argv[2:])
 if sys.argv[1] == "over": over()
@@ -243,7 +259,8 @@ def test_a_client_that_takes_some_counts_from_then() -> None:
     for at, size in ((0, 500), (10, 400), (15, 400)):
         unread.look(at, [Queue("a:1", size), Queue("b:2", 9)])
     assert unread.clients(15) == "b:2 (for 15 s, 9 bytes wait), a:1 (for 5 s, 400 bytes wait)"
-    assert unread.clients(11) == "b:2 (for 11 s, 9 bytes wait)"  # the other one took some a moment ago
+    # The other one took some a moment ago
+    assert unread.clients(11) == "b:2 (for 11 s, 9 bytes wait)"
 
 
 @pytest.mark.parametrize(
@@ -253,8 +270,14 @@ def test_a_client_that_takes_some_counts_from_then() -> None:
         ("0: 0100007F:1F90 0200007F:D431 01 00000000:00000000 01:0", None),
         ("0: 0100007F:1F91 0200007F:D431 01 00000010:00000000 01:0", None),
         ("0: 0100007F:1F90 00000000:0000 0A 00000010:00000000 00:0", None),
-        (f"0: {'0' * 24}01000000:1F90 {'0' * 24}01000000:D431 01 00000010:00000000 01:0", "[::1]:54321"),
-        (f"0: {'0' * 32}:1F90 {'0' * 16}FFFF00000200007F:D431 01 00000010:00000000 01:0", "127.0.0.2:54321"),
+        (
+            f"0: {'0' * 24}01000000:1F90 {'0' * 24}01000000:D431 01 00000010:00000000 01:0",
+            "[::1]:54321",
+        ),
+        (
+            f"0: {'0' * 32}:1F90 {'0' * 16}FFFF00000200007F:D431 01 00000010:00000000 01:0",
+            "127.0.0.2:54321",
+        ),
     ],
 )
 def test_lines_of_proc_net_tcp(line: str, client: str | None) -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-import nibble.doctor
-import nibble.hardware
-from nibble.doctor import diagnose
+import nibble.cli.doctor.checks
+import nibble.machine.hardware
+from nibble.cli.doctor.checks import diagnose
 from nibble.errors import ExitCode, NibbleError
-from nibble.gpu_state import GpuState
-from nibble.hardware import Gpu, Hardware, assume, detect, visible
-from nibble.prepare import choose_target, plan_for, read_wishes
-from nibble.targets import load_target
+from nibble.machine.gpu_state import GpuState
+from nibble.machine.hardware import Gpu, Hardware, assume, detect, visible
+from nibble.machine.targets import load_target
+from nibble.plan.gather import choose_target, plan_for, read_wishes
 
 GPUS = tuple(Gpu(i, "NVIDIA H200", (9, 0), 1 << 37, 1 << 36, f"GPU-{i}abc") for i in range(4))
 
@@ -31,15 +31,21 @@ GPUS = tuple(Gpu(i, "NVIDIA H200", (9, 0), 1 << 37, 1 << 36, f"GPU-{i}abc") for 
         ("NoDevFiles", []),
     ],
 )
-def test_cuda_visible_devices_selects_as_cuda_does(selection: str | None, indices: list[int]) -> None:
+def test_cuda_visible_devices_selects_as_cuda_does(
+    selection: str | None, indices: list[int]
+) -> None:
     assert [gpu.index for gpu in visible(GPUS, selection)] == indices
 
 
 @pytest.fixture
 def shared_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four GPUs as NVML lists them; only the third has free memory."""
-    gpus = tuple(replace(gpu, memory_free_bytes=(1 << 36) if gpu.index == 2 else 1 << 30) for gpu in GPUS)
-    monkeypatch.setattr(nibble.hardware, "_nvml", lambda: (gpus, "580.159.04", "13.0", None))
+    gpus = tuple(
+        replace(gpu, memory_free_bytes=(1 << 36) if gpu.index == 2 else 1 << 30) for gpu in GPUS
+    )
+    monkeypatch.setattr(
+        nibble.machine.hardware, "_nvml", lambda: (gpus, "580.159.04", "13.0", None)
+    )
 
 
 @pytest.mark.usefixtures("shared_host")
@@ -59,8 +65,9 @@ def test_clocks_are_looked_at_on_the_chosen_gpus_alone(monkeypatch: pytest.Monke
         asked.extend(indices)
         return []
 
-    monkeypatch.setattr(nibble.doctor, "gpu_states", states)
-    monkeypatch.setattr(nibble.doctor, "_installed_patches", lambda: (None, ()))  # seconds
+    monkeypatch.setattr(nibble.cli.doctor.checks, "gpu_states", states)
+    # seconds
+    monkeypatch.setattr(nibble.cli.doctor.checks, "_installed_patches", lambda: (None, ()))
     diagnose({"CUDA_VISIBLE_DEVICES": "3,1", "HF_HUB_OFFLINE": "1"})
     assert asked == [3, 1]
 
@@ -70,7 +77,9 @@ def test_clocks_are_looked_at_on_the_chosen_gpus_alone(monkeypatch: pytest.Monke
 def test_a_selection_that_names_no_gpu_of_this_machine_is_refused(selection: str) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": selection}
     asked = read_wishes([], environ)
-    with pytest.raises(NibbleError, match=f"CUDA_VISIBLE_DEVICES={selection} leaves none of 4 GPUs") as told:
+    with pytest.raises(
+        NibbleError, match=f"CUDA_VISIBLE_DEVICES={selection} leaves none of 4 GPUs"
+    ) as told:
         choose_target(asked.settings, asked, detect(environ))
     assert told.value.code == ExitCode.NO_HARDWARE
 
@@ -81,7 +90,10 @@ def test_a_selection_of_no_gpu_at_all_is_a_wish_for_the_cpu(selection: str) -> N
     environ = {"CUDA_VISIBLE_DEVICES": selection}
     asked = read_wishes([], environ)
     target, choice = choose_target(asked.settings, asked, detect(environ))
-    assert (target.name, choice.reason) == ("cpu", f"CUDA_VISIBLE_DEVICES={selection} leaves none of 4 GPUs")
+    assert (target.name, choice.reason) == (
+        "cpu",
+        f"CUDA_VISIBLE_DEVICES={selection} leaves none of 4 GPUs",
+    )
 
 
 def test_whose_roundings_numbers_have() -> None:

@@ -1,4 +1,6 @@
-"""The Hub fixture answers the real huggingface_hub client as the Hub does; tests that use it rest on this."""
+"""The Hub fixture answers the real huggingface_hub client as the Hub does; tests that use it
+rest on this.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from huggingface_hub.errors import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A repository with a real safetensors file of one 2x4 float32 tensor, and a file in a subfolder."""
+    """A repository with a real safetensors file of one 2x4 float32 tensor, and a file in a
+    subfolder.
+    """
     folder = tmp_path / "repo"
     (folder / "sub").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -92,7 +96,9 @@ def test_a_gated_model_shows_its_listing_and_refuses_its_files(
 ) -> None:
     assert HfApi(endpoint=hub.url, token=token).model_info("acme/gated").gated == "manual"
     with pytest.raises(GatedRepoError) as caught:
-        hf_hub_download("acme/gated", "config.json", endpoint=hub.url, cache_dir=tmp_path, token=token)
+        hf_hub_download(
+            "acme/gated", "config.json", endpoint=hub.url, cache_dir=tmp_path, token=token
+        )
     assert caught.value.response.status_code == status
 
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from nibble.checkpoint import read_source
 from nibble.checkpoint.fused_groups import FusedGroup, unrepresentable
 from nibble.checkpoint.source import open_source
-from nibble.cli import app
-from nibble.inspection import Inspection, inspect, inspect_model
-from nibble.prepare import read_wishes
+from nibble.cli.app import app
+from nibble.cli.inspection import Inspection, inspect, inspect_model
+from nibble.plan.gather import read_wishes
 
 LAYER = "model.layers.0."
 Q, K, V = (f"{LAYER}self_attn.{name}_proj" for name in "qkv")
@@ -36,7 +36,10 @@ def f32(value: float) -> bytes:
 
 
 def look(
-    folder: Path, weights: Tensors, declared: Any = MODELOPT_NVFP4, values: dict[str, bytes] | None = None
+    folder: Path,
+    weights: Tensors,
+    declared: Any = MODELOPT_NVFP4,
+    values: dict[str, bytes] | None = None,
 ) -> Inspection:
     config = {"quantization_config": declared} if declared else {}
     write_checkpoint(folder, weights, config, None, values)
@@ -80,8 +83,14 @@ def test_the_inventory_counts_every_tensor_once(tmp_path: Path) -> None:
 
 
 def test_unequal_scales_of_modelopt_are_a_gain_of_the_largest(tmp_path: Path) -> None:
-    found = with_scales(tmp_path / "m", {f"{Q}.weight_scale_2": f32(1.0), f"{K}.weight_scale_2": f32(3.3),
-                                         f"{V}.weight_scale_2": f32(1.1)})  # fmt: skip
+    found = with_scales(
+        tmp_path / "m",
+        {
+            f"{Q}.weight_scale_2": f32(1.0),
+            f"{K}.weight_scale_2": f32(3.3),
+            f"{V}.weight_scale_2": f32(1.1),
+        },
+    )
     attention = group(found, f"{LAYER}self_attn")
     assert attention.name == f"{LAYER}self_attn.q_proj+k_proj+v_proj"
     assert (attention.quality, attention.worst_part) == ("column scale", Q)
@@ -90,7 +99,9 @@ def test_unequal_scales_of_modelopt_are_a_gain_of_the_largest(tmp_path: Path) ->
     assert found.exit_code == 0
 
 
-def test_unequal_divisors_of_compressed_tensors_are_a_gain_of_the_smallest_multiplier(tmp_path: Path) -> None:
+def test_unequal_divisors_of_compressed_tensors_are_a_gain_of_the_smallest_multiplier(
+    tmp_path: Path,
+) -> None:
     divisors = {f"{GATE}.weight_global_scale": f32(1.0), f"{UP}.weight_global_scale": f32(4.0)}
     found = look(tmp_path / "m", tensors("ct_w4a4"), COMPRESSED, divisors)
     pair = group(found, f"{LAYER}mlp")
@@ -100,7 +111,8 @@ def test_unequal_divisors_of_compressed_tensors_are_a_gain_of_the_smallest_multi
 def test_a_ratio_folds_where_every_block_scale_stays_an_e4m3_value(tmp_path: Path) -> None:
     half = {f"{GATE}.weight_scale_2": f32(0.5)}
     assert group(with_scales(tmp_path / "a", half), f"{LAYER}mlp").quality == "foldable"
-    # 0x01 is the smallest value; half of it is none. With gate's scale for both, up's 448 doubles: no value either.
+    # 0x01 is the smallest value; half of it is none. With gate's scale for both, up's 448 doubles:
+    # no value either.
     lost = half | {
         f"{GATE}.weight_scale": b"\x01" + b"\x38" * 511,
         f"{UP}.weight_scale": b"\x7e" + b"\x38" * 511,
@@ -136,7 +148,9 @@ def test_an_experts_up_is_wrong_by_its_gates_scale(tmp_path: Path) -> None:
 def test_marlins_loss_of_small_scales_is_told(tmp_path: Path) -> None:
     small = {f"{UP}.weight_scale": b"\x7e" + b"\x07" + b"\x38" * 510}
     assert any("1 weights" in line for line in with_scales(tmp_path / "m", small).vllm_alone)
-    raised = {f"{UP}.weight_scale": b"\x38" + b"\x07" + b"\x38" * 510}  # Marlin multiplies by 256 first
+    raised = {
+        f"{UP}.weight_scale": b"\x38" + b"\x07" + b"\x38" * 510
+    }  # Marlin multiplies by 256 first
     assert not any("Marlin" in line for line in with_scales(tmp_path / "raised", raised).vllm_alone)
 
 
@@ -183,7 +197,9 @@ def test_of_cloverlm_in_bf16_it_is_told_that_loading_quantizes_it(tmp_path: Path
 
 
 def test_quantized_heads_drafts_and_kv_scales_are_told(tmp_path: Path) -> None:
-    weights = {name: tensor for name, tensor in tensors("nvfp4").items() if not name.startswith("lm_head")}
+    weights = {
+        name: tensor for name, tensor in tensors("nvfp4").items() if not name.startswith("lm_head")
+    }
     weights |= linear("lm_head", 128, 64, "nvfp4") | linear("mtp.fc", 64, 128, "bf16")
     weights |= linear("mtp.layers.0.mlp.up_proj", 64, 64, "nvfp4")
     weights |= {f"{K}.k_scale": ("F32", []), f"{V}.v_scale": ("F32", [])}
@@ -192,19 +208,26 @@ def test_quantized_heads_drafts_and_kv_scales_are_told(tmp_path: Path) -> None:
     assert found.draft.endswith("1 linear layers quantized, 1 not")
 
 
-def test_without_a_folder_only_headers_and_fp32_scales_are_read(tmp_path: Path, monkeypatch) -> None:
-    folder = write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4})
+def test_without_a_folder_only_headers_and_fp32_scales_are_read(
+    tmp_path: Path, monkeypatch
+) -> None:
+    folder = write_checkpoint(
+        tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
+    )
     source = open_source(str(folder), None, {})
     read: list[tuple[int, int]] = []
     whole = type(source).read
     monkeypatch.setattr(
-        type(source), "read", lambda self, file, a, b: (read.append((a, b)), whole(self, file, a, b))[1]
+        type(source),
+        "read",
+        lambda self, file, a, b: (read.append((a, b)), whole(self, file, a, b))[1],
     )
     remote = replace(read_source(source), path=None)
     read.clear()
     found = inspect(source, remote)
     assert (
-        found.scales_read.startswith("by its headers and fp32 scales") and found.groups[0].quality == "equal"
+        found.scales_read.startswith("by its headers and fp32 scales")
+        and found.groups[0].quality == "equal"
     )
     scale_2 = [remote.tensors[f"{LAYER}{name}.weight_scale_2"] for name in LINEAR_SHAPES]
     assert all(any(a <= t.offset and t.offset + 4 <= b for a, b in read) for t in scale_2)
@@ -213,26 +236,44 @@ def test_without_a_folder_only_headers_and_fp32_scales_are_read(tmp_path: Path, 
 def test_on_the_hub_no_weight_and_no_block_scale_is_downloaded(tmp_path: Path) -> None:
     # Large enough that its tensors are not within the first read of the header.
     weights = linear(GATE, 1024, 1024, "nvfp4") | linear(UP, 1024, 1024, "nvfp4")
-    folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4} | OTHER_FAMILY, None,
-                              {f"{UP}.weight_scale_2": f32(0.3)})  # fmt: skip
+    folder = write_checkpoint(
+        tmp_path / "m",
+        weights,
+        {"quantization_config": MODELOPT_NVFP4} | OTHER_FAMILY,
+        None,
+        {f"{UP}.weight_scale_2": f32(0.3)},
+    )
     with Hub() as hub:
         hub.add("acme/nvfp4", folder)
-        environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        environ = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_DISABLE_XET": "1",
+        }
         found = inspect_model(read_wishes(["acme/nvfp4"], environ), True)
         asked = [
-            path for method, path in hub.requests if method == "GET" and path.endswith("model.safetensors")
+            path
+            for method, path in hub.requests
+            if method == "GET" and path.endswith("model.safetensors")
         ]
     assert found.checkpoint.path is None and not (tmp_path / "hf").exists()
     assert (found.exit_code, found.layout) == (0, None)
     assert (
-        found.groups[0].gain_error == pytest.approx(1 / 0.3 - 1) and found.groups[0].quality == "column scale"
+        found.groups[0].gain_error == pytest.approx(1 / 0.3 - 1)
+        and found.groups[0].quality == "column scale"
     )
-    assert 2 <= len(asked) <= 3  # the header, and the fp32 scales that lie on either side of the codes
+    # The header, and the fp32 scales that lie on either side of the codes
+    assert 2 <= len(asked) <= 3
 
 
 def test_the_command_prints_a_screen_and_the_same_as_json(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}, None,
-                              {f"{Q}.weight_scale_2": f32(0.3)})  # fmt: skip
+    folder = write_checkpoint(
+        tmp_path / "m",
+        tensors("nvfp4"),
+        {"quantization_config": MODELOPT_NVFP4},
+        None,
+        {f"{Q}.weight_scale_2": f32(0.3)},
+    )
     runner = CliRunner(env=NO_MODEL)
     shown = runner.invoke(app, ["inspect", str(folder)])
     assert shown.exit_code == 0 and len(shown.stdout.splitlines()) <= 30

@@ -22,15 +22,16 @@ from typing import Any
 
 import pytest
 
-from nibble import engine, governor, launch
-from nibble.admission import Admission
-from nibble.api_key import KeyDecision
+from nibble.engine import process as engine
+from nibble.engine.gate.admission import Admission
+from nibble.engine.gate.state import State
 from nibble.errors import ExitCode, NibbleError
-from nibble.gate_state import State
-from nibble.governor import UNWATCHED, Limits, limits
-from nibble.memory import Memory
-from nibble.memory_plan import Step
-from nibble.processes import processes
+from nibble.machine.memory import Memory
+from nibble.machine.processes import processes
+from nibble.plan.memory import UNWATCHED, Limits, Step, limits
+from nibble.serve import supervisor as launch
+from nibble.serve import watchdog as governor
+from nibble.serve.api_key import KeyDecision
 
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 
@@ -71,7 +72,7 @@ note("(APIServer pid=1) INFO 11-21 06:00:00 [entry.py:136] Supported tasks: ['ge
 note("INFO:     Application startup complete.")
 {behave}
 time.sleep(60)
-"""
+"""  # noqa: E501
 
 
 class Run:
@@ -119,7 +120,9 @@ class Run:
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
             topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1, spans_machines=False),
         )
-        sender = threading.Thread(target=self._send, args=(ports[1], signals, when_ready), daemon=True)
+        sender = threading.Thread(
+            target=self._send, args=(ports[1], signals, when_ready), daemon=True
+        )
         sender.start()
         try:
             code, end = launch.serve(plan, dict(os.environ), NO_KEY, limit), ""
@@ -177,7 +180,10 @@ def test_an_engine_that_ends_by_itself_is_10_whatever_its_own_code(run: Run, cod
 
 def test_an_engine_that_ends_during_load_is_10_with_the_cause(run: Run) -> None:
     code, told = run(
-        before="note('(EngineCore pid=9) ERROR 11-21 06:00:00 [core.py:1] ValueError: no room'); os._exit(1)"
+        before=(
+            "note('(EngineCore pid=9) ERROR 11-21 06:00:00 [core.py:1] ValueError: no room');"
+            " os._exit(1)"
+        )
     )
     assert code == 10
     assert "in phase load (exit code 1): ValueError: no room" in told
@@ -189,12 +195,17 @@ def test_a_killed_api_server_is_named(run: Run) -> None:
     assert "in phase ready (API server killed by SIGKILL)" in told
 
 
-def test_a_kill_by_the_kernel_says_so_and_what_needs_less(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_by_the_kernel_says_so_and_what_needs_less(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kills = itertools.count(4)
     monkeypatch.setattr(launch.MemorySource, "kernel_kills", lambda self: next(kills))
     code, told = run(behave="os.kill(os.getpid(), signal.SIGKILL)")
     assert code == 10
-    assert "the kernel's OOM killer struck just then; to need less: MAX_NUM_SEQS=1 (1.0 GiB less)" in told
+    assert (
+        "the kernel's OOM killer struck just then; to need less: MAX_NUM_SEQS=1 (1.0 GiB less)"
+        in told
+    )
 
 
 def test_requests_that_still_run_when_time_is_over_are_143(run: Run) -> None:
@@ -210,15 +221,20 @@ def test_the_signal_to_vllm_waits_until_no_request_runs(run: Run) -> None:
         running[0] = 1
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0 if running[0] == 0 else note(f"BROKEN {running}")))
         time.sleep(1.5); running[0] = 0
-    """
+    """  # noqa: E501
     code, told = run(behave=behave, signals=TERM)
     assert code == 0
     assert "BROKEN" not in told
 
 
 def test_a_drain_that_vllm_itself_cut_is_143_though_it_exits_0(run: Run) -> None:
-    line = "(EngineCore pid=9) INFO 11-21 06:00:00 [core.py:1644] [shutdown] EngineCore: aborting in-flight requests count=2"
-    behave = f"signal.signal(signal.SIGTERM, lambda *_: (note({line!r}), time.sleep(0.3), os._exit(0)))"
+    line = (
+        "(EngineCore pid=9) INFO 11-21 06:00:00 [core.py:1644] [shutdown] EngineCore: aborting"
+        " in-flight requests count=2"
+    )
+    behave = (
+        f"signal.signal(signal.SIGTERM, lambda *_: (note({line!r}), time.sleep(0.3), os._exit(0)))"
+    )
     code, told = run(behave=behave, signals=TERM)
     assert code == 143
     assert "2 request(s) unfinished" in told
@@ -226,8 +242,14 @@ def test_a_drain_that_vllm_itself_cut_is_143_though_it_exits_0(run: Run) -> None
 
 def test_an_engine_that_does_not_stop_is_killed_when_vllm_gave_up(run: Run) -> None:
     lines = (
-        "(EngineCore pid=9) INFO 11-21 06:00:00 [core.py:1655] [shutdown] EngineCore: draining in-flight requests count=1 t",
-        "(APIServer pid=8) WARNING 11-21 06:00:03 [utils.py:648] [shutdown] Process manager: force killing remaining p",
+        (
+            "(EngineCore pid=9) INFO 11-21 06:00:00 [core.py:1655] [shutdown] EngineCore: draining"
+            " in-flight requests count=1 t"
+        ),
+        (
+            "(APIServer pid=8) WARNING 11-21 06:00:03 [utils.py:648] [shutdown] Process manager:"
+            " force killing remaining p"
+        ),
     )
     behave = f"signal.signal(signal.SIGTERM, lambda *_: [note(line) for line in {lines!r}])"
     began = time.monotonic()
@@ -237,7 +259,9 @@ def test_an_engine_that_does_not_stop_is_killed_when_vllm_gave_up(run: Run) -> N
 
 def test_a_second_signal_ends_at_once_with_143(run: Run) -> None:
     began = time.monotonic()
-    code, told = run(behave="running[0] = 1", drain_s=60, signals=((0, signal.SIGINT), (1.2, signal.SIGTERM)))
+    code, told = run(
+        behave="running[0] = 1", drain_s=60, signals=((0, signal.SIGINT), (1.2, signal.SIGTERM))
+    )
     assert code == 143
     assert "SIGTERM again" in told
     assert time.monotonic() - began < 8
@@ -246,7 +270,9 @@ def test_a_second_signal_ends_at_once_with_143(run: Run) -> None:
 def test_a_signal_that_comes_twice_at_once_is_one_wish(run: Run) -> None:
     # coreutils' timeout signals its child and then its own group, which is the child once more.
     behave = "running[0] = 1; time.sleep(1); running[0] = 0"
-    code, told = run(behave=behave, drain_s=60, signals=((0, signal.SIGTERM), (0.05, signal.SIGTERM)))
+    code, told = run(
+        behave=behave, drain_s=60, signals=((0, signal.SIGTERM), (0.05, signal.SIGTERM))
+    )
     assert code == 0
     assert "drained and stopped" in told
 
@@ -268,7 +294,9 @@ def test_a_refused_first_request_is_a_failed_canary_and_leaves_no_process(run: R
     assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
 
 
-def test_our_own_fault_ends_the_child_and_is_not_swallowed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_fault_ends_the_child_and_is_not_swallowed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def break_down(line: str) -> None:
         raise ZeroDivisionError
 
@@ -296,7 +324,9 @@ def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(
 ) -> None:
     file = tmp_path / "made"
     monkeypatch.setattr(
-        launch.MemorySource, "read", lambda self: Memory(100, 10 if by_watchdog and file.exists() else 90)
+        launch.MemorySource,
+        "read",
+        lambda self: Memory(100, 10 if by_watchdog and file.exists() else 90),
     )
     behave = f"""
         from multiprocessing.shared_memory import SharedMemory
@@ -352,13 +382,16 @@ def test_the_key_reaches_the_gate_through_the_environment_only() -> None:
     assert "NIBBLE_API_KEY" not in engine.child_environ({}, Path("/tmp/gate"), "token", None)
 
 
-def test_memory_below_the_limit_stops_the_engine_at_once_with_7_and_leaves_no_process(run: Run) -> None:
+def test_memory_below_the_limit_stops_the_engine_at_once_with_7_and_leaves_no_process(
+    run: Run,
+) -> None:
     began = time.monotonic()
     code, told = run(before="time.sleep(30)", limit=limits(1 << 60))
     assert code == 7
     assert time.monotonic() - began < 10
     assert re.search(
-        r"stopped the engine in phase (start|load): .* of memory are available .*; to need less: MAX_NUM_SEQS=1",
+        r"stopped the engine in phase (start|load): .* of memory are available .*; to need less:"
+        r" MAX_NUM_SEQS=1",
         told,
     )
     assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
@@ -426,7 +459,9 @@ def test_a_signal_that_comes_just_before_a_wait_is_seen_within_a_second(
     waits: list[float] = []
     events: list[engine.Event | None] = [None, None, engine.Stop(signal.SIGTERM)]
     supervisor = object.__new__(launch.Supervisor)
-    monkeypatch.setattr(supervisor, "_next", lambda timeout_s: waits.append(timeout_s) or events.pop(0))
+    monkeypatch.setattr(
+        supervisor, "_next", lambda timeout_s: waits.append(timeout_s) or events.pop(0)
+    )
     monkeypatch.setattr(supervisor, "_drain", lambda event: ExitCode.OK)
     assert supervisor._until_told() is ExitCode.OK
     assert len(waits) == 3 and max(waits) <= 1.0
@@ -453,7 +488,8 @@ def test_a_stopped_engine_ends_with_10_and_why_and_nothing_is_let_in(
     assert code == 10
     assert time.monotonic() - began < 25
     assert re.search(
-        r"vLLM hangs in phase ready: VLLM::EngineCore \(pid \d+\) is stopped \(state T\) for \d+ s", told
+        r"vLLM hangs in phase ready: VLLM::EngineCore \(pid \d+\) is stopped \(state T\) for \d+ s",
+        told,
     )
     assert re.search(r"\[nibble\] VLLM::EngineCore \(pid \d+\): State: ", told)
     assert reasons and "is stopped (state T)" in reasons[0]
@@ -483,6 +519,8 @@ def test_the_control_port_answers_until_nothing_of_vllm_is_left(
     order: list[str] = []
     for owner, name in ((launch.Engine, "kill"), (launch.ControlServer, "close")):
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, o=original, n=name: (order.append(n), o(self))[1])
+        monkeypatch.setattr(
+            owner, name, lambda self, o=original, n=name: (order.append(n), o(self))[1]
+        )
     run(signals=TERM)
     assert order == ["kill", "close"]

@@ -1,4 +1,6 @@
-"""What config.json describes against the tensors that are stored: refused before a load with the tensor's name."""
+"""What config.json describes against the tensors that are stored: refused before a load with the
+tensor's name.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,33 @@ COUNT = 3
 LATENT = (FAMILIES["deepseek_v3"],)  # one latent vector in the place of heads of keys and values
 LAST = f"model.layers.{COUNT - 1}."
 COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}}},
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "tensor_group",
+                "group_size": 16,
+                "symmetric": True,
+            },
+        }
+    },
+}
 FORMS = {"bf16": None, "nvfp4": MODELOPT_NVFP4, "ct": COMPRESSED}
 
 
-def qwen3(form: str = "bf16", model_type: str = "qwen3", experts: int = 0, first_dense: int = 0) -> Tensors:
+def qwen3(
+    form: str = "bf16", model_type: str = "qwen3", experts: int = 0, first_dense: int = 0
+) -> Tensors:
     """All tensors of a model of three layers."""
-    found: Tensors = {"model.embed_tokens.weight": ("BF16", [128, 64]), "model.norm.weight": ("BF16", [64])}
+    found: Tensors = {
+        "model.embed_tokens.weight": ("BF16", [128, 64]),
+        "model.norm.weight": ("BF16", [64]),
+    }
     found["lm_head.weight"] = ("BF16", [128, 64])
     for number in range(COUNT):
         layer = f"model.layers.{number}."
@@ -58,7 +77,9 @@ def qwen3(form: str = "bf16", model_type: str = "qwen3", experts: int = 0, first
     return found
 
 
-def problems(folder: Path, weights: Tensors, form: str = "bf16", **config: Any) -> tuple[Problem, ...]:
+def problems(
+    folder: Path, weights: Tensors, form: str = "bf16", **config: Any
+) -> tuple[Problem, ...]:
     given = {"num_hidden_layers": COUNT, **config}
     if FORMS[form]:
         given["quantization_config"] = FORMS[form]
@@ -69,12 +90,16 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3": ({}, {}),
     "qwen2 with biases": ({"model_type": "qwen2"}, {"model_type": "qwen2"}),
     "llama": ({"model_type": "llama"}, {"model_type": "llama"}),
-    "experts": ({"model_type": "qwen3_moe", "experts": 4},
-                {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 128}),
-    "first layer dense": ({"model_type": "qwen3_moe", "experts": 4, "first_dense": 1},
-                          {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 128}),
+    "experts": (
+        {"model_type": "qwen3_moe", "experts": 4},
+        {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 128},
+    ),
+    "first layer dense": (
+        {"model_type": "qwen3_moe", "experts": 4, "first_dense": 1},
+        {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 128},
+    ),
     "no head_dim": ({"model_type": "llama"}, {"model_type": "llama", "head_dim": None}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,19 +115,25 @@ def test_the_demos_have_no_problem_and_their_family_is_known(folder: str) -> Non
     assert found.problems == () and found.model_type in families()
 
 
-# --- missing ---------------------------------------------------------------------------------------------------------
+# --- missing --------------------------------------------------------------------------------------
 
 ABSENT = {
     "output projection of the last layer": (f"{LAST}self_attn.o_proj", {}),
     "second norm of the last layer": (f"{LAST}post_attention_layernorm.weight", {}),
     "first norm of the first layer": ("model.layers.0.input_layernorm.weight", {}),
     "norm of one layer's queries": ("model.layers.1.self_attn.q_norm.weight", {}),
-    "one bias of one layer's queries": ("model.layers.1.self_attn.q_proj.bias", {"model_type": "qwen2"}),
+    "one bias of one layer's queries": (
+        "model.layers.1.self_attn.q_proj.bias",
+        {"model_type": "qwen2"},
+    ),
     "gate of one expert": (
         "model.layers.1.mlp.experts.2.gate_proj",
         {"model_type": "qwen3_moe", "experts": 4},
     ),
-    "router of the last layer": (f"{LAST}mlp.gate.weight", {"model_type": "qwen3_moe", "experts": 4}),
+    "router of the last layer": (
+        f"{LAST}mlp.gate.weight",
+        {"model_type": "qwen3_moe", "experts": 4},
+    ),
 }
 
 
@@ -110,9 +141,13 @@ ABSENT = {
 @pytest.mark.parametrize("kind", ABSENT)
 def test_what_one_layer_lacks_is_refused_by_name(kind: str, form: str, tmp_path: Path) -> None:
     start, made = ABSENT[kind]
-    weights = {name: tensor for name, tensor in qwen3(form, **made).items() if not name.startswith(start)}
+    weights = {
+        name: tensor for name, tensor in qwen3(form, **made).items() if not name.startswith(start)
+    }
     config = {"num_experts": 4, "moe_intermediate_size": 128} if "experts" in made else {}
-    found = problems(tmp_path / "m", weights, form, **config, model_type=made.get("model_type", "qwen3"))
+    found = problems(
+        tmp_path / "m", weights, form, **config, model_type=made.get("model_type", "qwen3")
+    )
     named = [problem for problem in found if problem.tensor.startswith(start)]
     assert named and {problem.code for problem in found} == {ExitCode.MODEL}
     assert "is missing" in named[0].error("here").line()
@@ -146,8 +181,13 @@ def test_a_module_that_some_layers_store_in_another_form_is_not_missing(tmp_path
 
 def test_drafts_behind_the_last_layer_are_no_layers_too_many(tmp_path: Path) -> None:
     (found,) = problems(tmp_path / "m", qwen3(), num_hidden_layers=COUNT - 1)
-    assert found.tensor.startswith(LAST) and found.expected.startswith("2 layers (num_hidden_layers")
-    assert problems(tmp_path / "n", qwen3(), num_hidden_layers=COUNT - 1, num_nextn_predict_layers=1) == ()
+    assert found.tensor.startswith(LAST) and found.expected.startswith(
+        "2 layers (num_hidden_layers"
+    )
+    assert (
+        problems(tmp_path / "n", qwen3(), num_hidden_layers=COUNT - 1, num_nextn_predict_layers=1)
+        == ()
+    )
 
 
 def test_a_draft_in_its_own_repository_is_no_model_of_its_targets_family(tmp_path: Path) -> None:
@@ -156,12 +196,16 @@ def test_a_draft_in_its_own_repository_is_no_model_of_its_targets_family(tmp_pat
     assert problems(tmp_path / "m", weights, num_hidden_layers=1) == ()
 
 
-# --- shapes ----------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 WRONG_SIZES = {
-    "hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
     "vocab_size": 64,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -196,22 +240,33 @@ def test_a_weight_of_a_draft_layer_that_does_not_fit_is_the_drafts_problem(tmp_p
 @pytest.mark.parametrize("key", [*WRONG_SIZES, "num_hidden_layers", "num_experts"])
 def test_odd_sizes_end_in_no_traceback(key: str, value: Any) -> None:
     text = QWEN3 | {key: value}
-    tensors = {name: TensorInfo(name, dtype, tuple(shape), 0) for name, (dtype, shape) in qwen3().items()}
+    tensors = {
+        name: TensorInfo(name, dtype, tuple(shape), 0) for name, (dtype, shape) in qwen3().items()
+    }
     layers = text["num_hidden_layers"] if type(text["num_hidden_layers"]) is int else None
     layer_problems(tensors, (), text, "qwen3", layers)
 
 
 @pytest.mark.parametrize("value", [None, 0, -64, "64", 64.5, True, [64], {}])
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"]
+)
 def test_a_size_that_is_no_number_above_0_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     (found,) = problems(tmp_path / "m", qwen3(), **{key: value})
-    assert found.error("m").what.startswith(f"{key} in m/config.json is ") and found.code is ExitCode.MODEL
+    assert (
+        found.error("m").what.startswith(f"{key} in m/config.json is ")
+        and found.code is ExitCode.MODEL
+    )
 
 
 UNUSED = (
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_shared_experts",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "n_shared_experts",
     "shared_expert_intermediate_size",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("value", [0, None, [4, 4], -1])
@@ -243,7 +298,9 @@ def test_one_spelling_of_the_number_of_experts_is_enough(tmp_path: Path) -> None
 def test_a_head_dim_that_is_not_named_is_the_default_of_its_class(model_type: str) -> None:
     text: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
     for rows, is_odd in ((512, False), (64, True)):
-        shapes = {f"model.layers.{number}.self_attn.q_proj.weight": (rows, 64) for number in range(COUNT)}
+        shapes = {
+            f"model.layers.{number}.self_attn.q_proj.weight": (rows, 64) for number in range(COUNT)
+        }
         tensors = {name: TensorInfo(name, "BF16", shape, 0) for name, shape in shapes.items()}
         assert bool(layer_problems(tensors, (), text, model_type, COUNT)) is is_odd
         # What null stands for differs between classes.
@@ -251,7 +308,9 @@ def test_a_head_dim_that_is_not_named_is_the_default_of_its_class(model_type: st
 
 
 def test_a_nested_config_without_values_equal_to_the_default_is_whole(tmp_path: Path) -> None:
-    """As transformers writes the text model of Mistral 3: 8 heads of keys and values are not named."""
+    """As transformers writes the text model of Mistral 3: 8 heads of keys and values are not
+    named.
+    """
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -266,7 +325,9 @@ def test_a_nested_config_without_values_equal_to_the_default_is_whole(tmp_path: 
     }
     vision = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
     assert problems(tmp_path / "m", made, **vision, text_config=text) == ()
-    (found,) = problems(tmp_path / "n", made, **vision, text_config=text | {"num_key_value_heads": None})
+    (found,) = problems(
+        tmp_path / "n", made, **vision, text_config=text | {"num_key_value_heads": None}
+    )
     assert "k_proj" in found.tensor and "num_key_value_heads" in found.expected
 
 
@@ -291,8 +352,11 @@ def test_many_tensors_are_quick() -> None:
     leaves = ("weight", "weight_scale")
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.{leaf}"
-        for layer in range(66) for expert in range(256) for part in ("gate", "up", "down") for leaf in leaves
-    ]  # fmt: skip
+        for layer in range(66)
+        for expert in range(256)
+        for part in ("gate", "up", "down")
+        for leaf in leaves
+    ]
     tensors = {name: TensorInfo(name, "U8", (1, 1), 1) for name in names}
     text = QWEN3 | {"num_experts": 256, "moe_intermediate_size": 128}
     start = time.process_time()
@@ -300,7 +364,7 @@ def test_many_tensors_are_quick() -> None:
     assert len(tensors) > 100_000 and time.process_time() - start < 3
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -14,20 +14,25 @@ import pytest
 from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble import nvfp4_checks, prepare
-from nibble.assertion import expectations
-from nibble.hardware import Gpu, Hardware
-from nibble.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
-from nibble.nvfp4_checks import check_plugin
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.canary.kernels import expectations
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
+from nibble.plan.plan import Plan
+from nibble.serve.preflight import nvfp4 as nvfp4_checks
+from nibble.serve.preflight.nvfp4 import check_plugin
 
 FLAG = "--additional-config"
 OURS = {"nibble": {"linear_kernel": "nibble"}}
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 W4A16: dict[str, Any] = {
-    "quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
+    "quantization_config": {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "ignore": ["lm_head"],
+    }
 }
 THEIRS = ("marlin", "humming")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -51,7 +56,9 @@ def reason(found: Plan, kernel: str) -> str:
     return found.choices["linear_kernel"].reason
 
 
-def test_by_default_few_rows_on_hopper_are_for_nibbles_kernel_and_the_plan_says_why(model: Path) -> None:
+def test_by_default_few_rows_on_hopper_are_for_nibbles_kernel_and_the_plan_says_why(
+    model: Path,
+) -> None:
     found = plan(model)
     assert found.args[FLAG].value == OURS
     assert reason(found, "nibble") == f"a decode step has up to 4 rows; {CROSSOVER}"
@@ -61,7 +68,9 @@ def test_by_default_few_rows_on_hopper_are_for_nibbles_kernel_and_the_plan_says_
 def test_the_crossover_is_the_one_that_was_measured() -> None:
     file = re.findall(r"benchmarks/\S+\.json", CROSSOVER)[0]
     results = json.loads((root() / file).read_text())["results"]
-    ratios = [(one["rows"], min(map(one["us"].get, THEIRS)) / one["us"]["nibble"]) for one in results]
+    ratios = [
+        (one["rows"], min(map(one["us"].get, THEIRS)) / one["us"]["nibble"]) for one in results
+    ]
     assert all(ratio > 1 for rows, ratio in ratios if rows <= MOST_ROWS)
     assert geometric_mean([ratio for rows, ratio in ratios if rows == TOO_MANY_ROWS]) < 1
 
@@ -87,8 +96,8 @@ def test_every_nvfp4_checkpoint_is_weight_only_on_hopper(
     [
         (MOST_ROWS, (), MOST_ROWS),
         (MOST_ROWS + 1, (), MOST_ROWS + 1),
-        (MOST_ROWS // 4, ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), MOST_ROWS),
-        (MOST_ROWS // 4, ("--speculative-config", '{"method": "ngram", "num-speculative-tokens": 4}'), MOST_ROWS // 4 * 5),
+        (MOST_ROWS // 4, ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), MOST_ROWS),  # noqa: E501
+        (MOST_ROWS // 4, ("--speculative-config", '{"method": "ngram", "num-speculative-tokens": 4}'), MOST_ROWS // 4 * 5),  # noqa: E501
         (MOST_ROWS // 4, ("--spec-method", "ngram", "--spec-tokens", "4"), MOST_ROWS // 4 * 5),
     ],
 )  # fmt: skip
@@ -198,7 +207,9 @@ def test_quartet_ii_takes_nibbles_kernel_up_to_the_same_number_of_rows(quartet2:
 def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
     quartet2: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Quartet II where the GPU has no FP4 product, and weights alone anywhere; W4A4 vLLM has kernels for."""
+    """Quartet II where the GPU has no FP4 product, and weights alone anywhere; W4A4 vLLM has
+    kernels for.
+    """
     file = tmp_path / "nibble.toml"
     file.write_text('[env]\nVLLM_BATCH_INVARIANT = "1"\n')
     invariant, many = {"VLLM_BATCH_INVARIANT": "1"}, {"MAX_NUM_SEQS": "64"}
@@ -206,7 +217,9 @@ def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
         assert "adds in one order" in reason(plan(quartet2, **given), "nibble")
     bf16 = ("--nvfp4-activations", "bf16")
     for target in ("hopper", "b200"):
-        assert "adds in one order" in reason(plan(model, *bf16, target=target, **invariant, **many), "nibble")
+        assert "adds in one order" in reason(
+            plan(model, *bf16, target=target, **invariant, **many), "nibble"
+        )
     reason(plan(model, target="b200", **invariant, **many), "vllm")
     reason(plan(quartet2, target="b200", **invariant), "vllm")
     assert "rows" in reason(plan(quartet2, VLLM_BATCH_INVARIANT="0"), "nibble")
@@ -236,7 +249,7 @@ def test_rows_that_the_kernel_cannot_divide_are_left_to_vllm(tmp_path: Path) -> 
     assert why == "model.layers.0.mlp.up_proj has 72 rows, which is no multiple of 16"
 
 
-# --- what is installed -----------------------------------------------------------------------------------------------
+# --- what is installed ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -250,7 +263,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
     def use(*files: str | None) -> None:
-        folder, spec = tmp_path / "nibble_kernels", ModuleSpec("nibble_kernels", None, is_package=True)
+        folder, spec = (
+            tmp_path / "nibble_kernels",
+            ModuleSpec("nibble_kernels", None, is_package=True),
+        )
         folder.mkdir()
         spec.submodule_search_locations = [str(folder)]
         for name in filter(None, files):
@@ -277,7 +293,9 @@ def test_auto_gives_way_where_the_plugin_is_not_installed(model: Path, install: 
     install(None)
     found = plan(model)
     assert "is not installed" in reason(found, "vllm")
-    assert ["warning: " in line for line in check_plugin(found, {})] == [True]  # as without the option
+    assert ["warning: " in line for line in check_plugin(found, {})] == [
+        True
+    ]  # as without the option
 
 
 def test_auto_gives_way_where_vllm_is_told_to_leave_the_plugin_out(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nibble.lint import lint, resolutions
-from nibble.paths import root
-from nibble.recipes import Problem, load_recipe
+from nibble.machine.paths import root
+from nibble.recipes.lint import lint, resolutions
+from nibble.recipes.recipe import Problem, load_recipe
 
 CLEAN = """
 [model]
@@ -122,7 +122,9 @@ def test_unknown_key_two_levels_down_is_found(problems) -> None:
 
 
 def test_wrong_nested_choice_is_found(problems) -> None:
-    found = only(problems(args='speculative-config = { method = "mpt", num_speculative_tokens = 2 }'))
+    found = only(
+        problems(args='speculative-config = { method = "mpt", num_speculative_tokens = 2 }')
+    )
     assert "--speculative-config.method cannot be 'mpt': did you mean mtp?" in found.message
 
 
@@ -216,17 +218,23 @@ def test_kernel_vllm_never_logs_is_found(problems) -> None:
 
 
 def test_parallel_size_beyond_the_evidences_gpus_is_found(problems) -> None:
-    assert only(problems(target="gpus = 2\nargs.tensor-parallel-size = 4")).key == "target.gb10.gpus"
+    assert (
+        only(problems(target="gpus = 2\nargs.tensor-parallel-size = 4")).key == "target.gb10.gpus"
+    )
 
 
 def test_draft_model_the_recipe_does_not_name_is_found(problems) -> None:
-    draft = 'args.speculative-config = { method = "dflash", model = "org/draft", num_speculative_tokens = 4 }'
+    draft = (
+        'args.speculative-config = { method = "dflash", model = "org/draft", num_speculative_tokens'
+        " = 4 }"
+    )
     assert "names the draft 'org/draft'" in only(problems(target=draft)).message
 
 
 def test_load_format_whose_package_the_image_lacks_is_found(problems) -> None:
     assert (
-        "needs the package fastsafetensors" in only(problems(args='load-format = "fastsafetensors"')).message
+        "needs the package fastsafetensors"
+        in only(problems(args='load-format = "fastsafetensors"')).message
     )
 
 
@@ -247,7 +255,9 @@ def test_file_outside_a_two_level_path_is_linted_too(tmp_path: Path) -> None:
     assert "the path is no Hugging Face id" in only(lint(tmp_path, live=False)).message
 
 
-@pytest.mark.parametrize("name", ["org/model", "recipes/org/model.toml", "/x/recipes/org/model.toml"])
+@pytest.mark.parametrize(
+    "name", ["org/model", "recipes/org/model.toml", "/x/recipes/org/model.toml"]
+)
 def test_recipe_can_be_named_by_id_or_by_path(problems, tmp_path: Path, name: str) -> None:
     problems(args="tp = 1")
     assert only(lint(tmp_path, [name], live=False)).file == "recipes/org/model.toml"

@@ -14,14 +14,16 @@ import pytest
 import yaml
 from crd_schemas import PLACES, made
 
-from nibble.cluster.ports import AGENT_PORT
-from nibble.control import ControlServer
-from nibble.paths import root
+from nibble.machine.paths import root
+from nibble.plan.cluster_ports import AGENT_PORT
+from nibble.serve.control import ControlServer
 
 
 @pytest.fixture
 def healthcheck() -> Any:
-    spec = importlib.util.spec_from_file_location("healthcheck", root() / "docker" / "healthcheck.py")
+    spec = importlib.util.spec_from_file_location(
+        "healthcheck", root() / "docker" / "healthcheck.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -74,7 +76,9 @@ def test_settings_that_cannot_be_read_any_more_are_one_line(
     assert not healthy and why.startswith("the control port is not known: ")
 
 
-def test_where_nibble_is_gone_it_is_neither(healthcheck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nibble_is_gone_it_is_neither(
+    healthcheck: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
     monkeypatch.setenv("NIBBLE_CONTROL_PORT", str(free))
@@ -88,12 +92,16 @@ def test_compose_restarts_on_exit_alone() -> None:
         assert "healthcheck" not in service and "labels" not in service, name
 
 
-def test_the_quadlet_unit_kills_for_liveness_alone_and_does_not_restart_after_a_crash_loop() -> None:
+def test_the_quadlet_unit_kills_for_liveness_alone_and_does_not_restart_after_a_crash_loop() -> (
+    None
+):
     unit = (root() / "docker" / "quadlet" / "nibble.container").read_text().splitlines()
     assert "Restart=on-failure" in unit and "RestartPreventExitStatus=75" in unit
     assert "HealthCmd=/opt/venv/bin/python -ISB /opt/nibble/docker/healthcheck.py live" in unit
     assert "HealthOnFailure=kill" in unit and "HealthStartPeriod=60m" in unit
-    assert not [line for line in unit if line.startswith("WatchdogSec")]  # it does not reach into a container
+    assert not [
+        line for line in unit if line.startswith("WatchdogSec")
+    ]  # it does not reach into a container
 
 
 def test_the_systemd_unit_watches_nibble_and_stops_it_alone() -> None:
@@ -147,14 +155,18 @@ def containers(data: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_kubernetes_ends_a_server_where_nibble_does_not_run_and_not_for_being_unready(kind: str) -> None:
+def test_kubernetes_ends_a_server_where_nibble_does_not_run_and_not_for_being_unready(
+    kind: str,
+) -> None:
     found = list(containers(made(kind, "--control-port", "9001")))
     servers = [one for one in found if one["name"] == "serve"]
     nodes = [one for one in found if one not in servers]
     assert [len(servers), len(nodes)] == ([1, 2] if kind == "kuberay" else [2, 0])
     documented = (root() / "docs" / "operations.md").read_text()
     for one in servers:
-        live, ready = (one[probe]["exec"]["command"] for probe in ("livenessProbe", "readinessProbe"))
+        live, ready = (
+            one[probe]["exec"]["command"] for probe in ("livenessProbe", "readinessProbe")
+        )
         assert live == [*ready, "live"]
         assert f"exec: [{', '.join(live)}]" in documented
         assert {"name": "NIBBLE_CONTROL_PORT", "value": "9001"} in one["env"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from nibble.localize import localize
-from nibble.plan import Plan
-from nibble.precedence import Choice
+from nibble.plan.files import localize
+from nibble.plan.layers import Choice
+from nibble.plan.plan import Plan
 
 FOLDER = Path("/cache/snapshots/abc")
 
@@ -98,7 +98,9 @@ def test_vllm_may_ask_the_hub_for_adapters_only_it_can_read() -> None:
 
 def test_a_user_who_wants_vllm_offline_gets_it() -> None:
     wanted = Choice("1", "/home/me/nibble.toml")
-    plan, _ = run(None, "/models/mine", env={"HF_HUB_OFFLINE": wanted}, lora_modules=["sql=acme/lora"])
+    plan, _ = run(
+        None, "/models/mine", env={"HF_HUB_OFFLINE": wanted}, lora_modules=["sql=acme/lora"]
+    )
     assert plan.env["HF_HUB_OFFLINE"] == wanted
 
 

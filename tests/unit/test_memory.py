@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nibble.memory import Memory, MemorySource, memory_cgroups
+from nibble.machine.memory import Memory, MemorySource, memory_cgroups
 
 MIB = 1 << 20
 
@@ -14,10 +14,12 @@ def machine(root: Path, available_mib: int = 8000) -> Path:
     for folder in ("proc/pressure", "proc/self"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     (root / "proc/meminfo").write_text(
-        f"MemTotal:       {16000 << 10} kB\nMemFree:        1 kB\nMemAvailable:   {available_mib << 10} kB\n"
+        f"MemTotal:       {16000 << 10} kB\nMemFree:        1 kB\nMemAvailable:  "
+        f" {available_mib << 10} kB\n"
     )
     (root / "proc/pressure/memory").write_text(
-        "some avg10=5.00 avg60=0.00 avg300=0.00 total=1\nfull avg10=2.50 avg60=0.00 avg300=0.00 total=1\n"
+        "some avg10=5.00 avg60=0.00 avg300=0.00 total=1\nfull avg10=2.50 avg60=0.00 avg300=0.00"
+        " total=1\n"
     )
     (root / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 3\n")
     return root
@@ -30,7 +32,12 @@ def mount(root: Path, kind: str, mount_root: str, point: str, options: str, cgro
 
 
 def v2(
-    folder: Path, limit: str, used_mib: int, inactive_mib: int = 0, active_mib: int = 0, high: str = "max"
+    folder: Path,
+    limit: str,
+    used_mib: int,
+    inactive_mib: int = 0,
+    active_mib: int = 0,
+    high: str = "max",
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
@@ -46,7 +53,9 @@ def v1(folder: Path, limit: int, used_mib: int, inactive_mib: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used_mib * MIB}\n")
-    (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {inactive_mib * MIB}\n")
+    (folder / "memory.stat").write_text(
+        f"inactive_file 0\ntotal_inactive_file {inactive_mib * MIB}\n"
+    )
     (folder / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
 
 
@@ -83,7 +92,14 @@ def test_the_tightest_of_the_cgroups_above_counts(tmp_path: Path) -> None:
 
 def test_v1_in_a_container_that_sees_its_own_cgroup_at_the_mount_point(tmp_path: Path) -> None:
     machine(tmp_path)
-    mount(tmp_path, "cgroup", "/docker/abc", "/sys/fs/cgroup/memory", "rw,memory", "4:memory:/docker/abc\n")
+    mount(
+        tmp_path,
+        "cgroup",
+        "/docker/abc",
+        "/sys/fs/cgroup/memory",
+        "rw,memory",
+        "4:memory:/docker/abc\n",
+    )
     v1(tmp_path / "sys/fs/cgroup/memory", 3000 * MIB, 2500, 500)
     assert MemorySource(tmp_path).read().available_bytes == 1000 * MIB
     assert MemorySource(tmp_path).kernel_kills() == 8

@@ -1,4 +1,6 @@
-"""What a checkpoint seems to lack: by its names, in a plan, in `nibble inspect`, and when vLLM ends the load for it."""
+"""What a checkpoint seems to lack: by its names, in a plan, in `nibble inspect`, and when vLLM
+ends the load for it.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,24 @@ from typer.testing import CliRunner
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.missing import missing_tensors, some_of
-from nibble.cli import app
+from nibble.cli.app import app
+from nibble.engine.log import ErrorReader
 from nibble.errors import ExitCode
-from nibble.failures import engine_died
-from nibble.paths import root
-from nibble.phases import ErrorReader
-from nibble.plan import Plan
-from nibble.precedence import Choice
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.layers import Choice
+from nibble.plan.plan import Plan
+from nibble.serve.failures import engine_died
 
 ATTENTION = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
-LINEAR_ATTENTION = [f"linear_attn.{name}" for name in ("in_proj.weight", "out_proj.weight", "A_log")]
+LINEAR_ATTENTION = [
+    f"linear_attn.{name}" for name in ("in_proj.weight", "out_proj.weight", "A_log")
+]
 DENSE = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-MOE = ["mlp.gate.weight", *(f"mlp.experts.{number}.{end[4:]}" for number in range(4) for end in DENSE)]
+MOE = [
+    "mlp.gate.weight",
+    *(f"mlp.experts.{number}.{end[4:]}" for number in range(4) for end in DENSE),
+]
 NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 BESIDE = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
 FLAG = "--model-loader-extra-config"
@@ -51,7 +58,9 @@ def without(names: Iterable[str], *gone: str) -> list[str]:
 
 
 def moe(count: int = 40, first: int = 3) -> list[str]:
-    ends = {number: [*ATTENTION, *NORMS, *(DENSE if number < first else MOE)] for number in range(count)}
+    ends = {
+        number: [*ATTENTION, *NORMS, *(DENSE if number < first else MOE)] for number in range(count)
+    }
     return BESIDE + layers(ends)
 
 
@@ -68,7 +77,9 @@ def mtp(count: int = 40) -> list[str]:
 def vision(count: int = 28) -> list[str]:
     text = [name.replace("model.", "model.language_model.") for name in dense(count)]
     tower = alike(range(24), ["attn.qkv.weight", "norm1.weight"], "model.visual.blocks")
-    return text + tower + ["model.visual.patch_embed.proj.weight", "model.visual.merger.norm.weight"]
+    return (
+        text + tower + ["model.visual.patch_embed.proj.weight", "model.visual.merger.norm.weight"]
+    )
 
 
 WHOLE = {
@@ -143,7 +154,11 @@ def test_what_a_single_layer_lacks_is_named(kind: str) -> None:
 
 
 def test_embedding_and_last_norm_are_missed() -> None:
-    for names, prefix in ((dense(), "model."), (mtp(), "model."), (vision(), "model.language_model.")):
+    for names, prefix in (
+        (dense(), "model."),
+        (mtp(), "model."),
+        (vision(), "model.language_model."),
+    ):
         count = 28 if names == vision() else 40
         assert missing_tensors(without(names, f"{prefix}embed"), count) == ("the embedding",)
         assert missing_tensors(without(names, f"{prefix}norm"), count) == ("the last norm",)
@@ -153,7 +168,10 @@ def test_names_of_a_stale_index_are_missing_and_other_forms_of_them_are_not() ->
     gone = ("model.layers.1.self_attn.q_proj.weight", "vision.patch.weight")
     assert missing_tensors(without(dense(), gone[0]), 40, [*dense(), gone[1]]) == gone
     packed = [name + "_packed" if ".mlp." in name else name for name in dense()]
-    assert missing_tensors(packed, 40, [*dense(), "model.layers.0.self_attn.rotary_emb.inv_freq"]) == ()
+    assert (
+        missing_tensors(packed, 40, [*dense(), "model.layers.0.self_attn.rotary_emb.inv_freq"])
+        == ()
+    )
     assert missing_tensors(["a"], None, ["a", "b"]) == ("b",)
 
 
@@ -192,16 +210,24 @@ def test_the_models_of_this_repository_are_whole(tmp_path: Path) -> None:
     for folder in (root() / "models").glob("nibble-demo*/"):
         assert read_checkpoint(str(folder)).missing == (), folder
     assert read_checkpoint(str(write_model(tmp_path / "qwen"))).missing == ()
-    assert read_checkpoint(str(write_packed(tmp_path / "clover", CloverShape(blocks=4)))).missing == ()
+    assert (
+        read_checkpoint(str(write_packed(tmp_path / "clover", CloverShape(blocks=4)))).missing == ()
+    )
     for form in ("nvfp4", "ct", "bf16", "gptq"):
-        assert read_checkpoint(str(write_checkpoint(tmp_path / form, tensors(form)))).missing == (), form
+        assert (
+            read_checkpoint(str(write_checkpoint(tmp_path / form, tensors(form)))).missing == ()
+        ), form
 
 
 def four_layers() -> Tensors:
     """NVFP4, without the norm of the layer numbered 1."""
-    found: Tensors = {name: tensor for name, tensor in tensors("nvfp4").items() if "layers" not in name}
+    found: Tensors = {
+        name: tensor for name, tensor in tensors("nvfp4").items() if "layers" not in name
+    }
     for number in range(4):
-        found |= {name.replace("layers.0", f"layers.{number}"): t for name, t in tensors("nvfp4").items()}
+        found |= {
+            name.replace("layers.0", f"layers.{number}"): t for name, t in tensors("nvfp4").items()
+        }
     del found["model.layers.1.input_layernorm.weight"]
     return found
 
@@ -213,7 +239,9 @@ def holed(tmp_path: Path) -> str:
 
 
 def plan(*words: str) -> Plan:
-    return plan_for(read_wishes([*words, "--target", "cpu"], {"HOME": "/home/me", "HF_HUB_OFFLINE": "1"}))
+    return plan_for(
+        read_wishes([*words, "--target", "cpu"], {"HOME": "/home/me", "HF_HUB_OFFLINE": "1"})
+    )
 
 
 def lacks(found: Plan) -> list[str]:
@@ -248,7 +276,11 @@ def test_a_users_own_loading_stays(holed: str, words: tuple[str, ...], value: An
     if value == {"enable_weights_track": False}:
         assert found.args[FLAG] == Choice(value, "command line")
     (notice,) = lacks(found)
-    told = "vLLM ends the load" if value and value["enable_weights_track"] else "vLLM is not told to look"
+    told = (
+        "vLLM ends the load"
+        if value and value["enable_weights_track"]
+        else "vLLM is not told to look"
+    )
     assert told in notice
 
 
@@ -263,23 +295,32 @@ def test_inspect_names_what_is_missing_and_does_not_say_exactly(holed: str) -> N
 
 
 def test_an_index_that_names_a_tensor_of_no_file_is_noticed(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4})
-    names = dict.fromkeys([*tensors("nvfp4"), *linear("model.extra", 16, 16, "bf16")], "model.safetensors")
+    folder = write_checkpoint(
+        tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
+    )
+    names = dict.fromkeys(
+        [*tensors("nvfp4"), *linear("model.extra", 16, 16, "bf16")], "model.safetensors"
+    )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     assert read_checkpoint(str(folder)).missing == ("model.extra.weight",)
 
 
 def test_layers_that_differ_as_their_config_says_lack_nothing(tmp_path: Path) -> None:
     config = {"quantization_config": MODELOPT_NVFP4, "num_hidden_layers": 4, "block_configs": []}
-    assert read_checkpoint(str(write_checkpoint(tmp_path / "nas", four_layers(), config))).missing == ()
+    assert (
+        read_checkpoint(str(write_checkpoint(tmp_path / "nas", four_layers(), config))).missing
+        == ()
+    )
 
 
 def test_a_load_that_vllm_ended_for_weights_is_told_as_a_model_that_is_not_whole() -> None:
     reader = ErrorReader()
     names = ", ".join(f"'model.layers.{number}.input_layernorm.weight'" for number in range(9))
     for line in (
-        "(EngineCore pid=7) ERROR 11-22 18:58:01 [core.py:1100] ValueError: Following weights were not "
-        f"initialized from checkpoint: {{{names}}}",
+        (
+            "(EngineCore pid=7) ERROR 11-22 18:58:01 [core.py:1100] ValueError: Following weights"
+            f" were not initialized from checkpoint: {{{names}}}"
+        ),
         "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.",
     ):
         reader.feed(line)
@@ -290,15 +331,20 @@ def test_a_load_that_vllm_ended_for_weights_is_told_as_a_model_that_is_not_whole
     error = engine_died("weights", "exit code 1", cause, "", None)
     assert error.what == "vLLM ended the load: no tensor of the checkpoint fills a, b"
     assert '"enable_weights_track": false' in error.action
-    more = engine_died("weights", "exit code 1", cause.replace("'a'", "'a', 'c', 'd', 'e'"), "", None)
+    more = engine_died(
+        "weights", "exit code 1", cause.replace("'a'", "'a', 'c', 'd', 'e'"), "", None
+    )
     assert more.what.endswith("fills a, b, c and 2 more")
-    assert engine_died("weights", "exit code 1", cause[:-4], "", None).what.endswith("fills b and more")
+    assert engine_died("weights", "exit code 1", cause[:-4], "", None).what.endswith(
+        "fills b and more"
+    )
 
 
 def test_a_tensor_that_did_not_fit_is_told_as_a_model_that_is_damaged() -> None:
     cause = (
-        "nibble_kernels.vllm_plugin.whole_load.TensorError: model.layers.1.mlp.up_proj.weight (bfloat16 of shape [127, 64]) "
-        "does not fit the model (AssertionError: Tried to load weights of size …)"
+        "nibble_kernels.vllm_plugin.whole_load.TensorError: model.layers.1.mlp.up_proj.weight"
+        " (bfloat16 of shape [127, 64]) does not fit the model (AssertionError: Tried to load"
+        " weights of size …)"
     )
     reader = ErrorReader()
     reader.feed(f"(EngineCore pid=7) ERROR 11-22 18:58:01 [core.py:1100] {cause}")
@@ -311,8 +357,9 @@ def test_a_tensor_that_did_not_fit_is_told_as_a_model_that_is_damaged() -> None:
 
 def test_a_fused_layer_without_the_scales_of_a_part_is_told_so_too() -> None:
     cause = (
-        "nibble_kernels.merge.ScaleError: model.layers.1.self_attn.qkv_proj.weight_scale was not loaded, or is NaN; "
-        "expected a value for each of the layer's tensors; `nibble inspect` shows what the checkpoint has"
+        "nibble_kernels.merge.ScaleError: model.layers.1.self_attn.qkv_proj.weight_scale was not"
+        " loaded, or is NaN; expected a value for each of the layer's tensors; `nibble inspect`"
+        " shows what the checkpoint has"
     )
     error = engine_died("load", "exit code 1", cause, "VLLM::Worker (pid 7)", None)
     assert error.code == ExitCode.MODEL and error.action == "download the model again"

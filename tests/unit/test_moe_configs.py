@@ -1,4 +1,6 @@
-"""Tuned Triton MoE configurations: whose files a GPU without any of its own gets, and when none are needed."""
+"""Tuned Triton MoE configurations: whose files a GPU without any of its own gets, and when none
+are needed.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ from typing import Any
 import pytest
 from tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, write_model
 
-from nibble import prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.moe_configs import (
+from nibble.cli.serve import link_moe_configs
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.targets import load_target
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.moe_tuning import (
     VARIABLE,
     TunedConfigs,
     device_in_file_name,
@@ -18,10 +23,7 @@ from nibble.moe_configs import (
     installed_configs,
     make_folder,
 )
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.serve import link_moe_configs
-from nibble.targets import load_target
+from nibble.plan.plan import Plan
 
 GIB = 1 << 30
 MAX_Q = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
@@ -30,15 +32,18 @@ RTX_5090 = "NVIDIA GeForce RTX 5090"
 WORKSTATION_FILE = (
     "E=128,N=704,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Workstation_Edition,dtype=fp8_w8a8.json"
 )
-SERVER_FILE = "E=256,N=512,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition,dtype=fp8_w8a8,block_shape=[128,128].json"
+SERVER_FILE = "E=256,N=512,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition,dtype=fp8_w8a8,block_shape=[128,128].json"  # noqa: E501
 FILES = (
-    WORKSTATION_FILE, SERVER_FILE,
+    WORKSTATION_FILE,
+    SERVER_FILE,
     "E=128,N=704,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition,dtype=fp8_w8a8.json",
     "E=256,N=512,device_name=NVIDIA_GB10,dtype=fp8_w8a8,block_shape=[128,128].json",
-    "E=8,N=3584,device_name=NVIDIA_GeForce_RTX_4090,dtype=fp8_w8a8.json", "E=16,N=1024,device_name=NVIDIA_B200.json",
-    "E=16,N=1024,device_name=NVIDIA_B300_SXM6_AC.json", "E=16,N=1024,device_name=NVIDIA_H200.json",
+    "E=8,N=3584,device_name=NVIDIA_GeForce_RTX_4090,dtype=fp8_w8a8.json",
+    "E=16,N=1024,device_name=NVIDIA_B200.json",
+    "E=16,N=1024,device_name=NVIDIA_B300_SXM6_AC.json",
+    "E=16,N=1024,device_name=NVIDIA_H200.json",
     "E=16,N=1024,device_name=NVIDIA_H100_80GB_HBM3.json",
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -54,7 +59,9 @@ def found(tmp_path: Path) -> TunedConfigs:
 def on(monkeypatch: pytest.MonkeyPatch, found: TunedConfigs) -> Any:
     def use(name: str, capability: tuple[int, int] = (12, 0)) -> None:
         gpu = Gpu(0, name, capability, 96 * GIB, 96 * GIB, "GPU-0")
-        machine = Hardware((gpu,), "580.105.08", "13.0", "x86_64", 8, frozenset(), 128 * GIB, 100 * GIB)
+        machine = Hardware(
+            (gpu,), "580.105.08", "13.0", "x86_64", 8, frozenset(), 128 * GIB, 100 * GIB
+        )
         monkeypatch.setattr(prepare, "detect", lambda environ: machine)
         monkeypatch.setattr(prepare, "installed_configs", lambda: found)
 
@@ -154,9 +161,8 @@ def test_nothing_is_set_where_no_expert_reads_such_files(on: Any, tmp_path: Path
         assert VARIABLE not in plan(folder, *words).env
     on("NVIDIA GB10", (12, 1))
     assert VARIABLE not in plan(tmp_path / "moe").env  # has files of its own
-    assert (
-        VARIABLE not in plan(tmp_path / "moe", "--target", "sm120").env
-    )  # a card that is not here has no name
+    # A card that is not here has no name
+    assert VARIABLE not in plan(tmp_path / "moe", "--target", "sm120").env
 
 
 @pytest.mark.vllm
@@ -164,6 +170,8 @@ def test_the_installed_vllm_has_files_for_the_server_edition_and_none_for_max_q(
     pytest.importorskip("vllm", reason="needs an importable vLLM")
     found = installed_configs()
     assert found is not None
-    devices = {name.split("device_name=")[1].split(",")[0].removesuffix(".json") for name in found.names}
+    devices = {
+        name.split("device_name=")[1].split(",")[0].removesuffix(".json") for name in found.names
+    }
     assert device_in_file_name(SERVER) in devices
     assert {device_in_file_name(MAX_Q), device_in_file_name(RTX_5090)}.isdisjoint(devices)

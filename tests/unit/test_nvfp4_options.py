@@ -1,4 +1,6 @@
-"""NIBBLE_NVFP4_ACTIVATIONS and NIBBLE_QUANTIZE_LM_HEAD: what reaches vLLM's --additional-config, and what is refused."""
+"""NIBBLE_NVFP4_ACTIVATIONS and NIBBLE_QUANTIZE_LM_HEAD: what reaches vLLM's --additional-config,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,20 @@ import pytest
 from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
-from nibble import nvfp4_checks
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_nvfp4, check_plugin
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve.preflight import nvfp4 as nvfp4_checks
+from nibble.serve.preflight.nvfp4 import check_nvfp4, check_plugin
 
 FLAG = "--additional-config"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4})
+    return write_checkpoint(
+        tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
+    )
 
 
 def plan(folder: Path, *words: str, target: str = "gb10", **environ: str) -> Plan:
@@ -38,7 +42,10 @@ def refused(folder: Path, *words: str) -> NibbleError:
 
 def test_defaults_are_not_written(model: Path) -> None:
     assert FLAG not in plan(model).args
-    assert FLAG not in plan(model, "--nvfp4-activations", "checkpoint", "--quantize-lm-head", "off").args
+    assert (
+        FLAG
+        not in plan(model, "--nvfp4-activations", "checkpoint", "--quantize-lm-head", "off").args
+    )
 
 
 def test_options_become_one_key_of_vllms_additional_config(model: Path) -> None:
@@ -53,22 +60,31 @@ def test_options_become_one_key_of_vllms_additional_config(model: Path) -> None:
 
 @pytest.mark.parametrize("value", ["[1]", '"x"', "1"])
 @pytest.mark.parametrize("target", ["gb10", "hopper"])
-def test_an_additional_config_that_is_no_object_is_refused(model: Path, value: str, target: str) -> None:
+def test_an_additional_config_that_is_no_object_is_refused(
+    model: Path, value: str, target: str
+) -> None:
     error = refused(model, FLAG, value, "--target", target, "--max-num-seqs", "4")
     assert error.what.startswith(f"{FLAG} is ") and error.expected == "a JSON object"
 
 
 def test_a_users_additional_config_is_joined_key_by_key(model: Path) -> None:
     own = {"other": 1, "nibble": {"nvfp4_activations": "checkpoint"}}
-    found = plan(model, "--quantize-lm-head", "nvfp4", FLAG, json.dumps(own), NIBBLE_NVFP4_ACTIVATIONS="bf16")
-    expected = {"other": 1, "nibble": {"nvfp4_activations": "checkpoint", "quantize_lm_head": "nvfp4"}}
+    found = plan(
+        model, "--quantize-lm-head", "nvfp4", FLAG, json.dumps(own), NIBBLE_NVFP4_ACTIVATIONS="bf16"
+    )
+    expected = {
+        "other": 1,
+        "nibble": {"nvfp4_activations": "checkpoint", "quantize_lm_head": "nvfp4"},
+    }
     assert found.args[FLAG].value == expected
 
 
 def test_bf16_activations_are_those_the_known_risks_are_held_against(tmp_path: Path) -> None:
     # The rule sm120-unaligned-k is about W4A4 kernels; served weight-only it has nothing to say.
     weights = tensors("nvfp4") | linear("model.layers.0.mlp.down_proj", 64, 48, "nvfp4")
-    folder = write_checkpoint(tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4} | OTHER_FAMILY)
+    folder = write_checkpoint(
+        tmp_path / "m", weights, {"quantization_config": MODELOPT_NVFP4} | OTHER_FAMILY
+    )
     assert plan(folder, target="sm120").rules.count("sm120-unaligned-k") == 1
     served = plan(folder, "--nvfp4-activations", "bf16", target="sm120")
     assert "sm120-unaligned-k" not in served.rules
@@ -76,7 +92,9 @@ def test_bf16_activations_are_those_the_known_risks_are_held_against(tmp_path: P
 
 
 def test_bf16_activations_for_a_model_that_is_not_nvfp4_are_refused(tmp_path: Path) -> None:
-    error = refused(write_checkpoint(tmp_path / "m", tensors("bf16")), "--nvfp4-activations", "bf16")
+    error = refused(
+        write_checkpoint(tmp_path / "m", tensors("bf16")), "--nvfp4-activations", "bf16"
+    )
     assert "is for NVFP4 checkpoints" in error.what and "is bf16" in error.what
 
 
@@ -86,16 +104,23 @@ def test_nibbles_linear_kernel_is_asked_for_by_name(model: Path) -> None:
     assert FLAG not in plan(model, "--linear-kernel", "vllm", target="hopper").args
 
 
-def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(model: Path, tmp_path: Path) -> None:
+def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
+    model: Path, tmp_path: Path
+) -> None:
     wanted = ("--linear-kernel", "nibble")
-    assert "on the CPU nibble's kernel runs without it" in refused(model, *wanted, "--target", "cpu").what
+    assert (
+        "on the CPU nibble's kernel runs without it"
+        in refused(model, *wanted, "--target", "cpu").what
+    )
     two = refused(model, *wanted, "--target", "hopper", "--linear-backend", "marlin")
     assert "--linear-backend marlin ask for two kernels" in two.what
     # On a GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
     fp4 = refused(model, *wanted, "--target", "gb10")
     assert "has them in FP4 on gb10" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
     assert plan(model, *wanted, "--nvfp4-activations", "bf16", target="gb10").args[FLAG]
-    plain = refused(write_checkpoint(tmp_path / "b", tensors("bf16")), *wanted, "--target", "hopper")
+    plain = refused(
+        write_checkpoint(tmp_path / "b", tensors("bf16")), *wanted, "--target", "hopper"
+    )
     assert "is for NVFP4 checkpoints" in plain.what
 
 
@@ -108,7 +133,9 @@ def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
     experts = write_checkpoint(tmp_path / "e", tensors("nvfp4"), config)
     found = plan(experts, NIBBLE_MOE_KERNEL="nibble", target="hopper")
     assert found.args[FLAG].value == {"nibble": {"moe_kernel": "nibble"}}
-    two = refused(experts, "--moe-kernel", "nibble", "--target", "hopper", "--moe-backend", "marlin")
+    two = refused(
+        experts, "--moe-kernel", "nibble", "--target", "hopper", "--moe-backend", "marlin"
+    )
     assert "--moe-backend marlin ask for two kernels" in two.what
 
 
@@ -122,11 +149,23 @@ def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) ->
 
 HEADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "tied": ({"tie_word_embeddings": True}, "bf16", "it is the embedding (tie_word_embeddings)"),
-    "tied in the text config": ({"text_config": {"tie_word_embeddings": True, "hidden_size": 64}}, "bf16", "it is the embedding"),
-    "quantized": ({"quantization_config": MODELOPT_NVFP4 | {"ignore": []}}, "nvfp4", "it is quantized already (U8)"),
+    "tied in the text config": (
+        {"text_config": {"tie_word_embeddings": True, "hidden_size": 64}},
+        "bf16",
+        "it is the embedding",
+    ),
+    "quantized": (
+        {"quantization_config": MODELOPT_NVFP4 | {"ignore": []}},
+        "nvfp4",
+        "it is quantized already (U8)",
+    ),
     "quantized to fp8": ({}, "fp8", "it is quantized already (F8_E4M3)"),
-    "odd size": ({"hidden_size": 72} | OTHER_FAMILY, "bf16", "its hidden size 72 is no multiple of 16"),
-}  # fmt: skip
+    "odd size": (
+        {"hidden_size": 72} | OTHER_FAMILY,
+        "bf16",
+        "its hidden size 72 is no multiple of 16",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -134,12 +173,16 @@ def test_an_output_head_that_cannot_be_quantized_is_refused(name: str, tmp_path:
     config, form, message = HEADS[name]
     weights = {n: t for n, t in tensors("bf16").items() if not n.startswith("lm_head.")}
     weights |= linear("lm_head", 128, 64, form)
-    error = refused(write_checkpoint(tmp_path / "m", weights, config), "--quantize-lm-head", "nvfp4")
+    error = refused(
+        write_checkpoint(tmp_path / "m", weights, config), "--quantize-lm-head", "nvfp4"
+    )
     assert message in error.what and "NIBBLE_QUANTIZE_LM_HEAD" in error.line()
 
 
 def test_a_model_without_an_output_head_is_refused(tmp_path: Path) -> None:
-    weights = {name: tensor for name, tensor in tensors("bf16").items() if not name.startswith("lm_head.")}
+    weights = {
+        name: tensor for name, tensor in tensors("bf16").items() if not name.startswith("lm_head.")
+    }
     error = refused(write_checkpoint(tmp_path / "m", weights), "--quantize-lm-head", "nvfp4")
     assert "it has none of its own" in error.what
 
@@ -151,7 +194,7 @@ def test_a_plain_output_head_of_a_plain_model_may_be_quantized(tmp_path: Path) -
     }
 
 
-# --- the plugin ------------------------------------------------------------------------------------------------------
+# --- the plugin -----------------------------------------------------------------------------------
 
 
 def with_plugin(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:

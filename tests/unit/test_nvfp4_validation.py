@@ -1,4 +1,6 @@
-"""NVFP4 checkpoints are loaded exactly or refused with the tensor's name: headers, values, layout of scales."""
+"""NVFP4 checkpoints are loaded exactly or refused with the tensor's name: headers, values,
+layout of scales.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import LINEAR_SHAPES, OTHER_FAMILY, Tensors, linear, stacked, tensors, write_checkpoint
+from tiny_checkpoint import (
+    LINEAR_SHAPES,
+    OTHER_FAMILY,
+    Tensors,
+    linear,
+    stacked,
+    tensors,
+    write_checkpoint,
+)
 from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.scale_layout import check_layout, effect, untile
 from nibble.checkpoint.scale_values import check_values, e4m3_value, first_damaged
+from nibble.checkpoint.verify import check_scales
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_scales
-from nibble.rules import check_checkpoint
+from nibble.plan.validate import check_checkpoint
 
 LAYER = "model.layers.0."
 UP = f"{LAYER}mlp.up_proj"
-GROUP = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP, "input_activations": GROUP}}}  # fmt: skip
-COMPRESSED_A16 = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}}}
+GROUP = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": GROUP, "input_activations": GROUP}
+    },
+}
+COMPRESSED_A16 = COMPRESSED | {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}}
+}
 W4A16 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
-QUARTET2 = {"producer": {"name": "cloverlm_converter", "version": "1.0"},
-            "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []}}  # fmt: skip
+QUARTET2 = {
+    "producer": {"name": "cloverlm_converter", "version": "1.0"},
+    "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []},
+}
 NVFP4_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "modelopt": ("nvfp4", MODELOPT_NVFP4),
     "modelopt w4a16": ("w4a16", W4A16),
@@ -35,7 +61,9 @@ NVFP4_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def checkpoint(folder: Path, weights: Tensors, declared: Any = MODELOPT_NVFP4, **more: Any) -> Checkpoint:
+def checkpoint(
+    folder: Path, weights: Tensors, declared: Any = MODELOPT_NVFP4, **more: Any
+) -> Checkpoint:
     values = more.pop("values", None)
     config = {"quantization_config": declared} | more
     return read_checkpoint(str(write_checkpoint(folder, weights, config, None, values)))
@@ -43,7 +71,11 @@ def checkpoint(folder: Path, weights: Tensors, declared: Any = MODELOPT_NVFP4, *
 
 def refusal(found: Checkpoint, with_draft: bool = False) -> NibbleError | None:
     """What `serve` would end with, by headers and by values."""
-    args = {"--speculative-config": {"method": "mtp", "num_speculative_tokens": 1}} if with_draft else {}
+    args = (
+        {"--speculative-config": {"method": "mtp", "num_speculative_tokens": 1}}
+        if with_draft
+        else {}
+    )
     try:
         check_checkpoint(found, args)
         check_scales(found, with_draft)
@@ -61,12 +93,18 @@ def test_a_sound_checkpoint_of_every_form_passes(form: str, tmp_path: Path) -> N
     assert len(found.nvfp4) == 7 and all(w.scale and w.global_scale for w in found.nvfp4)
 
 
-def test_quartet2_is_read_with_its_own_layout_and_refused_only_for_its_model(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m", tensors("quartet2"), {"model_type": "cloverlm"}, QUARTET2)
+def test_quartet2_is_read_with_its_own_layout_and_refused_only_for_its_model(
+    tmp_path: Path,
+) -> None:
+    folder = write_checkpoint(
+        tmp_path / "m", tensors("quartet2"), {"model_type": "cloverlm"}, QUARTET2
+    )
     found = read_checkpoint(str(folder))
     assert {weight.layout for weight in found.nvfp4} == {"quartet2"} and found.problems == ()
     assert found.nvfp4[0].columns == 64  # F4 counts elements
-    other = read_checkpoint(str(write_checkpoint(tmp_path / "other", tensors("quartet2"), {}, QUARTET2)))
+    other = read_checkpoint(
+        str(write_checkpoint(tmp_path / "other", tensors("quartet2"), {}, QUARTET2))
+    )
     error = refusal(other)
     assert error is not None and error.code == ExitCode.CONFIG and "nibble convert" in error.line()
 
@@ -76,9 +114,17 @@ def test_stacked_experts_are_read_with_k_in_the_middle(tmp_path: Path) -> None:
     found = checkpoint(tmp_path / "m", tensors("nvfp4") | stacked(name, 4, 96, 64))
     weight = next(weight for weight in found.nvfp4 if weight.module == name)
     assert (weight.experts, weight.rows, weight.columns) == (4, 96, 64) and refusal(found) is None
-    wrong = tensors("nvfp4") | stacked(name, 4, 96, 64) | {f"{name}_weight_scale": ("F8_E4M3", [4, 96, 4])}
+    wrong = (
+        tensors("nvfp4")
+        | stacked(name, 4, 96, 64)
+        | {f"{name}_weight_scale": ("F8_E4M3", [4, 96, 4])}
+    )
     error = refusal(checkpoint(tmp_path / "wrong", wrong))
-    assert error is not None and f"{name}_weight_scale" in error.line() and "[4, 4, 96]" in error.line()
+    assert (
+        error is not None
+        and f"{name}_weight_scale" in error.line()
+        and "[4, 4, 96]" in error.line()
+    )
 
 
 @pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_2", "input_scale"])
@@ -99,12 +145,14 @@ def test_a_missing_divisor_of_compressed_tensors_is_named(leaf: str, tmp_path: P
 
 
 def test_many_tensors_of_one_problem_make_one_line(tmp_path: Path) -> None:
-    weights = {name: tensor for name, tensor in tensors("nvfp4").items() if not name.endswith("_scale_2")}
+    weights = {
+        name: tensor for name, tensor in tensors("nvfp4").items() if not name.endswith("_scale_2")
+    }
     error = refusal(checkpoint(tmp_path / "m", weights))
     assert error is not None and "(6 more like it)" in error.line()
 
 
-# --- layers that vLLM fuses ------------------------------------------------------------------------------------------
+# --- layers that vLLM fuses -----------------------------------------------------------------------
 
 FUSED = [
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_proj+k_proj+v_proj"),
@@ -115,7 +163,11 @@ FUSED = [
 
 def with_plain(weights: Tensors, *modules: str, form: str = "bf16") -> Tensors:
     """The same with `modules` stored in another format."""
-    kept = {name: t for name, t in weights.items() if not name.startswith(tuple(f"{m}." for m in modules))}
+    kept = {
+        name: t
+        for name, t in weights.items()
+        if not name.startswith(tuple(f"{m}." for m in modules))
+    }
     for module in modules:
         rows, columns = LINEAR_SHAPES.get(module.removeprefix(LAYER), (64, 64))
         kept |= linear(module, rows, columns, form)
@@ -128,11 +180,15 @@ def test_a_fused_layer_of_which_a_part_is_not_quantized_is_refused_by_name(
     plain: str, other: str, layer: str, form: str, tmp_path: Path
 ) -> None:
     stored, declared = NVFP4_FORMS[form]
-    error = refusal(checkpoint(tmp_path / "m", with_plain(tensors(stored), LAYER + plain), declared))
+    error = refusal(
+        checkpoint(tmp_path / "m", with_plain(tensors(stored), LAYER + plain), declared)
+    )
     assert error is not None and error.code == ExitCode.CONFIG
     name = "NVFP4" if stored in ("nvfp4", "ct_w4a4") else "W4A16_NVFP4"
-    assert error.what == (
-        f"{LAYER}{plain}.weight in {tmp_path}/m/model.safetensors is BF16, and {LAYER}{other} is {name}"
+    assert (
+        error.what
+        == f"{LAYER}{plain}.weight in {tmp_path}/m/model.safetensors is BF16, and {LAYER}{other} is"
+        f" {name}"
     )
     assert error.expected == f"one format for all of {LAYER}{layer}, which vLLM builds as one layer"
 
@@ -147,7 +203,9 @@ def test_parts_of_a_fused_layer_with_different_algorithms_are_refused(tmp_path: 
     mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
     labelled = mixed | {"quantized_layers": layers | {UP: {"quant_algo": "W4A16_NVFP4"}}}
     error = refusal(checkpoint(tmp_path / "a16", tensors("nvfp4"), labelled))
-    assert error is not None and f"{UP}.weight" in error.what and "is W4A16_NVFP4, and" in error.what
+    assert (
+        error is not None and f"{UP}.weight" in error.what and "is W4A16_NVFP4, and" in error.what
+    )
     fp8 = mixed | {"quantized_layers": layers | {UP: {"quant_algo": "FP8"}}}
     error = refusal(checkpoint(tmp_path / "fp8", with_plain(tensors("nvfp4"), UP, form="fp8"), fp8))
     assert error is not None and "is F8_E4M3, and" in error.what
@@ -191,7 +249,12 @@ def test_latent_projections_are_one_layer_where_the_model_fuses_them(
 
 
 BAD_HEADERS: dict[str, tuple[str, tuple[str, list[int]], ExitCode, str]] = {
-    "group of 32": ("weight_scale", ("F8_E4M3", [128, 2]), ExitCode.CONFIG, "one scale for 32 weights"),
+    "group of 32": (
+        "weight_scale",
+        ("F8_E4M3", [128, 2]),
+        ExitCode.CONFIG,
+        "one scale for 32 weights",
+    ),
     "padded tiles": ("weight_scale", ("F8_E4M3", [128, 8]), ExitCode.CONFIG, "128x4 tiled layout"),
     "other shape": ("weight_scale", ("F8_E4M3", [64, 4]), ExitCode.MODEL, "has shape [64, 4]"),
     "scales of mxfp4": ("weight_scale", ("U8", [128, 4]), ExitCode.CONFIG, "is U8"),
@@ -199,7 +262,7 @@ BAD_HEADERS: dict[str, tuple[str, tuple[str, list[int]], ExitCode, str]] = {
     "two global scales": ("weight_scale_2", ("F32", [2]), ExitCode.MODEL, "of shape [2]"),
     "two activation scales": ("input_scale", ("F32", [2]), ExitCode.MODEL, "of shape [2]"),
     "codes in F4": ("weight", ("F4", [128, 64]), ExitCode.CONFIG, "is F4"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
@@ -224,7 +287,9 @@ def test_an_expert_missing_from_a_layer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_declared_group_size_other_than_16_is_refused(tmp_path: Path) -> None:
-    error = refusal(checkpoint(tmp_path / "m", tensors("nvfp4"), MODELOPT_NVFP4 | {"group_size": 32}))
+    error = refusal(
+        checkpoint(tmp_path / "m", tensors("nvfp4"), MODELOPT_NVFP4 | {"group_size": 32})
+    )
     assert error is not None and error.code == ExitCode.CONFIG and "groups of 32" in error.line()
 
 
@@ -241,7 +306,7 @@ def test_what_is_wrong_with_the_draft_counts_only_where_it_drafts(tmp_path: Path
     assert refusal(found) is None and refusal(found, with_draft=True) is not None
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def test_every_e4m3_byte_is_told_finite_or_damaged() -> None:
@@ -266,7 +331,9 @@ def test_a_flipped_byte_in_a_scale_tensor_is_named_with_its_place(
 ) -> None:
     scales = bytearray(b"\x38" * 512)
     scales[place] = byte
-    found = checkpoint(tmp_path / "m", tensors("nvfp4"), values={f"{UP}.weight_scale": bytes(scales)})
+    found = checkpoint(
+        tmp_path / "m", tensors("nvfp4"), values={f"{UP}.weight_scale": bytes(scales)}
+    )
     error = refusal(found)
     assert error is not None and error.code == ExitCode.MODEL
     assert f"{UP}.weight_scale in {tmp_path}/m/model.safetensors has a {word} scale" in error.line()
@@ -302,7 +369,7 @@ def test_a_file_cut_after_its_header_was_read_is_an_error_with_its_name(tmp_path
     assert caught.value.code == ExitCode.MODEL
 
 
-# --- layout ----------------------------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 ROWS, COLUMNS = 256, 512
 BLOCKS = COLUMNS // 16
@@ -324,7 +391,9 @@ def tiled(scales: bytes) -> bytes:
 
 
 def gaussian_scales(random_: random.Random, spread: float) -> bytes:
-    """E4M3 bytes of log-normal scales whose rows differ by `spread` octaves (standard deviation)."""
+    """E4M3 bytes of log-normal scales whose rows differ by `spread` octaves (standard
+    deviation).
+    """
     found = bytearray()
     for _ in range(ROWS):
         mean = random_.gauss(0, spread)
@@ -352,7 +421,9 @@ def test_untile_is_the_inverse_of_the_tiled_layout() -> None:
     assert untile(tiled(scales), BLOCKS) == scales != tiled(scales)
 
 
-def test_tiled_scales_in_a_modelopt_file_are_refused_and_linear_ones_are_not(tmp_path: Path) -> None:
+def test_tiled_scales_in_a_modelopt_file_are_refused_and_linear_ones_are_not(
+    tmp_path: Path,
+) -> None:
     source = random.Random(2)
     pair = (gaussian_scales(source, 0.2), gaussian_scales(source, 0.2))
     assert refusal(two_weights(tmp_path / "linear", pair)) is None
@@ -370,7 +441,8 @@ def test_one_tensor_alone_or_a_tie_is_no_evidence(tmp_path: Path) -> None:
 
 
 def test_structure_along_columns_alone_does_not_make_a_sound_file_wrong(tmp_path: Path) -> None:
-    # Heads of different size give every row the same pattern: the rows' variance is then larger in the wrong layout.
+    # Heads of different size give every row the same pattern: the rows' variance is then larger in
+    # the wrong layout.
     pattern = bytes(40 + 16 * (block // 8 % 2) for block in range(BLOCKS)) * ROWS
     rows_alone = [
         sum(layout[r * BLOCKS : (r + 1) * BLOCKS])
@@ -383,7 +455,9 @@ def test_structure_along_columns_alone_does_not_make_a_sound_file_wrong(tmp_path
 
 
 def four_over_six(source: random.Random) -> tuple[bytes, bytes]:
-    """(scales, codes) of which blocks scaled to 4 have no code of 6 and may have scales above 256; no other structure."""
+    """(scales, codes) of which blocks scaled to 4 have no code of 6 and may have scales above
+    256; no other structure.
+    """
     scales, codes = bytearray(), bytearray()
     for _ in range(ROWS * BLOCKS):
         is_four = source.random() < 0.45

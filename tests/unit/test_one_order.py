@@ -1,4 +1,6 @@
-"""VLLM_BATCH_INVARIANT with NVFP4 on a GPU: plan, plugin and comparison name the same kernels, or the start is refused."""
+"""VLLM_BATCH_INVARIANT with NVFP4 on a GPU: plan, plugin and comparison name the same kernels,
+or the start is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from tiny_checkpoint import linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 from worker_reports import RAN
 
-from nibble import prepare
-from nibble.assertion import deviations, expectations
+from nibble.canary.kernels import deviations, expectations
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -28,7 +30,9 @@ def model(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "m", tensors("nvfp4"), W4A4)
 
 
-def plan(model: Path, *words: str, target: str = "hopper", invariant: str = "1", **environ: str) -> Plan:
+def plan(
+    model: Path, *words: str, target: str = "hopper", invariant: str = "1", **environ: str
+) -> Plan:
     given = {"VLLM_BATCH_INVARIANT": invariant} | environ
     return plan_for(read_wishes([str(model), "--target", target, *words], given))
 
@@ -64,7 +68,8 @@ def test_the_backend_that_vllm_takes_anyway_may_be_named(model: Path, tmp_path: 
     plan(model, "--linear-backend", "emulation")
     plan(write_checkpoint(tmp_path / "bf16", tensors("bf16")), *MARLIN)
     weights = tensors("bf16") | linear("model.layers.0.mlp.experts.0.down_proj", 64, 64, "nvfp4")
-    plan(write_checkpoint(tmp_path / "experts", weights, W4A4 | EXPERTS), *MARLIN)  # no linear layer is NVFP4
+    # No linear layer is NVFP4
+    plan(write_checkpoint(tmp_path / "experts", weights, W4A4 | EXPERTS), *MARLIN)
 
 
 def test_nibbles_experts_do_not_add_in_one_order(tmp_path: Path) -> None:
@@ -72,7 +77,9 @@ def test_nibbles_experts_do_not_add_in_one_order(tmp_path: Path) -> None:
     assert "NIBBLE_MOE_KERNEL=nibble" in refused(folder, "--moe-kernel", "nibble").what
 
 
-def test_weights_alone_need_nibbles_kernel_to_be_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_alone_need_nibbles_kernel_to_be_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = Gpu(0, "NVIDIA H200", (9, 0), 140 << 30, 139 << 30, "GPU-0")
     here = Hardware((gpu,), "580.105.08", "13.0", "x86_64", 8, frozenset(), 128 << 30, 100 << 30)
     monkeypatch.setattr(prepare, "detect", lambda environ: here)
@@ -83,10 +90,14 @@ def test_weights_alone_need_nibbles_kernel_to_be_there(model: Path, monkeypatch:
 
 @pytest.mark.parametrize("target", ["hopper", "b200", "gb10", "sm120"])
 @pytest.mark.parametrize("words", [WEIGHT_ONLY, ()], ids=["weights alone", "W4A4"])
-def test_what_runs_then_is_what_the_plan_expects(model: Path, target: str, words: tuple[str, ...]) -> None:
+def test_what_runs_then_is_what_the_plan_expects(
+    model: Path, target: str, words: tuple[str, ...]
+) -> None:
     has_product = target != "hopper"
     kernel = "CutlassNvFp4LinearKernel" if has_product and not words else "NibbleNvFp4LinearKernel"
     ran = RAN | {"linear": {f"nvfp4: {kernel}": 144}}
     found = plan(model, *words, target=target, MAX_NUM_SEQS="4")
-    parts = [one for one in expectations(found, {"VLLM_BATCH_INVARIANT": "1"}) if one.part == "linear"]
+    parts = [
+        one for one in expectations(found, {"VLLM_BATCH_INVARIANT": "1"}) if one.part == "linear"
+    ]
     assert deviations(parts, [ran]) == ()

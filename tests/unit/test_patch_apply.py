@@ -13,11 +13,17 @@ from pathlib import Path
 import patch_series
 import pytest
 
+from nibble.engine.patching import swap
+from nibble.engine.patching.apply import (
+    RECORD_FOLDER,
+    apply_series,
+    patch_states,
+    revert_series,
+    unit,
+)
+from nibble.engine.patching.series import Series, load_series
+from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
-from nibble.patching import swap
-from nibble.patching.apply import RECORD_FOLDER, apply_series, patch_states, revert_series, unit
-from nibble.patching.series import Series, load_series
-from nibble.patching.tree import Tree, open_tree
 
 
 @pytest.fixture(params=["wheel", "source"])
@@ -36,7 +42,9 @@ def test_apply_changes_exactly_the_lines_of_the_patches(tree: Tree, series: Seri
     after = patch_series.contents(tree.root)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"vllm/one.py", "vllm/deep/two.py"} and before.keys() == after.keys()
-    assert "one = 'three'" in tree.text("vllm/one.py") and "one = 'thirty'" in tree.text("vllm/one.py")
+    assert "one = 'three'" in tree.text("vllm/one.py") and "one = 'thirty'" in tree.text(
+        "vllm/one.py"
+    )
     assert set(patch_states(tree, series).values()) == {"applied"}
 
 
@@ -70,7 +78,9 @@ def test_a_changed_series_replaces_the_one_that_was_applied(
     assert patch_series.contents(tree.root) == before
 
 
-def test_a_fresh_installation_over_a_patched_one_is_patched_again(tree: Tree, series: Series) -> None:
+def test_a_fresh_installation_over_a_patched_one_is_patched_again(
+    tree: Tree, series: Series
+) -> None:
     apply_series(tree, series)
     for name in (
         "vllm/one.py",
@@ -84,7 +94,9 @@ def test_a_fresh_installation_over_a_patched_one_is_patched_again(tree: Tree, se
 
 
 def test_patches_of_compiled_sources_are_for_the_source_layout_only(tmp_path: Path) -> None:
-    changes = patch_series.CHANGES | {"kernel": {"csrc/kernel.cu": ("// kernel 7\n", "// kernel seven\n")}}
+    changes = patch_series.CHANGES | {
+        "kernel": {"csrc/kernel.cu": ("// kernel 7\n", "// kernel seven\n")}
+    }
     series = load_series("vllm", patch_series.make_series(tmp_path / "series", changes))
     wheel = open_tree(patch_series.make_tree(tmp_path / "wheel"))
     source = open_tree(patch_series.make_tree(tmp_path / "source", source=True))
@@ -94,7 +106,9 @@ def test_patches_of_compiled_sources_are_for_the_source_layout_only(tmp_path: Pa
     assert "// kernel seven" in source.text("csrc/kernel.cu")
 
 
-def test_a_file_linked_from_elsewhere_keeps_its_bytes(tree: Tree, series: Series, tmp_path: Path) -> None:
+def test_a_file_linked_from_elsewhere_keeps_its_bytes(
+    tree: Tree, series: Series, tmp_path: Path
+) -> None:
     os.link(tree.path("vllm/one.py"), tmp_path / "elsewhere.py")
     apply_series(tree, series)
     assert (tmp_path / "elsewhere.py").read_text() == patch_series.FILES["vllm/one.py"]
@@ -110,7 +124,9 @@ def test_file_modes_are_kept(tree: Tree, series: Series) -> None:
 
 
 def killed_at(event: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a child that dies by SIGKILL at its n-th audited operation (open, rename, link, mkdir, ctypes…)."""
+    """Run `work` in a child that dies by SIGKILL at its n-th audited operation (open, rename,
+    link, mkdir, ctypes…).
+    """
     child = os.fork()
     if child == 0:
         seen = 0
@@ -155,7 +171,9 @@ def test_killed_at_any_point_the_tree_is_as_before_or_patched(
             if not exchange and not unit(tree).exists():
                 swap.recover(unit(tree))  # what every next command does first
             found = patch_series.contents(tree.root)
-            assert found in states, f"half done after {work.__name__} was killed at operation {event}"
+            assert found in states, (
+                f"half done after {work.__name__} was killed at operation {event}"
+            )
             seen.add(states.index(found))
             work(tree, series)
             assert patch_series.contents(tree.root) == states[1]
@@ -168,10 +186,11 @@ def test_killed_at_any_point_the_tree_is_as_before_or_patched(
 
 def test_two_at_once_leave_one_whole_result(tree: Tree, series: Series, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path\n"
-        "from nibble.patching.apply import apply_series; from nibble.patching.series import load_series\n"
-        "from nibble.patching.tree import open_tree\n"
-        "print(len(apply_series(open_tree(Path(sys.argv[1])), load_series('vllm', Path(sys.argv[2])))))"
+        "import sys; from pathlib import Path\nfrom nibble.engine.patching.apply import"
+        " apply_series; from nibble.engine.patching.series import load_series\nfrom"
+        " nibble.engine.patching.tree import"
+        " open_tree\nprint(len(apply_series(open_tree(Path(sys.argv[1])), load_series('vllm',"
+        " Path(sys.argv[2])))))"
     )
     words = [sys.executable, "-c", code, str(tree.root), str(tmp_path / "series")]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -225,9 +244,8 @@ def test_a_tree_that_cannot_be_written_is_refused_and_stays(
     def read_only(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(
-        swap.shutil, "copytree", read_only
-    )  # root may write anywhere: the image tests use a real one
+    # Root may write anywhere: the image tests use a real one
+    monkeypatch.setattr(swap.shutil, "copytree", read_only)
     refused(lambda: apply_series(tree, series), "Read-only file system")
     assert patch_series.contents(tree.root) == before
 

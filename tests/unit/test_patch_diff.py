@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.patching.diff import DiffError, apply, parse
+from nibble.engine.patching.diff import DiffError, apply, parse
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 31))
 DIFF = """\
@@ -55,7 +55,14 @@ def strict_apply(before: str, diff: str) -> str | None:
         BEFORE.replace("line 21\n", ""),
         BEFORE + BEFORE,
     ],
-    ids=["as made", "moved by one", "moved by nine", "other context", "already half done", "twice there"],
+    ids=[
+        "as made",
+        "moved by one",
+        "moved by nine",
+        "other context",
+        "already half done",
+        "twice there",
+    ],
 )
 def test_result_is_that_of_git_apply(tmp_path: Path, before: str) -> None:
     assert strict_apply(before, DIFF) == git_apply(tmp_path, before, DIFF)
@@ -64,8 +71,8 @@ def test_result_is_that_of_git_apply(tmp_path: Path, before: str) -> None:
 def test_last_line_without_line_end_is_kept_as_git_keeps_it(tmp_path: Path) -> None:
     before = "one\ntwo"
     diff = (
-        "--- a/vllm/file.py\n+++ b/vllm/file.py\n@@ -1,2 +1,2 @@\n one\n-two\n\\ No newline at end of file\n+2\n"
-        "\\ No newline at end of file\n"
+        "--- a/vllm/file.py\n+++ b/vllm/file.py\n@@ -1,2 +1,2 @@\n one\n-two\n\\ No newline at end"
+        " of file\n+2\n\\ No newline at end of file\n"
     )
     assert strict_apply(before, diff) == git_apply(tmp_path, before, diff) == "one\n2"
 

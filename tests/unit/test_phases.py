@@ -1,7 +1,7 @@
 """Recognising start-up phases in vLLM's log.
 
-data/vllm-0.32-{cpu,h200}-*.log come from real runs; data/vllm-0.32-gpu-formats.log holds lines in the formats of the
-source, with numbers made up, for steps that none of these runs took.
+data/vllm-0.32-{cpu,h200}-*.log come from real runs; data/vllm-0.32-gpu-formats.log holds lines in
+the formats of the source, with numbers made up, for steps that none of these runs took.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from nibble.phases import PHASES, DrainReader, ErrorReader, PhaseReader, PhaseUpdate, message
+from nibble.engine.log import PHASES, DrainReader, ErrorReader, PhaseReader, PhaseUpdate, message
 
 DATA = Path(__file__).parent / "data"
-KV_CACHE_SIZE = "INFO 11-21 06:24:50 [kv_cache_utils.py:2327] GPU KV cache size: 67,164,896 tokens, Maximum"
+KV_CACHE_SIZE = (
+    "INFO 11-21 06:24:50 [kv_cache_utils.py:2327] GPU KV cache size: 67,164,896 tokens, Maximum"
+)
 
 
 def read(name: str) -> tuple[PhaseReader, list[PhaseUpdate]]:
@@ -41,7 +43,9 @@ def test_a_real_compiled_cpu_start_shows_compilation_between_load_and_warm_up() 
 def test_a_gpu_start_shows_every_phase_once_and_in_order() -> None:
     _, updates = read("vllm-0.32-gpu-formats.log")
     assert order(updates) == ["download", "load", "compile", "autotune", "capture", "warm-up"]
-    assert order(updates) == [phase for phase in PHASES if phase not in ("start", "canary", "ready")]
+    assert order(updates) == [
+        phase for phase in PHASES if phase not in ("start", "canary", "ready")
+    ]
 
 
 @pytest.mark.parametrize("name", ["vllm-0.32-h200-compiled.log", "vllm-0.32-h200-nvfp4.log"])
@@ -51,7 +55,8 @@ def test_a_real_first_start_on_an_h200_shows_its_phases_in_order(name: str) -> N
     assert reader.http_is_up
     assert reader.tasks == ("generate",)
     assert reader.facts["kv_cache_gib"] == pytest.approx(128.1, abs=0.1)
-    assert reader.facts["graphs_gib"] < 0.08  # of the real capture; the one that measures took 0.09 and 0.10
+    # Of the real capture; the one that measures took 0.09 and 0.10
+    assert reader.facts["graphs_gib"] < 0.08
 
 
 def test_the_minute_in_which_flashinfer_compiles_is_told_as_such() -> None:
@@ -61,10 +66,17 @@ def test_the_minute_in_which_flashinfer_compiles_is_told_as_such() -> None:
     assert (updates[at + 1].phase, updates[at + 1].progress) == ("capture", 0.0)
 
 
-def test_a_kernel_compiled_before_the_kv_cache_has_its_size_stays_in_the_phase_that_needed_it() -> None:
+def test_a_kernel_compiled_before_the_kv_cache_has_its_size_stays_in_the_phase_that_needed_it() -> (
+    None
+):
     reader = PhaseReader()
-    reader.feed("(EngineCore pid=1) INFO 11-21 06:24:39 [monitor.py:40] [backbone] Starting torch.compile")
-    built = "2026-11-21 06:24:52,286 - INFO - core.py:564 - flashinfer.jit: Building JIT module fp4; this can take"
+    reader.feed(
+        "(EngineCore pid=1) INFO 11-21 06:24:39 [monitor.py:40] [backbone] Starting torch.compile"
+    )
+    built = (
+        "2026-11-21 06:24:52,286 - INFO - core.py:564 - flashinfer.jit: Building JIT module fp4;"
+        " this can take"
+    )
     assert reader.feed(built) == PhaseUpdate("compile", None, "Building JIT module fp4")
 
 
@@ -72,7 +84,10 @@ def test_a_kernel_compiled_before_the_kv_cache_has_its_size_stays_in_the_phase_t
     ("line", "phase", "progress"),
     [
         (
-            "\rLoading safetensors checkpoint shards:  62% Completed | 5/8 [00:01<00:00,  7.06it/s]",
+            (
+                "\rLoading safetensors checkpoint shards:  62% Completed | 5/8 [00:01<00:00, "
+                " 7.06it/s]"
+            ),
             "load",
             0.62,
         ),
@@ -85,7 +100,9 @@ def test_a_kernel_compiled_before_the_kv_cache_has_its_size_stays_in_the_phase_t
         ("Capturing prefill CUDA graphs (FULL):  10%|#         | 1/10 [", "capture", 0.1),
     ],
 )
-def test_percentages_of_progress_bars_become_progress(line: str, phase: str, progress: float) -> None:
+def test_percentages_of_progress_bars_become_progress(
+    line: str, phase: str, progress: float
+) -> None:
     reader = PhaseReader()
     if phase == "capture":
         reader.feed(KV_CACHE_SIZE)
@@ -107,7 +124,8 @@ def test_graphs_captured_only_to_measure_their_memory_are_not_the_capture_phase(
 def test_a_phase_that_is_over_does_not_come_back() -> None:
     reader = PhaseReader()
     reader.feed(
-        "INFO 11-21 06:00:40 [backends.py:398] Compiling a graph for compile range (1, 8192) takes 9.50 s"
+        "INFO 11-21 06:00:40 [backends.py:398] Compiling a graph for compile range (1, 8192) takes"
+        " 9.50 s"
     )
     assert reader.feed("Loading safetensors checkpoint shards: 100% Completed | 4/4 [") is None
     assert reader.phase == "compile"
@@ -129,7 +147,10 @@ def test_numbers_worth_showing_are_collected() -> None:
 
 
 def test_colours_and_process_prefixes_do_not_hide_a_phase() -> None:
-    line = "\x1b[0;36m(EngineCore pid=7)\x1b[0;0m INFO 11-21 06:00:10 [x.py:5039] Starting to load model m..."
+    line = (
+        "\x1b[0;36m(EngineCore pid=7)\x1b[0;0m INFO 11-21 06:00:10 [x.py:5039] Starting to load"
+        " model m..."
+    )
     assert message(line) == "Starting to load model m..."
     update = PhaseReader().feed(line)
     assert update is not None
@@ -139,7 +160,8 @@ def test_colours_and_process_prefixes_do_not_hide_a_phase() -> None:
 def test_an_embedding_model_tells_that_it_does_not_generate() -> None:
     reader = PhaseReader()
     reader.feed(
-        "(APIServer pid=2) INFO 11-21 06:01:13 [entry.py:136] Supported tasks: ['embed', 'token_embed']"
+        "(APIServer pid=2) INFO 11-21 06:01:13 [entry.py:136] Supported tasks: ['embed',"
+        " 'token_embed']"
     )
     assert reader.tasks == ("embed", "token_embed")
 
@@ -165,7 +187,9 @@ def test_requests_aborted_at_once_count_as_unfinished() -> None:
     reader = DrainReader()
     prefix = "(EngineCore pid=9) INFO 11-21 06:02:00 [core.py:1644] "
     reader.feed(f"{prefix}[shutdown] EngineCore: aborting in-flight requests count=3")
-    reader.feed(f"{prefix}[shutdown] EngineCore: request processing complete; starting resource teardown")
+    reader.feed(
+        f"{prefix}[shutdown] EngineCore: request processing complete; starting resource teardown"
+    )
     assert reader.cut == 3
 
 
@@ -173,7 +197,9 @@ def test_each_engine_of_several_has_to_finish() -> None:
     reader = DrainReader()
     for rank in (0, 1):
         prefix = f"(EngineCore_DP{rank} pid={rank + 50}) INFO 11-21 06:02:00 [core.py:1655] "
-        reader.feed(f"{prefix}[shutdown] EngineCore: draining in-flight requests count=2 timeout=30s")
+        reader.feed(
+            f"{prefix}[shutdown] EngineCore: draining in-flight requests count=2 timeout=30s"
+        )
     done = "[shutdown] EngineCore: request processing complete; starting resource teardown"
     reader.feed(f"(EngineCore_DP0 pid=50) INFO 11-21 06:02:05 [core.py:1666] {done}")
     assert reader.cut == 2

@@ -1,4 +1,6 @@
-"""A norm that holds NaN is found before a load; what may hold infinities, and what is large, is left alone."""
+"""A norm that holds NaN is found before a load; what may hold infinities, and what is large, is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from serving import ROOT
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.plain_values import check_plain_values, first_not_finite
+from nibble.checkpoint.verify import check_scales
 from nibble.errors import ExitCode, NibbleError
-from nibble.nvfp4_checks import check_scales
 
 DEMO = ROOT / "models" / "nibble-demo-nvfp4"
 NORM = "model.layers.2.post_attention_layernorm.weight"
@@ -25,7 +27,9 @@ NORM = "model.layers.2.post_attention_layernorm.weight"
 @pytest.mark.parametrize(
     ("dtype", "name"), [(torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")]
 )
-def test_every_value_that_is_no_finite_number_is_found_and_no_other(dtype: torch.dtype, name: str) -> None:
+def test_every_value_that_is_no_finite_number_is_found_and_no_other(
+    dtype: torch.dtype, name: str
+) -> None:
     if name == "F32":
         bits = torch.arange(1 << 16, dtype=torch.int32) << 16 | 1
         values = bits.view(torch.float32)
@@ -52,7 +56,9 @@ def damaged(folder: Path, tensor: str, value: float, place: int = 7) -> Path:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_norm_with_it_is_refused_by_name(value: float, tmp_path: Path) -> None:
     found = read_checkpoint(str(damaged(tmp_path / "m", NORM, value)))
-    with pytest.raises(NibbleError, match=f"{NORM} in .* holds NaN or infinity at element 7") as caught:
+    with pytest.raises(
+        NibbleError, match=f"{NORM} in .* holds NaN or infinity at element 7"
+    ) as caught:
         check_scales(found, with_draft=True)
     assert caught.value.code == ExitCode.MODEL
 
@@ -72,7 +78,9 @@ def test_the_demos_and_masks_have_nothing_wrong(tmp_path: Path) -> None:
         found = read_checkpoint(str(ROOT / "models" / name))
         assert found.path is not None
         assert check_plain_values(found.path, found.tensors.values(), found.num_layers) == ()
-    save_file({"layers.0.attn.mask": torch.full((4, 4), float("-inf"))}, tmp_path / "model.safetensors")
+    save_file(
+        {"layers.0.attn.mask": torch.full((4, 4), float("-inf"))}, tmp_path / "model.safetensors"
+    )
     (tmp_path / "config.json").write_text('{"architectures": ["X"], "model_type": "x"}')
     found = read_checkpoint(str(tmp_path))
     assert check_plain_values(tmp_path, found.tensors.values(), None) == ()

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
-from nibble import prepare
+from nibble.engine.guard.limits import RequestLimits
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.guard.limits import RequestLimits
-from nibble.hardware import Gpu, Hardware
-from nibble.paths import root
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.recipes import list_recipes, load_recipe
-from nibble.targets import TARGET_NAMES
-from nibble.vllm_schema import load_schema
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
+from nibble.machine.targets import TARGET_NAMES
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.recipes.recipe import list_recipes, load_recipe
 
 GIB = 1 << 30
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
@@ -37,10 +37,16 @@ def failure(*words: str, **environ: str) -> NibbleError:
 
 
 def machine(
-    name: str, capability: tuple[int, int], count: int = 1, memory: int | None = 96 * GIB, **more: Any
+    name: str,
+    capability: tuple[int, int],
+    count: int = 1,
+    memory: int | None = 96 * GIB,
+    **more: Any,
 ) -> Hardware:
     gpus = tuple(Gpu(i, name, capability, memory, memory, f"GPU-{i}") for i in range(count))
-    found = Hardware(gpus, "580.105.08", "13.0", "x86_64", 8, frozenset({"avx512f"}), 128 * GIB, 100 * GIB)
+    found = Hardware(
+        gpus, "580.105.08", "13.0", "x86_64", 8, frozenset({"avx512f"}), 128 * GIB, 100 * GIB
+    )
     return replace(found, **more)
 
 
@@ -56,13 +62,26 @@ def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -
     model = str(write_model(tmp_path / "m"))
     (tmp_path / "bin").mkdir()
     found = plan(model, "--target", "cpu", PATH=str(tmp_path / "bin"))
-    assert found.env["TORCHDYNAMO_DISABLE"].value == "1" and found.args["--enforce-eager"].value is True
+    assert (
+        found.env["TORCHDYNAMO_DISABLE"].value == "1"
+        and found.args["--enforce-eager"].value is True
+    )
     assert "C++ compiler" in found.args["--enforce-eager"].reason
     own = plan(
-        model, "--target", "cpu", "--no-enforce-eager", PATH=str(tmp_path / "bin"), TORCHDYNAMO_DISABLE="0"
+        model,
+        "--target",
+        "cpu",
+        "--no-enforce-eager",
+        PATH=str(tmp_path / "bin"),
+        TORCHDYNAMO_DISABLE="0",
     )
-    assert own.env["TORCHDYNAMO_DISABLE"].value == "0" and own.args["--enforce-eager"].value is False
-    assert "TORCHDYNAMO_DISABLE" not in plan(model, "--target", "hopper", PATH=str(tmp_path / "bin")).env
+    assert (
+        own.env["TORCHDYNAMO_DISABLE"].value == "0" and own.args["--enforce-eager"].value is False
+    )
+    assert (
+        "TORCHDYNAMO_DISABLE"
+        not in plan(model, "--target", "hopper", PATH=str(tmp_path / "bin")).env
+    )
     compiler = tmp_path / "bin/g++"
     compiler.touch(0o755)
     settings = tmp_path / "nibble.toml"
@@ -73,7 +92,9 @@ def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -
         assert "TORCHDYNAMO_DISABLE" not in found.env and "--enforce-eager" not in found.args
 
 
-def test_precedence_is_command_line_extra_args_environment_file_recipe_target(tmp_path: Path) -> None:
+def test_precedence_is_command_line_extra_args_environment_file_recipe_target(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "nibble.toml"
     file.write_text("max_num_seqs = 3\n[args]\nmax-num-batched-tokens = 33\nblock-size = 16\n")
     words = ["nvidia/Qwen3.6-35B-A3B-NVFP4", "--target", "gb10"]
@@ -126,7 +147,9 @@ def test_every_recipe_has_a_plan_for_every_target_in_half_a_second(model: str, t
     for name, choice in found.args.items():
         value = choice.value
         problems = (
-            schema.check_json(name, value) if isinstance(value, dict) else [schema.check_value(name, value)]
+            schema.check_json(name, value)
+            if isinstance(value, dict)
+            else [schema.check_value(name, value)]
         )
         assert not [problem for problem in problems if problem]
     assert found.budget.weights_bytes is None and found.bound.tokens_per_s is None
@@ -136,7 +159,12 @@ def test_every_recipe_has_a_plan_for_every_target_in_half_a_second(model: str, t
 def test_an_unknown_checkpoint_is_never_guessed_at() -> None:
     found = plan("acme/unheard-of", "--target", "gb10")
     assert found.checkpoint is None and found.checkpoint_note.startswith("unknown until pull")
-    assert found.budget.weights_bytes is found.budget.sequence_bytes is found.bound.bytes_per_step is None
+    assert (
+        found.budget.weights_bytes
+        is found.budget.sequence_bytes
+        is found.bound.bytes_per_step
+        is None
+    )
 
 
 def test_every_model_is_also_served_as_default(tmp_path: Path) -> None:
@@ -156,7 +184,12 @@ def test_no_secret_reaches_the_command_the_plan_or_vllms_environment(tmp_path: P
     }
     found = plan(str(write_model(tmp_path / "m")), **secret)
     child = found.vllm_environ(
-        OFFLINE | secret | {"VLLM_EXTRA_ARGS": "--seed 1", "CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE": "a:b"}
+        OFFLINE
+        | secret
+        | {
+            "VLLM_EXTRA_ARGS": "--seed 1",
+            "CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE": "a:b",
+        }
     )
     assert "very-secret" not in json.dumps(found.to_json()) + " ".join(found.argv()) + json.dumps(
         child
@@ -166,7 +199,10 @@ def test_no_secret_reaches_the_command_the_plan_or_vllms_environment(tmp_path: P
 
 def test_debug_means_eager_and_verbose(tmp_path: Path) -> None:
     found = plan(str(write_model(tmp_path / "m")), "--debug")
-    assert found.args["--enforce-eager"].value is True and found.env["VLLM_LOGGING_LEVEL"].value == "DEBUG"
+    assert (
+        found.args["--enforce-eager"].value is True
+        and found.env["VLLM_LOGGING_LEVEL"].value == "DEBUG"
+    )
 
 
 def test_tq_sets_the_kv_cache_and_prints_what_it_costs() -> None:
@@ -178,7 +214,9 @@ def test_tq_sets_the_kv_cache_and_prints_what_it_costs() -> None:
 
 
 def test_tq_is_refused_on_the_cpu_and_with_latent_attention(tmp_path: Path) -> None:
-    assert failure(str(write_model(tmp_path / "m")), "--tq", "--target", "cpu").code == ExitCode.CONFIG
+    assert (
+        failure(str(write_model(tmp_path / "m")), "--tq", "--target", "cpu").code == ExitCode.CONFIG
+    )
     latent = write_model(tmp_path / "mla", DEEPSEEK_MLA)
     assert "latent attention" in failure(str(latent), "--tq", "--target", "gb10").line()
 
@@ -199,24 +237,30 @@ def test_a_cpu_gets_its_kv_cache_in_bytes(tmp_path: Path) -> None:
     found = plan(str(write_model(tmp_path / "m")), "--target", "cpu")
     choice = found.args["--kv-cache-memory-bytes"]
     assert (
-        choice.value >= (found.budget.sequence_bytes or 0) > 0 and "sequences of 1024 tokens" in choice.reason
+        choice.value >= (found.budget.sequence_bytes or 0) > 0
+        and "sequences of 1024 tokens" in choice.reason
     )
     assert (
-        plan(str(tmp_path / "m"), NIBBLE_KV_CACHE_BYTES="2097152").args["--kv-cache-memory-bytes"].value
+        plan(str(tmp_path / "m"), NIBBLE_KV_CACHE_BYTES="2097152")
+        .args["--kv-cache-memory-bytes"]
+        .value
         == 2097152
     )
 
 
 def test_the_bound_is_bandwidth_over_the_bytes_a_step_reads(tmp_path: Path) -> None:
     found = plan(str(write_model(tmp_path / "m")), "--target", "gb10")
-    assert found.bound.bytes_per_step and found.bound.tokens_per_s == 273e9 / found.bound.bytes_per_step
+    assert (
+        found.bound.bytes_per_step
+        and found.bound.tokens_per_s == 273e9 / found.bound.bytes_per_step
+    )
     two = plan(str(tmp_path / "m"), "--target", "b200", "--tensor-parallel-size", "2")
     assert two.bound.bandwidth_bytes_per_s == 2 * 8e12
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "target"),
-    [("NVIDIA GB10", (12, 1), "gb10"), ("NVIDIA GeForce RTX 5090", (12, 0), "sm120"), ("NVIDIA B200", (10, 0), "b200"),
+    [("NVIDIA GB10", (12, 1), "gb10"), ("NVIDIA GeForce RTX 5090", (12, 0), "sm120"), ("NVIDIA B200", (10, 0), "b200"),  # noqa: E501
      ("NVIDIA B300", (10, 3), "b200"), ("NVIDIA H200", (9, 0), "hopper")],
 )  # fmt: skip
 def test_the_target_is_that_of_the_gpu_found(
@@ -248,9 +292,13 @@ def test_an_image_without_its_gpu_or_on_another_gpu_is_refused(on: Any) -> None:
     assert plan("acme/x", NIBBLE_IMAGE="sm120").target.name == "gb10"
 
 
-def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(on: Any, tmp_path: Path) -> None:
+def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(
+    on: Any, tmp_path: Path
+) -> None:
     on(machine("NVIDIA H200", (9, 0), 2))
-    assert "4 GPUs are asked for and 2 are here" in failure("acme/x", TENSOR_PARALLEL_SIZE="4").line()
+    assert (
+        "4 GPUs are asked for and 2 are here" in failure("acme/x", TENSOR_PARALLEL_SIZE="4").line()
+    )
     replicas = failure("acme/x", TENSOR_PARALLEL_SIZE="2", VLLM_EXTRA_ARGS="--data-parallel-size 2")
     assert "4 GPUs are asked for and 2 are here" in replicas.line()
     folder = write_model(tmp_path / "m")
@@ -259,9 +307,12 @@ def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(on: Any, t
 
 
 @pytest.mark.parametrize(
-    ("heads", "sizes"), [(9, "1, 3 or 9"), (1, "1"), (7, "1 or 7"), (71, "1"), (64, "1, 2, 4, 8 or 16")]
+    ("heads", "sizes"),
+    [(9, "1, 3 or 9"), (1, "1"), (7, "1 or 7"), (71, "1"), (64, "1, 2, 4, 8 or 16")],
 )
-def test_the_sizes_that_are_suggested_divide_the_heads(tmp_path: Path, heads: int, sizes: str) -> None:
+def test_the_sizes_that_are_suggested_divide_the_heads(
+    tmp_path: Path, heads: int, sizes: str
+) -> None:
     shape = {
         "num_attention_heads": heads,
         "num_key_value_heads": 1,
@@ -283,7 +334,8 @@ def test_the_fewest_gpus_that_hold_the_weights_are_taken(on: Any, tmp_path: Path
         found = plan(str(folder)).args.get("--tensor-parallel-size")
         assert (found.value if found else 1) == gpus
     replicas = plan(str(folder), VLLM_EXTRA_ARGS="--data-parallel-size 2")
-    assert "--tensor-parallel-size" not in replicas.args  # each of the two has two GPUs and needs four
+    # Each of the two has two GPUs and needs four
+    assert "--tensor-parallel-size" not in replicas.args
 
 
 def test_a_recipe_for_more_gpus_than_are_here_does_not_apply(on: Any) -> None:
@@ -326,7 +378,10 @@ def test_qwen3_next_is_served_with_multi_token_prediction() -> None:
 
 def test_the_demo_is_planned_eager_on_the_cpu() -> None:
     found = plan("nibble-demo")
-    assert found.served_names == ("nibble-demo", "default") and found.args["--enforce-eager"].value is True
+    assert (
+        found.served_names == ("nibble-demo", "default")
+        and found.args["--enforce-eager"].value is True
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,25 +390,35 @@ def test_the_demo_is_planned_eager_on_the_cpu() -> None:
 def test_limits_hold_for_flags_in_vllm_extra_args_too(flag: str) -> None:
     error = failure("acme/x", "--target", "gb10", VLLM_EXTRA_ARGS=flag)
     assert (
-        error.code == ExitCode.USAGE and flag.split()[0] in error.line() and "VLLM_EXTRA_ARGS" in error.line()
+        error.code == ExitCode.USAGE
+        and flag.split()[0] in error.line()
+        and "VLLM_EXTRA_ARGS" in error.line()
     )
 
 
-def test_the_draft_layers_of_multi_token_prediction_count_in_the_memory_of_a_sequence(tmp_path: Path) -> None:
+def test_the_draft_layers_of_multi_token_prediction_count_in_the_memory_of_a_sequence(
+    tmp_path: Path,
+) -> None:
     folder = write_model(tmp_path / "mtp", DEEPSEEK_MLA | {"num_nextn_predict_layers": 1})
     plain = plan(str(folder), "--target", "gb10").budget.sequence_bytes
     drafting = plan(
-        str(folder), "--target", "gb10", "--speculative-config", '{"method":"mtp","num_speculative_tokens":2}'
+        str(folder),
+        "--target",
+        "gb10",
+        "--speculative-config",
+        '{"method":"mtp","num_speculative_tokens":2}',
     )
     assert plain and drafting.budget.sequence_bytes and drafting.budget.sequence_bytes > plain
 
 
 @pytest.mark.parametrize(
     "line",
-    ["HF_TOKEN = 'hf_very-secret'", "VLLM_API_KEY = 'hf_very-secret'", "NIBBLE_PORTS = '1'", "MODEL = 'a/b'",
+    ["HF_TOKEN = 'hf_very-secret'", "VLLM_API_KEY = 'hf_very-secret'", "NIBBLE_PORTS = '1'", "MODEL = 'a/b'",  # noqa: E501
      "VLLM_LOGING_LEVEL = 'INFO'", "VLLM_ATTENTION_BACKEND = 'FLASHINFER'"],
 )  # fmt: skip
-def test_the_env_table_of_a_settings_file_takes_only_what_is_for_vllm(tmp_path: Path, line: str) -> None:
+def test_the_env_table_of_a_settings_file_takes_only_what_is_for_vllm(
+    tmp_path: Path, line: str
+) -> None:
     file = tmp_path / "nibble.toml"
     file.write_text(f"[env]\n{line}\n")
     error = failure("acme/x", "--target", "gb10", NIBBLE_CONFIG=str(file))
@@ -389,9 +454,18 @@ def test_the_gate_gets_the_request_limits_and_the_body_limit_fits_the_model(tmp_
     file = tmp_path / "nibble.toml"
     file.write_text("max_body_bytes = 5000\n")
     found = plan(
-        text, "--target", "cpu", NIBBLE_CONFIG=str(file), NIBBLE_MAX_MESSAGES="7", NIBBLE_MAX_HEADERS="9"
+        text,
+        "--target",
+        "cpu",
+        NIBBLE_CONFIG=str(file),
+        NIBBLE_MAX_MESSAGES="7",
+        NIBBLE_MAX_HEADERS="9",
     )
     assert found.args["--h11-max-header-count"].value == 9
     limits = RequestLimits.from_environ(found.vllm_environ({}))
-    assert (limits.max_body_bytes, limits.max_buffered_bytes, limits.max_messages) == (5000, 40_000, 7)
+    assert (limits.max_body_bytes, limits.max_buffered_bytes, limits.max_messages) == (
+        5000,
+        40_000,
+        7,
+    )
     assert str(file) in found.env["NIBBLE_MAX_BODY_BYTES"].source

@@ -1,4 +1,6 @@
-"""Values of scales and norms that no exporter means are refused before a load; unlikely ones are told with their figures."""
+"""Values of scales and norms that no exporter means are refused before a load; unlikely ones are
+told with their figures.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from tiny_model import write_model, write_safetensors
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.plausible import LARGEST_WEIGHT, check_plausible
 from nibble.checkpoint.scale_values import largest_scale, numbers
+from nibble.checkpoint.verify import check_scales
+from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
-from nibble.inspection import inspect_model
-from nibble.model_checks import check_experts_on_cpu, check_tokenizer, check_values
-from nibble.nvfp4_checks import check_scales
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.serve.preflight.model import check_experts_on_cpu, check_tokenizer, check_values
 
 DEMOS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4", "nibble-demo")
 GLOBAL = {"nvfp4": "weight_scale_2", "ct": "weight_global_scale"}
@@ -33,18 +35,27 @@ def f32(value: float) -> bytes:
     return struct.pack("<f", value)
 
 
-def model(folder: Path, form: str = "nvfp4", values: dict[str, bytes] | None = None, extra: Tensors | None = None,
-          **config: Any) -> Checkpoint:  # fmt: skip
+def model(
+    folder: Path,
+    form: str = "nvfp4",
+    values: dict[str, bytes] | None = None,
+    extra: Tensors | None = None,
+    **config: Any,
+) -> Checkpoint:
     """Three layers whose global scales are those of weights up to 1."""
     weights = qwen3(form) | (extra or {})
     stored = HEALTHY if form == "nvfp4" else 1 / HEALTHY
-    scales = {name: f32(stored) for name in weights if form in GLOBAL and name.endswith(GLOBAL[form])}
+    scales = {
+        name: f32(stored) for name in weights if form in GLOBAL and name.endswith(GLOBAL[form])
+    }
     scales |= {
         name: b"\x7e" * (shape[0] * shape[1])
         for name, (_, shape) in weights.items()
         if name.endswith("weight_scale")
     }
-    given = {"num_hidden_layers": COUNT} | ({"quantization_config": FORMS[form]} if FORMS[form] else {})
+    given = {"num_hidden_layers": COUNT} | (
+        {"quantization_config": FORMS[form]} if FORMS[form] else {}
+    )
     return read_checkpoint(
         str(write_checkpoint(folder, weights, given | config, None, scales | (values or {})))
     )
@@ -85,7 +96,9 @@ def test_a_global_scale_stored_as_its_reciprocal_is_refused(
 ) -> None:
     stored = 2688 / largest if form == "nvfp4" else largest / 2688
     names = [
-        name for name in qwen3(form) if name.endswith(GLOBAL[form]) and (everywhere or name.startswith(UP))
+        name
+        for name in qwen3(form)
+        if name.endswith(GLOBAL[form]) and (everywhere or name.startswith(UP))
     ]
     error = refused(model(tmp_path / "m", form, {name: f32(stored) for name in names}))
     assert GLOBAL[form] in error.what and "reciprocal" in error.expected
@@ -103,13 +116,15 @@ def test_block_scales_are_read_before_a_global_scale_is_called_too_large(tmp_pat
 
 @pytest.mark.parametrize("value", [1e-40, 2e-39, 3.3e38])
 @pytest.mark.parametrize("leaf", ["weight_global_scale", "input_global_scale"])
-def test_a_divisor_whose_reciprocal_overflows_is_refused(leaf: str, value: float, tmp_path: Path) -> None:
+def test_a_divisor_whose_reciprocal_overflows_is_refused(
+    leaf: str, value: float, tmp_path: Path
+) -> None:
     name = f"{UP}.{leaf}"
     error = refused(model(tmp_path / "m", "ct", {name: f32(value)}, {name: ("F32", [1])}))
     assert f"{UP}.{leaf}" in error.what and "reciprocal" in error.what
 
 
-# --- the KV cache's scales -------------------------------------------------------------------------------------------
+# --- the KV cache's scales ------------------------------------------------------------------------
 
 
 def cached(
@@ -121,7 +136,9 @@ def cached(
         for part in "kv"
     ]
     width = 4 if dtype == "F32" else 2
-    healthy = {name: {"F32": f32(0.01), "BF16": b"\x24\x3c", "F16": b"\x1f\x21"}[dtype] for name in names}
+    healthy = {
+        name: {"F32": f32(0.01), "BF16": b"\x24\x3c", "F16": b"\x1f\x21"}[dtype] for name in names
+    }
     assert all(len(data) == width for data in healthy.values())
     changed = {
         name: data
@@ -146,7 +163,9 @@ def test_a_scale_of_the_cache_that_is_no_positive_number_is_refused(
 def test_it_is_read_in_every_type(dtype: str, nan: bytes, tmp_path: Path) -> None:
     assert check_values(cached(tmp_path / "m", "bf16", dtype, {}), with_draft=True) == []
     assert "is nan" in refused(cached(tmp_path / "n", "bf16", dtype, {2: nan})).what
-    assert numbers(b"\x80\x3f\x00\xc0", "BF16") == (1.0, -2.0) and numbers(b"\x00\x3c", "F16") == (1.0,)
+    assert numbers(b"\x80\x3f\x00\xc0", "BF16") == (1.0, -2.0) and numbers(b"\x00\x3c", "F16") == (
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +208,7 @@ def test_weights_far_from_those_of_other_layers_are_told(tmp_path: Path) -> None
     assert len(lines) == 1 and weight.module in lines[0] and "weights of up to" in lines[0]
 
 
-# --- zeros -----------------------------------------------------------------------------------------------------------
+# --- zeros ----------------------------------------------------------------------------------------
 
 
 def test_a_norm_of_zeros_is_refused_where_norms_multiply(tmp_path: Path) -> None:
@@ -197,7 +216,10 @@ def test_a_norm_of_zeros_is_refused_where_norms_multiply(tmp_path: Path) -> None
     error = refused(model(tmp_path / "m", values={norm: bytes(128)}))
     assert norm in error.what and "holds only zeros" in error.what
     gemma = {"model_type": "gemma", "head_dim": 16}
-    assert check_values(model(tmp_path / "n", values={norm: bytes(128)}, **gemma), with_draft=True) == []
+    assert (
+        check_values(model(tmp_path / "n", values={norm: bytes(128)}, **gemma), with_draft=True)
+        == []
+    )
 
 
 def test_block_scales_of_zeros_in_every_weight_are_refused(tmp_path: Path) -> None:
@@ -222,7 +244,9 @@ def with_experts(folder: Path, values: dict[str, bytes]) -> Checkpoint:
     weights = qwen3("nvfp4", model_type="qwen3_moe", experts=8)
     healthy = {name: f32(HEALTHY) for name in weights if name.endswith("weight_scale_2")}
     healthy |= {
-        n: b"\x7e" * (shape[0] * shape[1]) for n, (_, shape) in weights.items() if n.endswith("weight_scale")
+        n: b"\x7e" * (shape[0] * shape[1])
+        for n, (_, shape) in weights.items()
+        if n.endswith("weight_scale")
     }
     config = {
         "model_type": "qwen3_moe",
@@ -236,18 +260,30 @@ def with_experts(folder: Path, values: dict[str, bytes]) -> Checkpoint:
 
 def test_an_expert_far_below_the_others_is_usual_and_one_far_above_is_told(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.3.up_proj.weight_scale_2"
-    assert check_values(with_experts(tmp_path / "m", {name: f32(HEALTHY / 1000)}), with_draft=True) == []
-    (line,) = check_values(with_experts(tmp_path / "n", {name: f32(HEALTHY * 1000)}), with_draft=True)
+    assert (
+        check_values(with_experts(tmp_path / "m", {name: f32(HEALTHY / 1000)}), with_draft=True)
+        == []
+    )
+    (line,) = check_values(
+        with_experts(tmp_path / "n", {name: f32(HEALTHY * 1000)}), with_draft=True
+    )
     assert "experts.3.up_proj has weights of up to 1e+03" in line
 
 
-MTP_NORM, TOWER_NORM = f"model.layers.{COUNT}.enorm.weight", "vision_tower.encoder.layers.0.norm1.weight"
+MTP_NORM, TOWER_NORM = (
+    f"model.layers.{COUNT}.enorm.weight",
+    "vision_tower.encoder.layers.0.norm1.weight",
+)
 
 
 def test_a_norm_of_a_draft_or_a_vision_tower_may_be_zero(tmp_path: Path) -> None:
     for name in (MTP_NORM, TOWER_NORM):
         found = model(
-            tmp_path / name, "bf16", {name: bytes(128)}, {name: ("BF16", [64])}, num_nextn_predict_layers=1
+            tmp_path / name,
+            "bf16",
+            {name: bytes(128)},
+            {name: ("BF16", [64])},
+            num_nextn_predict_layers=1,
         )
         assert check_values(found, with_draft=False) == []
         if name == TOWER_NORM:
@@ -259,26 +295,37 @@ def test_a_norm_of_a_draft_or_a_vision_tower_may_be_zero(tmp_path: Path) -> None
 
 def test_a_scale_of_the_cache_of_a_draft_is_read_where_it_drafts(tmp_path: Path) -> None:
     name = f"model.layers.{COUNT}.self_attn.k_proj.k_scale"
-    found = model(tmp_path / "m", "bf16", {name: f32(0.0)}, {name: ("F32", [1])}, num_nextn_predict_layers=1)
+    found = model(
+        tmp_path / "m", "bf16", {name: f32(0.0)}, {name: ("F32", [1])}, num_nextn_predict_layers=1
+    )
     assert check_values(found, with_draft=False) == []
     assert name in refused(found).what
 
 
 def test_norms_of_zeros_throughout_a_family_that_is_not_known_are_told(tmp_path: Path) -> None:
     norms = {name: bytes(2 * shape[0]) for name, (_, shape) in qwen3().items() if "norm" in name}
-    (line,) = check_values(model(tmp_path / "m", "bf16", norms, model_type="deepseek_v3"), with_draft=True)
+    (line,) = check_values(
+        model(tmp_path / "m", "bf16", norms, model_type="deepseek_v3"), with_draft=True
+    )
     assert f" and the {len(norms) - 1} other norms hold only zeros" in line
     norms.popitem()
-    assert check_values(model(tmp_path / "n", "bf16", norms, model_type="deepseek_v3"), with_draft=True) == []
+    assert (
+        check_values(
+            model(tmp_path / "n", "bf16", norms, model_type="deepseek_v3"), with_draft=True
+        )
+        == []
+    )
 
 
-# --- copies, config, tokenizer ---------------------------------------------------------------------------------------
+# --- copies, config, tokenizer --------------------------------------------------------------------
 
 
 def two_shards(folder: Path, second: bytes, shape: list[int]) -> Path:
     write_model(folder)
     write_safetensors(
-        folder / "other.safetensors", {"model.norm.weight": ("BF16", shape)}, {"model.norm.weight": second}
+        folder / "other.safetensors",
+        {"model.norm.weight": ("BF16", shape)},
+        {"model.norm.weight": second},
     )
     return folder
 
@@ -297,7 +344,8 @@ def test_a_tensor_in_two_files_is_refused_where_its_values_differ(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("change", "word"), [({"dynamic": True}, "dynamically"), ({"symmetric": False}, "asymmetrically")]
+    ("change", "word"),
+    [({"dynamic": True}, "dynamically"), ({"symmetric": False}, "asymmetrically")],
 )
 def test_weights_that_vllm_has_no_scheme_for_are_refused_by_the_config(
     change: dict[str, Any], word: str, tmp_path: Path
@@ -318,9 +366,17 @@ TOKENIZERS: dict[str, tuple[str, str, bool]] = {
     "sentencepiece": ("tokenizer.model", "", True),
     "tekken": ("tekken.json", "{}", True),
     "words and merges": ("vocab.json", "{}", True),
-    "a config alone": ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}', False),
+    "a config alone": (
+        "tokenizer_config.json",
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+        False,
+    ),
     "a config that is a list": ("tokenizer_config.json", "[]", False),
-    "code of its own": ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["a.B", null]}}', True),
+    "code of its own": (
+        "tokenizer_config.json",
+        '{"auto_map": {"AutoTokenizer": ["a.B", null]}}',
+        True,
+    ),
     "bytes": ("tokenizer_config.json", '{"tokenizer_class": "ByT5Tokenizer"}', True),
 }
 
@@ -340,7 +396,9 @@ def test_a_folder_without_a_vocabulary_is_refused(kind: str, tmp_path: Path) -> 
     if is_enough:
         check([])
     else:
-        with pytest.raises(NibbleError, match=r"has no tokenizer; expected tokenizer\.json") as caught:
+        with pytest.raises(
+            NibbleError, match=r"has no tokenizer; expected tokenizer\.json"
+        ) as caught:
             check([])
         assert caught.value.code is ExitCode.MODEL
     check(["--skip-tokenizer-init"])
@@ -353,13 +411,19 @@ def test_plausibility_of_nothing_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
-def test_experts_without_a_gate_are_refused_on_the_cpu_alone(has_gate: bool, tmp_path: Path) -> None:
+def test_experts_without_a_gate_are_refused_on_the_cpu_alone(
+    has_gate: bool, tmp_path: Path
+) -> None:
     parts = ["up_proj", "down_proj", *(["gate_proj"] if has_gate else [])]
-    weights: Tensors = {f"model.layers.1.mixer.experts.0.{part}.weight": ("BF16", [64, 64]) for part in parts}
+    weights: Tensors = {
+        f"model.layers.1.mixer.experts.0.{part}.weight": ("BF16", [64, 64]) for part in parts
+    }
     folder = str(write_checkpoint(tmp_path / "m", weights, OTHER_FAMILY))
 
     def check(target: str) -> None:
-        check_experts_on_cpu(plan_for(read_wishes([folder, "--target", target], {"HOME": "/home/me"})))
+        check_experts_on_cpu(
+            plan_for(read_wishes([folder, "--target", target], {"HOME": "/home/me"}))
+        )
 
     check("hopper")
     if has_gate:

@@ -1,4 +1,6 @@
-"""FlashInfer's sampling kernels are compiled beside the load where the engine would compile them after it."""
+"""FlashInfer's sampling kernels are compiled beside the load where the engine would compile them
+after it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from nibble import prebuild, prepare
-from nibble.hardware import Gpu, Hardware
-from nibble.plan import Plan
-from nibble.prebuild import compiler_environ, prebuilding, should_prebuild
-from nibble.prepare import plan_for, read_wishes
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.serve import prebuild
+from nibble.serve.prebuild import compiler_environ, prebuilding, should_prebuild
 
 GIB = 1 << 30
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0")
-HOPPER = Hardware((H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB)
-GB10 = replace(HOPPER, gpus=(Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), cpu_arch="aarch64")
+HOPPER = Hardware(
+    (H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB
+)
+GB10 = replace(
+    HOPPER, gpus=(Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), cpu_arch="aarch64"
+)
 
 
 @pytest.fixture
@@ -61,10 +68,16 @@ def test_a_first_start_on_a_discrete_gpu_compiles_and_a_later_one_does_not(
     ],
 )
 def test_nothing_is_compiled_where_it_would_harm_or_nobody_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch, tools: str, tmp_path: Path, here: Hardware, more: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    tools: str,
+    tmp_path: Path,
+    here: Hardware,
+    more: dict[str, str],
 ) -> None:
     plan = planned(monkeypatch, here)
-    assert not should_prebuild(plan, {"PATH": tools, "FLASHINFER_WORKSPACE_BASE": str(tmp_path), **more})
+    assert not should_prebuild(
+        plan, {"PATH": tools, "FLASHINFER_WORKSPACE_BASE": str(tmp_path), **more}
+    )
 
 
 def test_nothing_is_compiled_in_an_image_that_has_them(
@@ -81,20 +94,28 @@ def test_nothing_is_compiled_in_an_image_that_has_them(
     assert not should_prebuild(plan, child)
 
 
-@pytest.mark.parametrize(("capability", "arch"), [((9, 0), "9.0a"), ((10, 3), "10.3a"), ((12, 0), "12.0f")])
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((9, 0), "9.0a"), ((10, 3), "10.3a"), ((12, 0), "12.0f")]
+)
 def test_the_compiler_sees_no_gpu_and_is_told_its_architecture(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str
 ) -> None:
     plan = planned(monkeypatch, replace(HOPPER, gpus=(replace(H200, capability=capability),)))
     environ = compiler_environ(plan, {"CUDA_VISIBLE_DEVICES": "0"})
     assert (environ["FLASHINFER_CUDA_ARCH_LIST"], environ["CUDA_VISIBLE_DEVICES"]) == (arch, "")
-    assert compiler_environ(plan, {"FLASHINFER_CUDA_ARCH_LIST": "9.0"})["FLASHINFER_CUDA_ARCH_LIST"] == "9.0"
+    assert (
+        compiler_environ(plan, {"FLASHINFER_CUDA_ARCH_LIST": "9.0"})["FLASHINFER_CUDA_ARCH_LIST"]
+        == "9.0"
+    )
 
 
 def test_compilers_end_with_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = planned(monkeypatch, HOPPER)
     told = tmp_path / "pid"
-    program = f"import subprocess; c = subprocess.Popen(['sleep', '60']); open({str(told)!r}, 'w').write(f'{{c.pid}} ');"
+    program = (
+        f"import subprocess; c = subprocess.Popen(['sleep', '60']); open({str(told)!r},"
+        " 'w').write(f'{c.pid} ');"
+    )
     monkeypatch.setattr(prebuild, "_COMPILE", f"{program} c.wait()")
     monkeypatch.setattr(prebuild, "should_prebuild", lambda plan, child: True)
     with prebuilding(plan, {"PATH": os.environ["PATH"]}) as compiles:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nibble.phases import PhaseUpdate
-from nibble.progress import Display, StallWatch, describe
+from nibble.engine.log import PhaseUpdate
+from nibble.serve.progress import Display, StallWatch, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,8 +57,8 @@ def test_a_reader_that_went_away_does_not_stop_us() -> None:
 
 SHOW = """
 import time
-from nibble.phases import PhaseUpdate
-from nibble.progress import Display
+from nibble.engine.log import PhaseUpdate
+from nibble.serve.progress import Display
 display = Display(silence=lambda: 7.0)
 display.start()
 display.show(PhaseUpdate("load", 0.62, "5.83 GiB"))
@@ -86,7 +86,9 @@ def run_on_terminal(program: str) -> str:
     return seen.decode()
 
 
-def test_on_a_terminal_phase_elapsed_time_and_last_sign_of_life_are_shown_and_the_log_passes() -> None:
+def test_on_a_terminal_phase_elapsed_time_and_last_sign_of_life_are_shown_and_the_log_passes() -> (
+    None
+):
     seen = run_on_terminal(SHOW)
     assert "load: 62 %, 5.83 GiB" in seen
     assert "s in all; last sign of life 7 s ago" in seen

@@ -1,4 +1,6 @@
-"""`nibble pull` against a local Hub: what is fetched, what is refused, what a failed download leaves."""
+"""`nibble pull` against a local Hub: what is fetched, what is refused, what a failed download
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
 from other_users import open_to_others
 
-from nibble import doctor
-from nibble import pull as pull_module
-from nibble.doctor import hub_check
+from nibble.cli.doctor import checks as doctor
+from nibble.cli.doctor.checks import hub_check
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub import access
-from nibble.model_files import RemoteFile, cached_snapshot, missing_weights, select
-from nibble.pull import Progress, as_lines, check_disk, pull
+from nibble.hub import pull as pull_module
+from nibble.hub.access import access
+from nibble.hub.files import RemoteFile, cached_snapshot, missing_weights, select
+from nibble.hub.pull import Progress, as_lines, check_disk, pull
 
 GIB = 1 << 30
 
@@ -78,12 +80,18 @@ def test_pull_fetches_one_copy_of_the_weights_and_nothing_a_server_does_not_read
         "model.safetensors",
         "tokenizer.json",
     ]
-    assert (result.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert (result.path / "model.safetensors").read_bytes() == (
+        model / "model.safetensors"
+    ).read_bytes()
     assert result.revision == repo.sha
-    assert result.bytes == sum((result.path / name).stat().st_size for name in os.listdir(result.path))
+    assert result.bytes == sum(
+        (result.path / name).stat().st_size for name in os.listdir(result.path)
+    )
 
 
-def test_pull_of_a_cached_pinned_revision_asks_the_hub_nothing(hub: Hub, model: Path, environ) -> None:
+def test_pull_of_a_cached_pinned_revision_asks_the_hub_nothing(
+    hub: Hub, model: Path, environ
+) -> None:
     repo = hub.add("acme/demo", model)
     first = pull("acme/demo", repo.sha, environ)
     hub.requests.clear()
@@ -91,7 +99,9 @@ def test_pull_of_a_cached_pinned_revision_asks_the_hub_nothing(hub: Hub, model: 
     assert (again.path, again.bytes, hub.requests) == (first.path, 0, [])
 
 
-def test_pull_of_a_cached_branch_asks_only_which_commit_it_is(hub: Hub, model: Path, environ) -> None:
+def test_pull_of_a_cached_branch_asks_only_which_commit_it_is(
+    hub: Hub, model: Path, environ
+) -> None:
     hub.add("acme/demo", model)
     pull("acme/demo", None, environ)
     hub.requests.clear()
@@ -248,7 +258,9 @@ def test_unknown_revision_exits_4(hub: Hub, model: Path, environ) -> None:
 
 
 @pytest.mark.parametrize("text", ["a/b/c", "/no/such/folder", "http://x/y", "acme/de mo"])
-def test_what_is_neither_folder_nor_id_is_refused_without_a_request(hub: Hub, environ, text: str) -> None:
+def test_what_is_neither_folder_nor_id_is_refused_without_a_request(
+    hub: Hub, environ, text: str
+) -> None:
     error = refusal(text, environ)
     assert error.code is ExitCode.MODEL
     assert "neither a folder nor" in error.line()
@@ -298,9 +310,14 @@ def test_nobody_listening_exits_4(environ) -> None:
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [(socket.EAI_NONAME, "its name is not known to DNS"), (socket.EAI_AGAIN, "DNS does not answer")],
+    [
+        (socket.EAI_NONAME, "its name is not known to DNS"),
+        (socket.EAI_AGAIN, "DNS does not answer"),
+    ],
 )
-def test_a_hub_whose_name_is_not_found_is_told_in_words(environ, monkeypatch, number: int, told: str) -> None:
+def test_a_hub_whose_name_is_not_found_is_told_in_words(
+    environ, monkeypatch, number: int, told: str
+) -> None:
     def getaddrinfo(*_: object, **__: object) -> None:
         raise socket.gaierror(number, "as the C library words it")
 
@@ -324,7 +341,9 @@ def test_a_model_withdrawn_from_the_hub_is_not_served_silently_from_the_cache(
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "short"])
-def test_a_corrupt_file_is_named_removed_and_fetched_again(hub: Hub, model: Path, environ, fault) -> None:
+def test_a_corrupt_file_is_named_removed_and_fetched_again(
+    hub: Hub, model: Path, environ, fault
+) -> None:
     repo = hub.add("acme/demo", model, faults={"model.safetensors": fault})
     error = refusal("acme/demo", environ)
     assert error.code is ExitCode.MODEL
@@ -334,7 +353,9 @@ def test_a_corrupt_file_is_named_removed_and_fetched_again(hub: Hub, model: Path
     repo.faults.clear()
     hub.requests.clear()
     result = pull("acme/demo", None, environ)
-    assert (result.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert (result.path / "model.safetensors").read_bytes() == (
+        model / "model.safetensors"
+    ).read_bytes()
     assert [path.rsplit("/")[-1] for path in hub.downloads()].count("model.safetensors") == 1
 
 
@@ -365,7 +386,9 @@ def fetched(hub: Hub, name: str) -> list[str]:
     return [range_ for path, range_ in hub.ranges if path.endswith(name)]
 
 
-def test_a_connection_cut_again_and_again_is_resumed_to_the_end(hub: Hub, model: Path, environ) -> None:
+def test_a_connection_cut_again_and_again_is_resumed_to_the_end(
+    hub: Hub, model: Path, environ
+) -> None:
     hub.add("acme/demo", model, faults={"model.safetensors": "cut"})
     path = pull("acme/demo", None, environ).path
     assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
@@ -375,7 +398,7 @@ def test_a_connection_cut_again_and_again_is_resumed_to_the_end(hub: Hub, model:
 def test_a_download_without_a_byte_is_tried_again_and_then_one_error_names_the_file(
     hub: Hub, model: Path, environ, monkeypatch
 ) -> None:
-    monkeypatch.setattr("nibble.download.BACKOFF_S", 0.0)
+    monkeypatch.setattr("nibble.hub.transfer.BACKOFF_S", 0.0)
     hub.add("acme/demo", model, faults={"model.safetensors": "stall"})
     error = refusal("acme/demo", environ | {"NIBBLE_DOWNLOAD_STALL_SECONDS": "0.3"})
     assert error.code is ExitCode.MODEL and error.unreachable
@@ -387,7 +410,7 @@ def test_a_download_without_a_byte_is_tried_again_and_then_one_error_names_the_f
 def test_a_pull_that_gave_up_or_was_killed_goes_on_where_it_was(
     hub: Hub, model: Path, environ, monkeypatch
 ) -> None:
-    monkeypatch.setattr("nibble.download.BACKOFF_S", 0.0)
+    monkeypatch.setattr("nibble.hub.transfer.BACKOFF_S", 0.0)
     repo = hub.add("acme/demo", model, faults={"model.safetensors": "stall"})
     refusal("acme/demo", environ | {"NIBBLE_DOWNLOAD_STALL_SECONDS": "0.2"})
     repo.faults.clear()
@@ -395,7 +418,9 @@ def test_a_pull_that_gave_up_or_was_killed_goes_on_where_it_was(
     seen: list[Progress] = []
     result = pull("acme/demo", None, environ, seen.append)
     assert fetched(hub, "model.safetensors") == ["bytes=100000-"]
-    assert (result.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert (result.path / "model.safetensors").read_bytes() == (
+        model / "model.safetensors"
+    ).read_bytes()
     small = sum((model / name).stat().st_size for name in ("config.json", "tokenizer.json"))
     assert result.bytes == 200_000 + small
     assert not list(result.path.parents[1].glob("blobs/*incomplete"))
@@ -448,7 +473,9 @@ def test_two_pulls_of_one_model_fetch_it_once(hub: Hub, model: Path, environ) ->
 # Disk and permissions
 
 
-def test_download_larger_than_the_disk_exits_7_with_the_arithmetic(hub: Hub, model: Path, environ) -> None:
+def test_download_larger_than_the_disk_exits_7_with_the_arithmetic(
+    hub: Hub, model: Path, environ
+) -> None:
     hub.add("acme/huge", model, huge={"model-00002.safetensors": 10**16})
     error = refusal("acme/huge", environ)
     assert error.code is ExitCode.NO_FIT
@@ -478,11 +505,12 @@ def test_cache_under_a_file_exits_5_naming_it(hub: Hub, model: Path, environ, tm
     assert hub.downloads() == []
 
 
-# The interpreter may lie in a folder closed to other users, so root's first pull loads every module.
+# The interpreter may lie in a folder closed to other users, so root's first pull loads every
+# module.
 PULL_AS_ANOTHER = """
 import os, sys, tempfile
 from nibble.errors import NibbleError
-from nibble.pull import pull
+from nibble.hub.pull import pull
 with tempfile.TemporaryDirectory() as other_cache:
     pull(sys.argv[1], None, dict(os.environ) | {"HF_HOME": other_cache})
 os.setgroups([]); os.setgid(0); os.setuid(2000)
@@ -495,12 +523,16 @@ except NibbleError as error:
 
 
 def pull_as_another_user(model: str, environ: dict[str, str]) -> str:
-    """Pull as uid 2000 (permission bits do not bind root) in a process of its own; its path or its error."""
+    """Pull as uid 2000 (permission bits do not bind root) in a process of its own; its path or
+    its error.
+    """
     if os.getuid() != 0:
         pytest.skip("needs root to become another user")
     command = [sys.executable, "-c", PULL_AS_ANOTHER, model]
     env = dict(os.environ) | environ
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert "Traceback" not in result.stderr
     return (result.stdout or result.stderr).strip()
 
@@ -522,7 +554,9 @@ def test_cache_of_another_user_exits_5_with_the_command_that_mends_it(
     assert f"chown -R 2000:0 {cache}" in message
 
 
-def test_complete_cache_that_is_read_only_is_usable(hub: Hub, model: Path, environ, open_tmp_path) -> None:
+def test_complete_cache_that_is_read_only_is_usable(
+    hub: Hub, model: Path, environ, open_tmp_path
+) -> None:
     hub.add("acme/demo", model)
     path = pull("acme/demo", None, environ).path
     subprocess.run(["chmod", "-R", "a+rX,go-w", open_tmp_path / "hf"], check=True)
@@ -565,7 +599,9 @@ def test_cache_folder_closed_to_us_exits_4_with_the_chmod_that_mends_it(
     assert f"chmod -R a+rX {storage}" in message
 
 
-def test_a_dangling_link_of_a_partly_copied_cache_is_explained(hub: Hub, model: Path, environ) -> None:
+def test_a_dangling_link_of_a_partly_copied_cache_is_explained(
+    hub: Hub, model: Path, environ
+) -> None:
     hub.add("acme/demo", model)
     path = pull("acme/demo", None, environ).path
     (path / "model.safetensors").resolve().unlink()
@@ -574,7 +610,9 @@ def test_a_dangling_link_of_a_partly_copied_cache_is_explained(hub: Hub, model: 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")
 def test_disk_full_in_the_middle_exits_7(hub: Hub, model: Path, environ, tmp_path: Path) -> None:
-    """A real file system of 1 MiB fills up while the file comes (the pre-flight is told it is larger)."""
+    """A real file system of 1 MiB fills up while the file comes (the pre-flight is told it is
+    larger).
+    """
     if os.getuid() != 0:
         pytest.skip("needs root to mount a tmpfs")
     (model / "model.safetensors").write_bytes(os.urandom(3 << 20))
@@ -594,7 +632,8 @@ def test_disk_full_in_the_middle_exits_7(hub: Hub, model: Path, environ, tmp_pat
     assert "ran full" in error.line()
 
 
-# A folder's own account of itself, where no listing is cached (caches of older versions, plain folders)
+# A folder's own account of itself, where no listing is cached (caches of older versions, plain
+# folders)
 
 
 def test_missing_shard_of_an_index_is_named(tmp_path: Path) -> None:
@@ -609,7 +648,9 @@ def test_folder_without_weights_or_config_is_incomplete(tmp_path: Path) -> None:
     assert missing_weights(tmp_path) == ["config.json", "*.safetensors"]
 
 
-def test_cache_of_an_older_huggingface_hub_without_listings_is_found(hub: Hub, model: Path, environ) -> None:
+def test_cache_of_an_older_huggingface_hub_without_listings_is_found(
+    hub: Hub, model: Path, environ
+) -> None:
     hub.add("acme/demo", model)
     path = pull("acme/demo", None, environ).path
     cache = Path(environ["HF_HOME"]) / "hub"

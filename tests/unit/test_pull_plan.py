@@ -14,9 +14,9 @@ import pytest
 from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import demo_models
-from nibble.pull import pull
-from nibble.pull_plan import plan_pull
+from nibble.hub.dry_run import plan_pull
+from nibble.hub.pull import pull
+from nibble.machine.paths import demo_models
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 300_000
@@ -41,7 +41,9 @@ def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
 
 
-def test_a_dry_run_resolves_the_revision_adds_up_the_sizes_and_fetches_nothing(hub: Hub, environ) -> None:
+def test_a_dry_run_resolves_the_revision_adds_up_the_sizes_and_fetches_nothing(
+    hub: Hub, environ
+) -> None:
     plan = plan_pull("acme/demo", None, environ)
     assert (plan.revision, plan.is_pinned) == (hub.repos["acme/demo"].sha, False)
     assert (plan.files, plan.total_bytes, plan.fetch_bytes) == (2, SIZE + 2, SIZE + 2)
@@ -66,17 +68,22 @@ def test_what_is_here_already_is_not_counted_again(hub: Hub, environ) -> None:
 
 
 @pytest.mark.parametrize("token", [None, OTHER_TOKEN])
-def test_a_gated_model_without_access_is_refused_before_anything_is_fetched(hub: Hub, environ, token) -> None:
+def test_a_gated_model_without_access_is_refused_before_anything_is_fetched(
+    hub: Hub, environ, token
+) -> None:
     given = environ | ({"HF_TOKEN": token} if token else {})
     with pytest.raises(NibbleError) as caught:
         plan_pull("acme/gated", None, given)
     assert caught.value.code is ExitCode.MODEL and "gated" in caught.value.line()
     assert (
-        "granted to this HF_TOKEN" in plan_pull("acme/gated", None, environ | {"HF_TOKEN": GOOD_TOKEN}).access
+        "granted to this HF_TOKEN"
+        in plan_pull("acme/gated", None, environ | {"HF_TOKEN": GOOD_TOKEN}).access
     )
 
 
-def test_a_folder_needs_no_pull_and_a_dry_run_of_it_says_so(hub: Hub, environ, tmp_path: Path) -> None:
+def test_a_folder_needs_no_pull_and_a_dry_run_of_it_says_so(
+    hub: Hub, environ, tmp_path: Path
+) -> None:
     with pytest.raises(NibbleError) as caught:
         plan_pull(str(tmp_path / "model"), None, environ)
     assert caught.value.code is ExitCode.USAGE and not hub.requests
@@ -86,7 +93,13 @@ def nibble(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "NIBBLE_", "VLLM_"))}
     command = [sys.executable, "-m", "nibble", *words]
     return subprocess.run(
-        command, env=clean | environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        command,
+        env=clean | environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 

@@ -1,4 +1,6 @@
-"""Flags, environment, tokens and error lines of a Ray node; the texts below are from real runs of ray 2.60.0."""
+"""Flags, environment, tokens and error lines of a Ray node; the texts below are from real runs
+of ray 2.60.0.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,21 @@ from typing import Any
 import pytest
 from test_memory import machine
 
-from nibble import ray_node
+from nibble.cluster import ray_node
 from nibble.cluster.member import End
 from nibble.cluster.network import find_interface, node_address
 from nibble.cluster.node import Place, find_place
 from nibble.cluster.parts import Parts
-from nibble.cluster.ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
 from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
-from nibble.governor import UNWATCHED
-from nibble.hardware import Gpu, detect
-from nibble.memory import MemorySource, memory_now
-from nibble.paths import root
-from nibble.settings import Settings
-from nibble.settings_layers import load_settings
+from nibble.machine.hardware import Gpu, detect
+from nibble.machine.memory import MemorySource, memory_now
+from nibble.machine.paths import root
+from nibble.plan.cluster_ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_VARIABLES
+from nibble.plan.memory import UNWATCHED
+from nibble.settings.options import Settings
+from nibble.settings.sources import load_settings
 
 HEAD = "192.0.2.2:6379"
 # `ray start --address=… --block` with another token, shortened.
@@ -42,7 +44,7 @@ WRONG_TOKEN = """\
 Traceback (most recent call last):
   File "ray/_private/node.py", line 300, in __init__
 ray.exceptions.AuthenticationError: InvalidAuthToken: Authentication token mismatch. The provided token does not match.
-""".splitlines()
+""".splitlines()  # noqa: E501
 # A second `ray start --head` on the same machine, shortened.
 TWO_HEADS = """\
 Traceback (most recent call last):
@@ -71,7 +73,9 @@ def test_a_head_has_no_dashboard_sends_no_statistics_and_stays_in_the_foreground
 
 def test_a_worker_joins_the_head_with_its_own_address_and_gpus() -> None:
     flags = ray_node.worker_flags(HEAD, "192.0.2.3", 2)
-    assert {f"--address={HEAD}", "--node-ip-address=192.0.2.3", "--num-gpus=2", "--block"} <= set(flags)
+    assert {f"--address={HEAD}", "--node-ip-address=192.0.2.3", "--num-gpus=2", "--block"} <= set(
+        flags
+    )
 
 
 def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> None:
@@ -121,7 +125,9 @@ def test_a_worker_takes_the_given_token_or_the_copied_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"two words", b"two\nlines", b"\xff\xfe", b"nul\x00"])
-def test_a_file_without_a_token_is_one_error_that_does_not_show_it(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_token_is_one_error_that_does_not_show_it(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / TOKEN_FILE).write_bytes(content)
     with pytest.raises(NibbleError, match="holds no token") as caught:
         members_token(settings(), {"NIBBLE_CACHE_DIR": str(tmp_path)}, "it")
@@ -157,7 +163,9 @@ def test_memory_that_runs_out_on_its_machine_ends_it_with_7_and_all_it_runs(
     limit = ray_node.memory_limits(settings(NIBBLE_MEMORY_RESERVE_GIB="1"), {})
     threading.Timer(1.0, lambda: machine(root, available_mib=200)).start()
     node = ray_node._Node(program, {"PATH": "/usr/bin:/bin"}, "worker", HEAD, [], limit=limit)
-    with pytest.raises(NibbleError, match=r"on this node: 0\.195 GiB of memory are available") as caught:
+    with pytest.raises(
+        NibbleError, match=r"on this node: 0\.195 GiB of memory are available"
+    ) as caught:
         node.run()
     assert caught.value.code == ExitCode.NO_FIT
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
@@ -209,22 +217,30 @@ def test_the_address_is_what_was_given_else_the_route_to_the_head() -> None:
 @pytest.mark.parametrize("name", ["nosuch.invalid", "10..0.1", "::1"])
 def test_a_name_that_leads_nowhere_is_what_is_blamed(name: str) -> None:
     for given, head in ((settings(HEAD_IP=name), name), (settings(HEAD_IP=name), None)):
-        with pytest.raises(NibbleError, match=f"{name} is no IPv4 address .* correct HEAD_IP") as caught:
+        with pytest.raises(
+            NibbleError, match=f"{name} is no IPv4 address .* correct HEAD_IP"
+        ) as caught:
             node_address(given, head)
         assert caught.value.code == ExitCode.CLUSTER
-    with pytest.raises(NibbleError, match=f"WORKER_IP {name} is no IPv4 address .* correct WORKER_IP"):
+    with pytest.raises(
+        NibbleError, match=f"WORKER_IP {name} is no IPv4 address .* correct WORKER_IP"
+    ):
         node_address(settings(WORKER_IP=name), "127.0.0.1")
 
 
 def test_an_interface_that_was_asked_for_gives_the_address_where_none_was(tmp_path: Path) -> None:
-    """Not that of the route: what vLLM tells others of itself and where Gloo and NCCL listen have to be one place."""
+    """Not that of the route: what vLLM tells others of itself and where Gloo and NCCL listen
+    have to be one place.
+    """
     lo = {"NIBBLE_CLUSTER_INTERFACE": "lo"}
     assert node_address(settings(**lo), None) == "127.0.0.1"
     assert node_address(settings(**lo, HEAD_IP="192.0.2.2"), "192.0.2.2") == "127.0.0.1"
     assert node_address(settings(**lo, HEAD_IP="192.0.2.2"), None) == "192.0.2.2"
     assert node_address(settings(**lo, WORKER_IP="192.0.2.9"), "192.0.2.2") == "192.0.2.9"
     with pytest.raises(NibbleError, match="no network interface nosuch0"):
-        find_place(settings(NIBBLE_CLUSTER_INTERFACE="nosuch0", HEAD_IP="127.0.0.1"), {}, "127.0.0.1")
+        find_place(
+            settings(NIBBLE_CLUSTER_INTERFACE="nosuch0", HEAD_IP="127.0.0.1"), {}, "127.0.0.1"
+        )
 
 
 def test_a_head_ip_may_be_a_name_on_the_head_too() -> None:
@@ -235,7 +251,9 @@ def test_a_head_ip_may_be_a_name_on_the_head_too() -> None:
 
 def test_an_interface_that_is_not_here_is_refused_by_name() -> None:
     assert find_interface("lo", "127.0.0.1") == "lo"
-    with pytest.raises(NibbleError, match=r"no network interface nosuch0; expected one of .*lo") as caught:
+    with pytest.raises(
+        NibbleError, match=r"no network interface nosuch0; expected one of .*lo"
+    ) as caught:
         find_interface("nosuch0", "127.0.0.1")
     assert caught.value.code == ExitCode.CLUSTER
 
@@ -256,11 +274,17 @@ def test_a_head_whose_address_is_another_machines_does_not_start(tmp_path: Path)
             "worker",
             "no Ray head answers at 192.0.2.2:6379",
         ),
-        (["noise", "ValueError: --num-gpus must not be negative", "more"], "head", "ValueError: --num-gpus"),
+        (
+            ["noise", "ValueError: --num-gpus must not be negative", "more"],
+            "head",
+            "ValueError: --num-gpus",
+        ),
         ([], "head", "Ray did not start: no message"),
     ],
 )
-def test_rays_tracebacks_become_one_line_with_exit_9(lines: list[str], role: str, words: str) -> None:
+def test_rays_tracebacks_become_one_line_with_exit_9(
+    lines: list[str], role: str, words: str
+) -> None:
     error = ray_node.explain_failure(lines, role, HEAD)
     assert error.code == ExitCode.CLUSTER
     assert words in error.line()
@@ -288,7 +312,9 @@ class Servers:
         program = ["sh", "-c", "echo Ray runtime started.; exec sleep 60"]
         environ = {"PATH": "/usr/bin:/bin"}
         self.node = ray_node._Node(program, environ, "worker", HEAD, [], roster=self.roster)
-        self.thread = threading.Thread(target=lambda: self.codes.append(self.node.run()), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: self.codes.append(self.node.run()), daemon=True
+        )
 
     def ended_after_s(self) -> float:
         began = time.monotonic()
@@ -297,7 +323,9 @@ class Servers:
         return time.monotonic() - began
 
 
-def test_a_head_that_is_told_to_stop_lets_the_server_drain_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_told_to_stop_lets_the_server_drain_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     servers = Servers(monkeypatch)
     servers.roster.note_server("a", 60.0)
     monkeypatch.setattr("nibble.cluster.roster.SERVER_S", 60.0)

@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
+from nibble.engine.api import (
+    Api,
+    answer_one_token,
+    lists_models,
+    reachable_host,
+    requests_in_flight,
+)
 from nibble.errors import ExitCode, NibbleError
-from nibble.readiness import Api, answer_one_token, lists_models, reachable_host, requests_in_flight
 
 MODELS = json.dumps({"data": [{"id": "org/model"}, {"id": "default"}]})
 # Two engines of one server (data parallel), in the form of vllm 0.32's /metrics.
@@ -60,7 +66,9 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Fake]:
     server = Fake()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     yield server
     server.shutdown()
     server.server_close()
@@ -78,7 +86,9 @@ def test_every_served_name_has_to_be_listed(server: Fake, api: Api) -> None:
 
 
 @pytest.mark.parametrize("answer", [(503, "{}"), (200, "no JSON"), (200, "{}"), (401, MODELS)])
-def test_anything_but_a_list_is_not_ready_yet(server: Fake, api: Api, answer: tuple[int, str]) -> None:
+def test_anything_but_a_list_is_not_ready_yet(
+    server: Fake, api: Api, answer: tuple[int, str]
+) -> None:
     server.answers["/v1/models"] = answer
     assert not lists_models(api, ["default"])
 
@@ -91,10 +101,17 @@ def test_our_requests_carry_the_pass_through_the_gate(server: Fake, api: Api) ->
     server.answers["/v1/completions"] = (200, "{}")
     answer_one_token(api, "default")
     path, passed, body = server.seen[0]
-    assert (path, passed, body["model"], body["max_tokens"]) == ("/v1/completions", "our-pass", "default", 1)
+    assert (path, passed, body["model"], body["max_tokens"]) == (
+        "/v1/completions",
+        "our-pass",
+        "default",
+        1,
+    )
 
 
-def test_a_refused_first_token_is_a_failed_canary_with_the_servers_words(server: Fake, api: Api) -> None:
+def test_a_refused_first_token_is_a_failed_canary_with_the_servers_words(
+    server: Fake, api: Api
+) -> None:
     server.answers["/v1/completions"] = (500, '{"error": "out of\n luck"}')
     with pytest.raises(NibbleError, match=r'answered 500: \{"error": "out of luck"\}') as caught:
         answer_one_token(api, "default")
@@ -107,7 +124,9 @@ def test_a_server_whose_tasks_are_unknown_may_lack_the_completions_route(api: Ap
         answer_one_token(api, "default", required=True)
 
 
-def test_running_and_waiting_requests_of_all_engines_are_counted_once(server: Fake, api: Api) -> None:
+def test_running_and_waiting_requests_of_all_engines_are_counted_once(
+    server: Fake, api: Api
+) -> None:
     server.answers["/metrics"] = (200, METRICS)
     assert requests_in_flight(api) == 7
 
@@ -128,6 +147,8 @@ def test_without_metrics_the_number_of_requests_is_unknown(server: Fake, api: Ap
         ("localhost", "localhost", "http://localhost:8000"),
     ],
 )
-def test_a_bound_address_is_reached_where_this_machine_reaches_it(bound: str, reached: str, url: str) -> None:
+def test_a_bound_address_is_reached_where_this_machine_reaches_it(
+    bound: str, reached: str, url: str
+) -> None:
     assert reachable_host(bound) == reached
     assert Api(reached, 8000, "our-pass").url == url

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import root
-from nibble.recipes import Recipe, list_recipes, load_recipe, resolve
+from nibble.machine.paths import root
+from nibble.recipes.recipe import Recipe, list_recipes, load_recipe, resolve
 
 LAYERED = """
 [model]
@@ -111,7 +111,9 @@ def test_variant_of_a_gpu_overrides_removes_and_merges_json_by_key(recipe: Recip
     ("count", "name", "max_num_seqs"),
     [(2, PRO, 8), (4, PRO, 6), (1, "RTX 5090", 4), (4, "RTX 5090", 2)],
 )
-def test_most_specific_variant_wins(recipe: Recipe, count: int, name: str, max_num_seqs: int) -> None:
+def test_most_specific_variant_wins(
+    recipe: Recipe, count: int, name: str, max_num_seqs: int
+) -> None:
     assert resolve(recipe, "sm120", count, [name] * count).args["--max-num-seqs"] == max_num_seqs
 
 
@@ -151,9 +153,15 @@ def test_unsupported_stays_unsupported_whatever_the_machine(recipe: Recipe) -> N
     ("text", "said"),
     [
         ('[model]\nid = "org/model"\nrevison = "x"', "model.revison: unknown key"),
-        ('[model]\nid = "org/model"\n[target.gb10]\nevidense = "x"', "target.gb10.evidense: unknown key"),
+        (
+            '[model]\nid = "org/model"\n[target.gb10]\nevidense = "x"',
+            "target.gb10.evidense: unknown key",
+        ),
         ('[model]\nid = "org/model"\n[arg]\nx = 1', "arg: unknown key"),
-        ('[model]\nid = "org/model"\n[target.gb10]\ngpus = true', "target.gb10.gpus: is bool, not int"),
+        (
+            '[model]\nid = "org/model"\n[target.gb10]\ngpus = true',
+            "target.gb10.gpus: is bool, not int",
+        ),
         ('[model]\nid = "org/model"\n[env]\nNCCL_DEBUG = 1', "env.NCCL_DEBUG: is int"),
         (
             '[model]\nid = "org/model"\n[target.gb10.expected]\nmeo = "X"',
@@ -221,13 +229,18 @@ def test_qwen3_next_has_mtp_without_prefix_caching_and_a_draft_kernel_that_takes
     assert args["--speculative-config"]["method"] == "qwen3_next_mtp"
     assert args["--enable-prefix-caching"] is False
     # marlin refuses the MTP layer's bf16 experts: vllm 0.32 fused_moe/oracle/unquantized.py
-    assert (args["--moe-backend"], args["--speculative-config"]["moe_backend"]) == ("marlin", "triton")
+    assert (args["--moe-backend"], args["--speculative-config"]["moe_backend"]) == (
+        "marlin",
+        "triton",
+    )
 
 
 def test_glm47_of_seed_003_runs_on_four_cards_with_pinned_remote_code() -> None:
     loaded = load_recipe("Salyut1/GLM-4.7-NVFP4", root())
     assert loaded is not None
-    got = resolve(loaded, "sm120", 4, ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"] * 4)
+    got = resolve(
+        loaded, "sm120", 4, ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"] * 4
+    )
     assert got.revision == "531df318dbe2877b24881f6e15024c7f945e7048"
     seed = {
         "--tensor-parallel-size": 4,
@@ -268,7 +281,9 @@ def test_at_least_twenty_models_beside_the_seeds_over_four_targets() -> None:
     others = [r for r in recipes if r.id not in SEEDS and r.targets]
     assert len(others) >= 20
     for target in ("gb10", "sm120", "b200", "hopper"):
-        reported = [r for r in others if target in r.targets and r.targets[target].status == "reported"]
+        reported = [
+            r for r in others if target in r.targets and r.targets[target].status == "reported"
+        ]
         assert len(reported) >= 3, target
 
 

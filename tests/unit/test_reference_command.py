@@ -1,4 +1,6 @@
-"""What a start does about references: makes one, uses one, says why there is none, and never fails because of it."""
+"""What a start does about references: makes one, uses one, says why there is none, and never
+fails because of it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from typing import Any
 
 import pytest
 
+from nibble.cli import reference as command
 from nibble.errors import ExitCode, NibbleError
-from nibble.hardware import detect
-from nibble.paths import demo_models
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.reference import command
-from nibble.reference.choice import cores_for, is_beside
+from nibble.machine.hardware import detect
+from nibble.machine.paths import demo_models
+from nibble.machine.targets import load_target
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.plan.reference import cores_for, is_beside
 from nibble.reference.make import Ended, NoReference, make_request, run
 from nibble.reference.store import FORMAT, Request, identity, reference_path
-from nibble.targets import load_target
 
 ENVIRON = {"PATH": os.environ["PATH"], "NIBBLE_TARGET": "cpu"}
 
@@ -32,7 +34,9 @@ def planned(tmp_path: Path, *words: str, **environ: str) -> Plan:
     if not model.exists():
         shutil.copytree(demo_models()["nibble-demo-nvfp4"], model)
     return plan_for(
-        read_wishes([str(model), *words], {**ENVIRON, "NIBBLE_CACHE_DIR": f"{tmp_path}/cache", **environ})
+        read_wishes(
+            [str(model), *words], {**ENVIRON, "NIBBLE_CACHE_DIR": f"{tmp_path}/cache", **environ}
+        )
     )
 
 
@@ -44,7 +48,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     def answer(request: Request, *_: Any) -> dict[str, Any]:
         asked.append(request)
         Path(request.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(request.out).write_text(json.dumps({"format": FORMAT, "activations": request.activations}))
+        Path(request.out).write_text(
+            json.dumps({"format": FORMAT, "activations": request.activations})
+        )
         return {"seconds": 3.0}
 
     monkeypatch.setattr(command, "run", answer)
@@ -54,11 +60,16 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 def test_a_start_makes_one_and_the_next_uses_it(tmp_path: Path, computed: list[Request]) -> None:
     said: list[str] = []
     plan = planned(tmp_path)
-    assert (plan.choices["reference"].value, plan.choices["reference"].reason[:6]) == ("make", "about ")
+    assert (plan.choices["reference"].value, plan.choices["reference"].reason[:6]) == (
+        "make",
+        "about ",
+    )
     first = command.references_for(plan, {}, said.append)
     assert list(first) == ["fp4"] and first["fp4"].parent == tmp_path / "cache" / "references"
     assert command.references_for(plan, {}, said.append) == first
-    assert len(computed) == 1 and computed[0].activations == "fp4" and computed[0].answer_tokens == 16
+    assert (
+        len(computed) == 1 and computed[0].activations == "fp4" and computed[0].answer_tokens == 16
+    )
     assert "for the canary, once" in said[0] and said[1:] == ["the reference was computed in 3 s"]
 
 
@@ -77,7 +88,8 @@ def test_another_file_is_another_checkpoint(tmp_path: Path, computed: list[Reque
 
 
 @pytest.mark.parametrize(
-    "why", [NoReference("transformers 5.19.0 has no module BirdForCausalLM"), TimeoutError("too long")]
+    "why",
+    [NoReference("transformers 5.19.0 has no module BirdForCausalLM"), TimeoutError("too long")],
 )
 def test_what_cannot_be_computed_is_told_once_tried_once_and_ends_nothing(
     why: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +109,9 @@ def test_what_cannot_be_computed_is_told_once_tried_once_and_ends_nothing(
     assert said[-1] == said[-2] == f"{plan.checkpoint.id} has no computed reference: {why}"  # type: ignore[union-attr]
 
 
-def test_a_process_that_was_killed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_killed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[Request] = []
 
     def fail(request: Request, *_: Any) -> dict[str, Any]:
@@ -125,8 +139,15 @@ def test_a_reference_that_is_computed_beside_the_load_is_waited_for(tmp_path: Pa
     assert wait() == wait() == {"fp4": tmp_path}
 
 
-@pytest.mark.parametrize(("target", "reference", "beside"), [("cpu", "auto", False), ("gb10", "auto", False),
-                                                             ("hopper", "auto", True), ("hopper", "always", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "reference", "beside"),
+    [
+        ("cpu", "auto", False),
+        ("gb10", "auto", False),
+        ("hopper", "auto", True),
+        ("hopper", "always", False),
+    ],
+)
 def test_it_is_beside_the_load_where_the_engine_has_memory_of_its_own(
     target: str, reference: str, beside: bool
 ) -> None:
@@ -135,7 +156,9 @@ def test_it_is_beside_the_load_where_the_engine_has_memory_of_its_own(
     assert cores_for(load_target(target), reference, machine) == (8 if beside else 16)
 
 
-def test_a_start_that_would_take_too_long_says_the_command(tmp_path: Path, computed: list[Request]) -> None:
+def test_a_start_that_would_take_too_long_says_the_command(
+    tmp_path: Path, computed: list[Request]
+) -> None:
     plan = planned(tmp_path)
     choice = dataclasses.replace(
         plan.choices["reference"], value="use", reason="it would take about 9 min, more than 60 s"
@@ -160,7 +183,11 @@ def test_a_start_that_would_take_too_long_says_the_command(tmp_path: Path, compu
     ],
 )
 def test_where_none_is_of_use_none_is_made(
-    words: tuple[str, ...], environ: dict[str, str], why: str, tmp_path: Path, computed: list[Request]
+    words: tuple[str, ...],
+    environ: dict[str, str],
+    why: str,
+    tmp_path: Path,
+    computed: list[Request],
 ) -> None:
     plan = planned(tmp_path, *words, **environ)
     assert (plan.choices["reference"].value, plan.choices["reference"].reason) == ("off", why)
@@ -190,7 +217,12 @@ def test_unknown_devices_and_types_are_refused_by_name(tmp_path: Path) -> None:
 def test_beside_a_running_server_a_model_that_is_nowhere_is_refused_as_such(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        environ = {**ENVIRON, "NIBBLE_CACHE_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PORT": port}
+        environ = {
+            **ENVIRON,
+            "NIBBLE_CACHE_DIR": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+            "PORT": port,
+        }
         with pytest.raises(NibbleError, match="org/nowhere") as error:
             command.make("org/nowhere", environ, "cpu", "float32", None, 1, None)
     assert error.value.code is ExitCode.MODEL
@@ -200,7 +232,9 @@ def test_the_process_that_computes_says_what_it_cannot(tmp_path: Path) -> None:
     """In the real process: a checkpoint that transformers has no module of."""
     model = tmp_path / "model"
     shutil.copytree(demo_models()["nibble-demo-nvfp4"], model)
-    config = json.loads((model / "config.json").read_text()) | {"architectures": ["BirdForCausalLM"]}
+    config = json.loads((model / "config.json").read_text()) | {
+        "architectures": ["BirdForCausalLM"]
+    }
     (model / "config.json").write_text(json.dumps(config))
     request = Request(str(model), str(model), str(tmp_path / "out.json"), "fp4")
     with pytest.raises(NoReference, match="has no module BirdForCausalLM"):

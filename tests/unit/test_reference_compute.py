@@ -1,4 +1,6 @@
-"""Streamed modules against the same module loaded whole by transformers: every architecture, every layout of weights."""
+"""Streamed modules against the same module loaded whole by transformers: every architecture,
+every layout of weights.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,41 @@ from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nibble.checkpoint import read_checkpoint
-from nibble.paths import demo_models
+from nibble.machine.paths import demo_models
 from nibble.reference.streaming import InBf16, RoundedInputs, StreamedModel
-from nibble.reference.weights import BY_TOKEN, INPUT, Unsupported, Weights, block_size, rounded_input
+from nibble.reference.weights import (
+    BY_TOKEN,
+    INPUT,
+    Unsupported,
+    Weights,
+    block_size,
+    rounded_input,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "models"))
 CPU = torch.device("cpu")
 TEXTS = ((1, 5, 9, 40, 41, 42, 43, 44, 45, 46, 47, 48), (1, 7, 3), (2, 100, 90, 80, 70, 60))
 SMALL: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 8}
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 8,
+}
 ARCHITECTURES = {
     "LlamaForCausalLM": {},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
@@ -38,12 +61,16 @@ ARCHITECTURES = {
     "MixtralForCausalLM": EXPERTS,
     "Qwen3MoeForCausalLM": EXPERTS,
     "Qwen3NextForCausalLM": {
-        **EXPERTS, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 1
-        + ["linear_attention"],
+        **EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 1 + ["linear_attention"],
     },
     "GptOssForCausalLM": {**EXPERTS, "sliding_window": 4},
-}  # fmt: skip
+}
 
 
 def streamed(
@@ -52,7 +79,9 @@ def streamed(
     checkpoint = read_checkpoint(str(folder))
     with Weights(checkpoint, dtype, CPU, activations == "fp4") as weights:
         model = StreamedModel(checkpoint, weights, dtype, CPU, keeps)
-        return model.passes([lambda ids=ids: model.module(torch.tensor([ids])).logits[0] for ids in TEXTS])
+        return model.passes(
+            [lambda ids=ids: model.module(torch.tensor([ids])).logits[0] for ids in TEXTS]
+        )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -67,7 +96,9 @@ def test_a_streamed_module_computes_what_the_loaded_one_does(name: str, tmp_path
     for ids, logits in zip(TEXTS, streamed(tmp_path), strict=True):
         with torch.inference_mode():
             right = model(torch.tensor([ids])).logits[0]
-        assert torch.allclose(logits, right, atol=1e-4, rtol=1e-4), float((logits - right).abs().max())
+        assert torch.allclose(logits, right, atol=1e-4, rtol=1e-4), float(
+            (logits - right).abs().max()
+        )
 
 
 @pytest.fixture(scope="module", params=["nibble-demo-nvfp4", "nibble-demo-moe-nvfp4"])
@@ -92,13 +123,20 @@ def test_nvfp4_weights_and_activations_are_those_of_the_emulation(demo: tuple[Pa
 
 def test_both_layouts_of_the_same_numbers_give_the_same_logits(tmp_path: Path) -> None:
     shape = Shape(
-        hidden=64, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=128, experts=4
+        hidden=64,
+        intermediate=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocabulary=128,
+        experts=4,
     )
     folders = [
         write_checkpoint(tmp_path / kind, shape, kind, w4a4=True)
         for kind in ("modelopt", "compressed-tensors")
     ]
-    (one, other) = (streamed(folder, "fp4") for folder in folders)
+    one, other = (streamed(folder, "fp4") for folder in folders)
     for a, b in zip(one, other, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 
@@ -133,7 +171,10 @@ def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path:
     source = demo_models()["nibble-demo-nvfp4"]
     shutil.copytree(source, tmp_path / "model")
     config = json.loads((source / "config.json").read_text())
-    config |= {"architectures": ["BirdForCausalLM"], "auto_map": {"AutoModelForCausalLM": "bird.Bird"}}
+    config |= {
+        "architectures": ["BirdForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "bird.Bird"},
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(Unsupported, match="no module BirdForCausalLM, whose own code is not run"):
         streamed(tmp_path / "model")

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
-from nibble.hardware import Hardware, detect
-from nibble.paths import demo_models
-from nibble.reference.choice import activations_served
+from nibble.machine.hardware import Hardware, detect
+from nibble.machine.paths import demo_models
+from nibble.machine.targets import load_target
+from nibble.plan.reference import activations_served
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
-from nibble.targets import load_target
 
 GIB = 1 << 30
 
@@ -28,7 +28,10 @@ def machine(cores: int, gib: float) -> Hardware:
 def larger(demo: Checkpoint, parameters: int, layers: int = 64) -> Checkpoint:
     assert demo.weights is not None
     weights = replace(
-        demo.weights, parameters=parameters, active_parameters=parameters, total_bytes=parameters * 9 // 16
+        demo.weights,
+        parameters=parameters,
+        active_parameters=parameters,
+        total_bytes=parameters * 9 // 16,
     )
     return replace(demo, weights=weights, num_layers=layers)
 
@@ -59,7 +62,9 @@ def test_an_8b_model_on_8_cores_gets_the_first_token_and_no_16_that_would_take_m
 
 def test_what_takes_too_long_or_too_much_is_left_to_the_user(demo: Checkpoint) -> None:
     cost, why = affordable(larger(demo, 70_000_000_000), machine(2, 40))
-    assert cost is None and why.startswith("it would take about ") and why.endswith("more than 60 s")
+    assert (
+        cost is None and why.startswith("it would take about ") and why.endswith("more than 60 s")
+    )
     cost, why = affordable(larger(demo, 1_000_000_000, 1), machine(64, 4))
     assert cost is None and why.endswith("GiB, more than half of what is available")
 
@@ -69,7 +74,9 @@ def test_an_unknown_checkpoint_costs_an_unknown_time(demo: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(("target", "kind"), [("cpu", "fp4"), ("gb10", "fp4"), ("hopper", "bf16")])
-def test_activations_are_those_that_a_target_serves(demo: Checkpoint, target: str, kind: str) -> None:
+def test_activations_are_those_that_a_target_serves(
+    demo: Checkpoint, target: str, kind: str
+) -> None:
     assert activations_served(demo, load_target(target)) == kind
     weight_only = replace(demo, scheme=replace(demo.scheme, activations="bf16"))
     assert activations_served(weight_only, load_target(target)) == "bf16"

@@ -1,4 +1,6 @@
-"""Passes that meet at every unit: each unit is loaded once for all of them, and one failure ends all."""
+"""Passes that meet at every unit: each unit is loaded once for all of them, and one failure ends
+all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from nibble.reference.lockstep import Lockstep
 
 def test_each_unit_is_loaded_once_for_all_passes_and_one_pass_runs_at_a_time() -> None:
     told: list[str] = []
-    steps = Lockstep(lambda unit: told.append(f"load {unit}"), lambda unit: told.append(f"free {unit}"))
+    steps = Lockstep(
+        lambda unit: told.append(f"load {unit}"), lambda unit: told.append(f"free {unit}")
+    )
     running: list[int] = []
 
     def one(number: int) -> int:
@@ -25,7 +29,18 @@ def test_each_unit_is_loaded_once_for_all_passes_and_one_pass_runs_at_a_time() -
         return number * 10
 
     assert steps.run([lambda n=n: one(n) for n in range(3)]) == [0, 10, 20]
-    assert told == ["load a", "a 0", "a 1", "a 2", "free a", "load b", "b 0", "b 1", "b 2", "free b"]
+    assert told == [
+        "load a",
+        "a 0",
+        "a 1",
+        "a 2",
+        "free a",
+        "load b",
+        "b 0",
+        "b 1",
+        "b 2",
+        "free b",
+    ]
 
 
 def test_passes_of_different_lengths_end_on_their_own() -> None:

@@ -1,4 +1,6 @@
-"""scripts/serve*.sh are a few lines over `nibble serve`, and nothing they are given is ignored silently."""
+"""scripts/serve*.sh are a few lines over `nibble serve`, and nothing they are given is ignored
+silently.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
-from nibble.recipes import list_recipes
+from nibble.machine.paths import root
+from nibble.recipes.recipe import list_recipes
 
 SCRIPTS = root() / "scripts"
 MODELS = {
@@ -32,7 +34,12 @@ def run(script: str, *words: str, **environ: str) -> subprocess.CompletedProcess
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent", "NIBBLE_TARGET": "cpu"}
     command = [str(SCRIPTS / script), *words]
     return subprocess.run(
-        command, env=clean | offline | environ, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env=clean | offline | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -89,13 +96,29 @@ def test_tq_and_debug_reach_nibble() -> None:
 
 @needs_venv
 def test_cloverlm_is_served_with_the_options_of_its_authors_script() -> None:
-    words = ["--api", "--model", "acme/Clover", "--port", "8123", "--host", "127.0.0.1", "--tp", "1"]
-    done = run("serve-cloverlm.py", *words, "--max-model-len", "1024", "--gpu-memory-utilization", "0.9")
+    words = [
+        "--api",
+        "--model",
+        "acme/Clover",
+        "--port",
+        "8123",
+        "--host",
+        "127.0.0.1",
+        "--tp",
+        "1",
+    ]
+    done = run(
+        "serve-cloverlm.py", *words, "--max-model-len", "1024", "--gpu-memory-utilization", "0.9"
+    )
     assert done.returncode == 4 and "acme/Clover" in done.stderr and "Traceback" not in done.stderr
     refused = run("serve-cloverlm.py", *words, "--max-model-len", "many")
     assert refused.returncode == 2 and "max-model-len" in refused.stderr.lower()
     offline = run("serve-cloverlm.py", "--model", "acme/Clover", "a prompt")
-    assert offline.returncode == 4 and "acme/Clover" in offline.stderr and "Traceback" not in offline.stderr
+    assert (
+        offline.returncode == 4
+        and "acme/Clover" in offline.stderr
+        and "Traceback" not in offline.stderr
+    )
     both = run("serve-cloverlm.py", *words, "a prompt")
     assert both.returncode == 2 and "--api takes no prompts" in both.stderr
 
@@ -107,15 +130,23 @@ def test_cloverlm_offline_says_what_to_install_where_nothing_is(tmp_path: Path) 
     script = shutil.copy(SCRIPTS / "serve-cloverlm.py", tmp_path / "scripts")
     command = [sys.executable, "-I", "-S", script, "a prompt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 3 and "run `make setup`" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 3 and "run `make setup`" in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(("verb", "is_named"), [("serve", True), ("plan", True), ("test", False)])
-def test_make_names_the_demo_where_a_model_is_served_and_nowhere_else(verb: str, is_named: bool) -> None:
+def test_make_names_the_demo_where_a_model_is_served_and_nowhere_else(
+    verb: str, is_named: bool
+) -> None:
     """A test that names its own model would be given two."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("MODEL", "HF_MODEL")}
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("MODEL", "HF_MODEL")
+    }
     recipes = f"setup setup-dev lint:\n\t@true\n{verb}:\n\t@echo MODEL=$${{MODEL-}}\n"
     makefile = f"{(root() / 'Makefile').read_text()}\n{recipes}"
     command = ["make", "-f", "-", verb]
-    done = subprocess.run(command, input=makefile, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input=makefile, env=environ, capture_output=True, text=True, check=True
+    )
     assert ("MODEL=nibble-demo" in done.stdout) is is_named

@@ -1,4 +1,6 @@
-"""`nibble serve ORG/NAME` up to the start of vLLM: what is fetched first, and what vLLM is then given."""
+"""`nibble serve ORG/NAME` up to the start of vLLM: what is fetched first, and what vLLM is then
+given.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ import pytest
 from hub import GOOD_TOKEN, Hub
 from tiny_model import QWEN3, write_model
 
-from nibble import serve as serve_module
-from nibble.breaker import Breaker, plan_key
+from nibble.cli import serve as serve_module
 from nibble.errors import ExitCode, NibbleError
-from nibble.paths import cache_dir
-from nibble.plan import Plan
+from nibble.machine.paths import cache_dir
+from nibble.plan.plan import Plan
+from nibble.serve.crash_loop import Breaker, plan_key
 
 
 @pytest.fixture
@@ -35,14 +37,21 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "NIBBLE_TARGET": "cpu", "NIBBLE_REFERENCE": "off",
-            "NIBBLE_CONTROL_PORT": str(free_port()),
-            "PORT": str(free_port())}  # fmt: skip
+    return {
+        "HOME": str(tmp_path),
+        "HF_ENDPOINT": hub.url,
+        "NIBBLE_TARGET": "cpu",
+        "NIBBLE_REFERENCE": "off",
+        "NIBBLE_CONTROL_PORT": str(free_port()),
+        "PORT": str(free_port()),
+    }
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]]:
-    """The plans that would have been launched and vLLM's environment; starting vLLM is tests/e2e's subject."""
+    """The plans that would have been launched and vLLM's environment; starting vLLM is
+    tests/e2e's subject.
+    """
     plans: list[tuple[Plan, dict[str, str]]] = []
 
     def launch(plan: Plan, environ: dict[str, str], *_: object) -> int:
@@ -50,9 +59,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]
         return 0
 
     monkeypatch.setattr(serve_module, "launch", launch)
-    monkeypatch.setattr(
-        serve_module, "survive_memory_pressure", lambda: None
-    )  # this process has tests to run
+    # This process has tests to run
+    monkeypatch.setattr(serve_module, "survive_memory_pressure", lambda: None)
     return plans
 
 
@@ -80,7 +88,9 @@ def test_vllm_gets_the_complete_folder_and_stays_offline(hub: Hub, environ, star
     assert plan.served_names == ("acme/tiny", "default")
 
 
-def test_a_gated_models_token_is_used_for_the_download_and_withheld_from_vllm(environ, started) -> None:
+def test_a_gated_models_token_is_used_for_the_download_and_withheld_from_vllm(
+    environ, started
+) -> None:
     assert serve_module.serve(["acme/gated"], environ | {"HF_TOKEN": GOOD_TOKEN}) == 0
     plan, child = started[0]
     assert GOOD_TOKEN not in " ".join([*plan.argv(), *child.values()])
@@ -112,10 +122,15 @@ def test_a_draft_that_comes_down_beside_a_model_on_disk_shows_in_status(
     config = '{"method": "draft_model", "model": "acme/draft", "num_speculative_tokens": 2}'
     assert serve_module.serve([str(model), "--speculative-config", config], environ) == 0
     assert [one["phase"] for one in seen] == ["download"]
-    assert Path(started[0][0].args["--speculative-config"].value["model"]).name == hub.repos["acme/draft"].sha
+    assert (
+        Path(started[0][0].args["--speculative-config"].value["model"]).name
+        == hub.repos["acme/draft"].sha
+    )
 
 
-def test_what_this_machine_cannot_serve_costs_no_download(hub: Hub, environ, started, tmp_path: Path) -> None:
+def test_what_this_machine_cannot_serve_costs_no_download(
+    hub: Hub, environ, started, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environ["PORT"] = str(listener.getsockname()[1])
         with pytest.raises(NibbleError) as caught:
@@ -179,7 +194,9 @@ def test_a_server_in_the_background_that_is_stopped_while_it_downloads_ended_as_
 
     def nibble(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "nibble", *words]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=60
+        )
 
     begun = nibble("serve", "--detach", "acme/large")
     assert begun.returncode == 0, begun.stderr

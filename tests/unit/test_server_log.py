@@ -1,4 +1,6 @@
-"""The log of a server in the background: rotated by the server itself, read over the files, followed through rotations."""
+"""The log of a server in the background: rotated by the server itself, read over the files,
+followed through rotations.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ import threading
 import time
 from pathlib import Path
 
-from nibble.server_log import KEPT, LogFile
+from nibble.serve.log_file import KEPT, LogFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What a server does: its output is the file, which it rotates; a child of its own keeps writing through it.
+# What a server does: its output is the file, which it rotates; a child of its own keeps writing
+# through it.
 SERVER = """
 import os, sys, time
 from pathlib import Path
-from nibble.server_log import LogFile
+from nibble.serve.log_file import LogFile
 log = LogFile(Path(sys.argv[1]), max_bytes=2000)
 for number in range(int(sys.argv[2])):
     os.write(1, b"line %04d of the engine\\n" % number)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings import Settings, options, token_count
-from nibble.settings_layers import load_settings
+from nibble.settings.options import Settings, options, token_count
+from nibble.settings.sources import load_settings
 
 
 def failure(cli: dict[str, str], environ: dict[str, str]) -> NibbleError:
@@ -20,9 +20,17 @@ def failure(cli: dict[str, str], environ: dict[str, str]) -> NibbleError:
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "nibble.toml"
     file.write_text("port = 1\nmax_num_seqs = 2\ndrain_seconds = 3\n")
-    loaded = load_settings({"port": "30"}, {"NIBBLE_CONFIG": str(file), "PORT": "20", "MAX_NUM_SEQS": "21"})
-    assert (loaded.settings.port, loaded.settings.max_num_seqs, loaded.settings.drain_seconds) == (30, 21, 3)
-    assert [str(loaded.origins[name]) for name in ("port", "max_num_seqs", "drain_seconds", "host")] == [
+    loaded = load_settings(
+        {"port": "30"}, {"NIBBLE_CONFIG": str(file), "PORT": "20", "MAX_NUM_SEQS": "21"}
+    )
+    assert (loaded.settings.port, loaded.settings.max_num_seqs, loaded.settings.drain_seconds) == (
+        30,
+        21,
+        3,
+    )
+    assert [
+        str(loaded.origins[name]) for name in ("port", "max_num_seqs", "drain_seconds", "host")
+    ] == [
         "command line --port",
         "environment MAX_NUM_SEQS",
         f"file {file}",
@@ -39,17 +47,23 @@ def test_every_option_has_an_environment_name_and_help() -> None:
 
 def test_no_option_invents_a_vllm_name() -> None:
     ours = {variable for option in options().values() for variable in option.env}
-    # vLLM's own VLLM_API_KEY is read as an alias; VLLM_EXTRA_ARGS is what the seeds' users know (design.md 4).
-    assert {name for name in ours if name.startswith("VLLM_")} == {"VLLM_API_KEY", "VLLM_EXTRA_ARGS"}
+    # vLLM's own VLLM_API_KEY is read as an alias; VLLM_EXTRA_ARGS is what the seeds' users know
+    # (design.md 4).
+    assert {name for name in ours if name.startswith("VLLM_")} == {
+        "VLLM_API_KEY",
+        "VLLM_EXTRA_ARGS",
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PORT", "abc"), ("PORT", "0"), ("PORT", "65536"), ("MAX_MODEL_LEN", "0"), ("MAX_NUM_SEQS", "1.5"),
-     ("GPU_MEMORY_UTIL", "0"), ("GPU_MEMORY_UTIL", "1.01"), ("GPU_MEMORY_UTIL", "nan"), ("NIBBLE_DRAIN_SECONDS", "-1"),
+    [("PORT", "abc"), ("PORT", "0"), ("PORT", "65536"), ("MAX_MODEL_LEN", "0"), ("MAX_NUM_SEQS", "1.5"),  # noqa: E501
+     ("GPU_MEMORY_UTIL", "0"), ("GPU_MEMORY_UTIL", "1.01"), ("GPU_MEMORY_UTIL", "nan"), ("NIBBLE_DRAIN_SECONDS", "-1"),  # noqa: E501
      ("NIBBLE_ALLOW_ANONYMOUS", "perhaps"), ("CUTE_WO_SPLIT", "3"), ("NIBBLE_TARGET", "sm90")],
 )  # fmt: skip
-def test_a_value_out_of_range_names_the_variable_and_what_is_expected(name: str, value: str) -> None:
+def test_a_value_out_of_range_names_the_variable_and_what_is_expected(
+    name: str, value: str
+) -> None:
     error = failure({}, {name: value})
     assert error.code == ExitCode.USAGE
     assert error.line().startswith(f"{name} is '{value}'; expected ")
@@ -61,7 +75,9 @@ def test_a_wrong_secret_is_never_shown() -> None:
 
 
 def test_secrets_do_not_appear_in_repr() -> None:
-    settings = load_settings({}, {"NIBBLE_API_KEY": "nbl-very-secret", "HF_TOKEN": "hf_secret"}).settings
+    settings = load_settings(
+        {}, {"NIBBLE_API_KEY": "nbl-very-secret", "HF_TOKEN": "hf_secret"}
+    ).settings
     assert "very-secret" not in repr(settings) and "hf_secret" not in repr(settings)
 
 
@@ -97,7 +113,11 @@ def test_a_secret_in_a_variable_may_end_with_its_files_line_break() -> None:
     }
     found = load_settings({}, given).settings
     secrets = [found.api_key, found.ray_auth_token, found.hf_token]
-    assert [one and one.get_secret_value() for one in secrets] == ["nbl-from-a-pod", "token-of-all", "hf_x"]
+    assert [one and one.get_secret_value() for one in secrets] == [
+        "nbl-from-a-pod",
+        "token-of-all",
+        "hf_x",
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe\x00", b"x" * 70_000])
@@ -114,7 +134,11 @@ def test_a_folder_as_a_secret_file_is_refused(tmp_path: Path) -> None:
     ("text", "tokens"), [("32768", 32768), ("32K", 32768), ("32k", 32000), ("1M", 1 << 20)]
 )
 def test_tokens_take_the_suffixes_of_vllm(text: str, tokens: int) -> None:
-    assert load_settings({}, {"MAX_MODEL_LEN": text}).settings.max_model_len == tokens == token_count(text)
+    assert (
+        load_settings({}, {"MAX_MODEL_LEN": text}).settings.max_model_len
+        == tokens
+        == token_count(text)
+    )
 
 
 @pytest.mark.parametrize(

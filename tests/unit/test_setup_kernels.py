@@ -1,4 +1,6 @@
-"""Which form of nibble-kernels the installer tries, from what a machine has; what installs it for real is in tests/e2e."""
+"""Which form of nibble-kernels the installer tries, from what a machine has; what installs it
+for real is in tests/e2e.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from setup.kernels import KernelsInstallation, Machine
 from setup.pip_runner import Pip
 
 NOTHING = Machine("cpu", compiler="", nvcc="", gpus="", chosen_wheel="")
-GPU = Machine("cuda", compiler="/usr/bin/g++-12", nvcc="/usr/local/cuda/bin/nvcc", gpus="", chosen_wheel="")
+GPU = Machine(
+    "cuda", compiler="/usr/bin/g++-12", nvcc="/usr/local/cuda/bin/nvcc", gpus="", chosen_wheel=""
+)
 
 
 def program(path: Path) -> Path:
@@ -32,7 +36,9 @@ def dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wheel(folder: Path, age_seconds: float = -10, machine: str = platform.machine()) -> Path:
-    """A file named like a wheel, changed so long before the newest source (less than 0: after it)."""
+    """A file named like a wheel, changed so long before the newest source (less than 0: after
+    it).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"nibble_kernels-0.1.0-cp311-abi3-linux_{machine}.whl"
     path.touch()
@@ -42,8 +48,12 @@ def wheel(folder: Path, age_seconds: float = -10, machine: str = platform.machin
 
 
 def installation(tmp_path: Path, machine: Machine, *targets: str) -> KernelsInstallation:
-    made = KernelsInstallation(tmp_path / "venv", Pip(tmp_path / "python", tmp_path / "log"), machine)
-    made.targets = {name: {"hopper": "9.0a", "gb10": "12.0f"}.get(name, "") for name in targets or ("cpu",)}
+    made = KernelsInstallation(
+        tmp_path / "venv", Pip(tmp_path / "python", tmp_path / "log"), machine
+    )
+    made.targets = {
+        name: {"hopper": "9.0a", "gb10": "12.0f"}.get(name, "") for name in targets or ("cpu",)
+    }
     return made
 
 
@@ -61,7 +71,9 @@ def test_compilers_are_found_on_the_path_and_named_by_what_they_really_are(tmp_p
 def test_cxx_names_another_compiler_and_an_absent_one_is_none(tmp_path: Path):
     real = program(tmp_path / "clang")
     assert kernels.look("cpu", {"PATH": "", "CXX": str(real)}).compiler == str(real)
-    assert kernels.look("cpu", {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}).compiler == ""
+    assert (
+        kernels.look("cpu", {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}).compiler == ""
+    )
 
 
 def test_nvcc_matters_to_the_cuda_runtime_only(tmp_path: Path):
@@ -82,7 +94,9 @@ def test_without_compiler_or_wheel_plain_torch_is_the_only_form(tmp_path: Path, 
     assert forms(tmp_path, NOTHING) == ["installing plain torch code"]
 
 
-def test_a_gpu_with_nvcc_is_compiled_for_then_the_cpu_alone_then_nothing(tmp_path: Path, dist: Path):
+def test_a_gpu_with_nvcc_is_compiled_for_then_the_cpu_alone_then_nothing(
+    tmp_path: Path, dist: Path
+):
     made = list(installation(tmp_path, GPU, "hopper", "gb10")._forms())
     assert [form.environ for form in made] == [
         {"TORCH_CUDA_ARCH_LIST": "12.0f;9.0a"},
@@ -117,18 +131,24 @@ def test_a_wheel_that_was_named_is_taken_whatever_its_age(tmp_path: Path, dist: 
 
 def test_a_named_wheel_that_is_not_there_is_a_usage_error(tmp_path: Path, dist: Path):
     machine = kernels.look("cpu", {"PATH": "", "NIBBLE_KERNELS_WHEEL": "/no/such.whl"})
-    with pytest.raises(SetupError, match=r"NIBBLE_KERNELS_WHEEL: /no/such\.whl is no wheel") as caught:
+    with pytest.raises(
+        SetupError, match=r"NIBBLE_KERNELS_WHEEL: /no/such\.whl is no wheel"
+    ) as caught:
         forms(tmp_path, machine)
     assert caught.value.code == 2
 
 
-def test_the_build_is_in_a_copy_that_keeps_what_was_compiled_and_nothing_else(tmp_path: Path, dist: Path):
+def test_the_build_is_in_a_copy_that_keeps_what_was_compiled_and_nothing_else(
+    tmp_path: Path, dist: Path
+):
     copy = tmp_path / "venv" / "nibble-setup" / "kernels"
     for path in ("src/nibble_kernels/gone.py", "build/lib.x/gone.py", "build/temp.x/kept.o"):
         (copy / path).parent.mkdir(parents=True)
         (copy / path).touch()
     forms(tmp_path, NOTHING)
-    assert [path.name for path in copy.rglob("*") if path.name in {"gone.py", "kept.o"}] == ["kept.o"]
+    assert [path.name for path in copy.rglob("*") if path.name in {"gone.py", "kept.o"}] == [
+        "kept.o"
+    ]
     for source in kernels.sources():
         copied = copy / source.relative_to(kernels.KERNELS)
         assert copied.stat().st_mtime_ns == source.stat().st_mtime_ns, (
@@ -138,7 +158,9 @@ def test_the_build_is_in_a_copy_that_keeps_what_was_compiled_and_nothing_else(tm
 
 def key(tmp_path: Path, **environ: str) -> str:
     folder = tmp_path / "venv"
-    return main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu"]))._wanted()["kernels"]
+    return main.Installation(main.parse(["--venv", str(folder), "--runtime", "cpu"]))._wanted()[
+        "kernels"
+    ]
 
 
 def test_a_compiler_that_appears_a_newer_wheel_and_a_changed_source_each_make_it_stale(
@@ -161,7 +183,9 @@ def test_a_compiler_that_appears_a_newer_wheel_and_a_changed_source_each_make_it
     assert len(set(seen)) == len(seen)
 
 
-def test_a_form_that_failed_is_tried_again_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_form_that_failed_is_tried_again_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The user mends the compiler and runs `make setup` again, as the sentence says."""
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
@@ -170,7 +194,9 @@ def test_a_form_that_failed_is_tried_again_by_the_next_run(tmp_path: Path, monke
     wanted = made._wanted()
     venv.write_stamp(folder, {**wanted, "kernels": ""})
     for settled in (False, True):
-        monkeypatch.setattr(KernelsInstallation, "run", lambda self, settled=settled: ("kernels: …", settled))
+        monkeypatch.setattr(
+            KernelsInstallation, "run", lambda self, settled=settled: ("kernels: …", settled)
+        )
         made.unsettled.clear()
         made.run()
         assert (venv.read_stamp(folder).get("kernels") == wanted["kernels"]) is settled

@@ -1,4 +1,6 @@
-"""What the locks promise: every package pinned with hashes, and nothing in them that must come from elsewhere."""
+"""What the locks promise: every package pinned with hashes, and nothing in them that must come
+from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_the_cuda_lock_has_vllm_with_the_torch_it_was_built_against():
 
 def test_our_own_distribution_names_are_never_resolved_from_an_index():
     ours = {"nibble", "nibble-appliance", "nibble-kernels"}
-    assert all(entries(lock).keys().isdisjoint(ours) for lock in ("cpu.lock", "cuda.lock", "dev.lock"))
+    assert all(
+        entries(lock).keys().isdisjoint(ours) for lock in ("cpu.lock", "cuda.lock", "dev.lock")
+    )
 
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "cuda.lock"])
@@ -57,8 +61,10 @@ def test_the_locks_hold_what_pyproject_asks_for_and_setuptools_to_install_it_off
 
 
 def test_tools_do_not_pull_a_runtime_package_to_another_version():
-    pinned = {lock: dict(re.findall(r"^([a-z0-9-]+)==(\S+) \\$", (LOCKS / lock).read_text(), re.M)) for lock in
-              ("cpu.lock", "cuda.lock", "dev.lock")}  # fmt: skip
+    pinned = {
+        lock: dict(re.findall(r"^([a-z0-9-]+)==(\S+) \\$", (LOCKS / lock).read_text(), re.M))
+        for lock in ("cpu.lock", "cuda.lock", "dev.lock")
+    }
     for runtime in ("cpu.lock", "cuda.lock"):
         shared = pinned["dev.lock"].keys() & pinned[runtime].keys()
         assert {name: pinned["dev.lock"][name] for name in shared} == {

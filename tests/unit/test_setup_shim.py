@@ -35,7 +35,9 @@ def test_the_shim_says_whose_it_is(tmp_path: Path):
 
 def test_the_record_has_the_true_hash_and_size_of_every_file(tmp_path: Path):
     with zipfile.ZipFile(shim.build(tmp_path)) as wheel:
-        record = list(csv.reader(io.StringIO(wheel.read("vllm-0.32.0+cpu.dist-info/RECORD").decode())))
+        record = list(
+            csv.reader(io.StringIO(wheel.read("vllm-0.32.0+cpu.dist-info/RECORD").decode()))
+        )
         assert {row[0] for row in record} == set(wheel.namelist())
         for name, recorded, size in record:
             if name.endswith("RECORD"):

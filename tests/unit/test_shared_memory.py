@@ -1,4 +1,6 @@
-"""/dev/shm: which queues a plan gets, what is refused before a load, and that the plan, the checks and the doctor agree."""
+"""/dev/shm: which queues a plan gets, what is refused before a load, and that the plan, the
+checks and the doctor agree.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ import pytest
 from serving import free_port
 from tiny_model import write_model
 
-from nibble import checks, doctor, prepare
-from nibble.checks import run_checks
-from nibble.cluster.topology import Topology
-from nibble.doctor import shm_check
-from nibble.doctor_machine import model_checks
+from nibble.cli.doctor import checks as doctor
+from nibble.cli.doctor.checks import shm_check
+from nibble.cli.doctor.machine import model_checks
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
-from nibble.shared_memory import MIB, VARIABLE, check_shared_memory, needed_bytes
+from nibble.plan import gather as prepare
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
+from nibble.plan.shared_memory import MIB, VARIABLE, check_shared_memory, needed_bytes
+from nibble.plan.topology import Topology
+from nibble.serve.preflight import machine as checks
+from nibble.serve.preflight.machine import run_checks
 
 DOCKERS = 64 * MIB
 ONE = Topology("machine", 1, 1, 1, 0, None, "")
@@ -64,10 +68,15 @@ def test_one_cpu_worker_gets_small_queues_where_vllms_own_would_not_fit(
         (None, ["--target", "cpu"]),
         (64, ["--target", "cpu", "--tensor-parallel-size", "2"]),  # too little anyway, see below
         (64, ["--target", "cpu", "--data-parallel-size", "2"]),
-        (64, ["--target", "hopper"]),  # engine and worker are one process, and hopper is another machine here
+        (
+            64,
+            ["--target", "hopper"],
+        ),  # engine and worker are one process, and hopper is another machine here
     ],
 )
-def test_queues_stay_vllms_own_elsewhere(model: str, free: Any, mib: int | None, words: list[str]) -> None:
+def test_queues_stay_vllms_own_elsewhere(
+    model: str, free: Any, mib: int | None, words: list[str]
+) -> None:
     free(mib and mib * MIB)
     assert VARIABLE not in plan(model, *words).env
 
@@ -95,7 +104,10 @@ def test_too_little_is_refused_with_the_option_and_little_is_a_warning_for_sever
             check_shared_memory(free_bytes, 496 * MIB, 2)
         assert refused.value.code is ExitCode.NO_FIT
         assert "and vLLM needs 496 MiB there for 2 workers" in refused.value.line()
-        assert "--shm-size 1g or --ipc host" in refused.value.line() and "emptyDir" in refused.value.line()
+        assert (
+            "--shm-size 1g or --ipc host" in refused.value.line()
+            and "emptyDir" in refused.value.line()
+        )
     (warning,) = check_shared_memory(512 * MIB, 496 * MIB, 2)
     assert "only 512 MiB free for 2 workers" in warning and "--shm-size 1g" in warning
     assert check_shared_memory(256 * MIB, 20 * MIB, 1) == []
@@ -103,8 +115,16 @@ def test_too_little_is_refused_with_the_option_and_little_is_a_warning_for_sever
 
 
 def test_a_start_and_the_doctor_say_the_same(model: str, free: Any, tmp_path: Path) -> None:
-    environ = {"PATH": os.environ["PATH"], "NIBBLE_CACHE_DIR": str(tmp_path), "NIBBLE_TARGET": "cpu"}
-    environ |= {"HOME": str(tmp_path), "PORT": str(free_port()), "NIBBLE_CONTROL_PORT": str(free_port())}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "NIBBLE_CACHE_DIR": str(tmp_path),
+        "NIBBLE_TARGET": "cpu",
+    }
+    environ |= {
+        "HOME": str(tmp_path),
+        "PORT": str(free_port()),
+        "NIBBLE_CONTROL_PORT": str(free_port()),
+    }
     free(DOCKERS)
     started = run_checks(plan(model, **environ), environ)
     assert not [line for line in started if "/dev/shm" in line]
@@ -114,7 +134,11 @@ def test_a_start_and_the_doctor_say_the_same(model: str, free: Any, tmp_path: Pa
         run_checks(plan(model, **environ), environ)
     assert refused.value.code is ExitCode.NO_FIT
     (found,) = model_checks(model, environ)
-    assert found.status == "fail" and refused.value.what in found.what and found.fix == refused.value.action
+    assert (
+        found.status == "fail"
+        and refused.value.what in found.what
+        and found.fix == refused.value.action
+    )
 
 
 def test_the_doctor_without_a_model_says_for_how_many_workers_it_is_enough() -> None:

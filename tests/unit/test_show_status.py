@@ -7,21 +7,32 @@ from typing import Any
 
 import pytest
 
-from nibble.control import ControlServer
+from nibble.cli.status import read_status, status_lines
 from nibble.errors import ExitCode, NibbleError
-from nibble.json_http import JsonHandler, Server
-from nibble.show_status import read_status, status_lines
+from nibble.serve.control import ControlServer
+from nibble.serve.json_http import JsonHandler, Server
 
 RAN = {
-    "linear": {"nvfp4: HummingNvFp4LinearKernel": 144}, "moe": {}, "attention": {"FLASH_ATTN": 36},
+    "linear": {"nvfp4: HummingNvFp4LinearKernel": 144},
+    "moe": {},
+    "attention": {"FLASH_ATTN": 36},
     "kv_cache_dtype": ["bfloat16"],
-    "cudagraph_mode": "FULL", "cudagraphs_captured": 35, "compilation_mode": "VLLM_COMPILE", "sampler": "flashinfer",
-}  # fmt: skip
+    "cudagraph_mode": "FULL",
+    "cudagraphs_captured": 35,
+    "compilation_mode": "VLLM_COMPILE",
+    "sampler": "flashinfer",
+}
 STARTING: dict[str, Any] = {
-    "state": "starting", "phase": "load", "seconds_in_phase": 12.4, "eta_s": 31.0, "last_start_s": {"start": 6.0, "load": 20.0},
-    "url": "http://127.0.0.1:8000/v1", "served_names": ["m", "default"],
-    "assertion": {"verdict": "pending", "deviations": [], "ran": []}, "canary": {"verdict": "pending", "findings": []},
-}  # fmt: skip
+    "state": "starting",
+    "phase": "load",
+    "seconds_in_phase": 12.4,
+    "eta_s": 31.0,
+    "last_start_s": {"start": 6.0, "load": 20.0},
+    "url": "http://127.0.0.1:8000/v1",
+    "served_names": ["m", "default"],
+    "assertion": {"verdict": "pending", "deviations": [], "ran": []},
+    "canary": {"verdict": "pending", "findings": []},
+}
 
 
 def lines(**changed: Any) -> str:
@@ -30,7 +41,10 @@ def lines(**changed: Any) -> str:
 
 def test_a_start_tells_how_long_it_may_take() -> None:
     told = lines()
-    assert "starting, load, 12 s in this phase; ready in about 31 s if it goes as the last time" in told
+    assert (
+        "starting, load, 12 s in this phase; ready in about 31 s if it goes as the last time"
+        in told
+    )
     assert "last time start 6 s, load 20 s" in told
 
 
@@ -41,7 +55,12 @@ def test_what_ran_and_what_is_wrong_is_told() -> None:
         "ran": [RAN],
     }
     findings = [
-        {"mechanism": "coherence", "verdict": "passed", "detail": "arithmetic", "warning": "wrong: JSON"}
+        {
+            "mechanism": "coherence",
+            "verdict": "passed",
+            "detail": "arithmetic",
+            "warning": "wrong: JSON",
+        }
     ]
     told = lines(assertion=assertion, canary={"verdict": "passed", "findings": findings})
     for part in (
@@ -56,7 +75,10 @@ def test_what_ran_and_what_is_wrong_is_told() -> None:
 
 @pytest.mark.parametrize(
     "status",
-    [{"state": "starting", "phase": "download"}, {"state": "holding", "phase": "hold", "detail": "x"}],
+    [
+        {"state": "starting", "phase": "download"},
+        {"state": "holding", "phase": "hold", "detail": "x"},
+    ],
 )
 def test_states_without_an_engine_are_told_too(status: dict[str, Any]) -> None:
     assert next(status_lines(status)).startswith(f"state     {status['state']}")
@@ -90,7 +112,13 @@ def test_the_settings_file_says_the_control_port_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [(404, {"detail": "Not Found"}), (404, STARTING), (200, {"status": "ok"}), (200, [1]), (200, None)],
+    [
+        (404, {"detail": "Not Found"}),
+        (404, STARTING),
+        (200, {"status": "ok"}),
+        (200, [1]),
+        (200, None),
+    ],
 )
 def test_something_else_on_the_control_port_is_no_server_of_ours(answer: tuple[int, Any]) -> None:
     class Other(JsonHandler):
@@ -106,4 +134,6 @@ def test_something_else_on_the_control_port_is_no_server_of_ours(answer: tuple[i
     finally:
         server.stop()
     assert raised.value.code == ExitCode.ENGINE_DIED
-    assert f"no server of nibble's answers on control port {port} (what answers" in raised.value.line()
+    assert (
+        f"no server of nibble's answers on control port {port} (what answers" in raised.value.line()
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.start_times import StartTimes, left_s
+from nibble.serve.start_times import StartTimes, left_s
 
 HISTORY = [
     {"phase": "start", "at_s": 0.0},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.lint import ECOSYSTEM_PREFIXES
-from nibble.targets import TARGET_NAMES, load_target, target_for_capability
-from nibble.vllm_schema import load_schema
+from nibble.machine.targets import TARGET_NAMES, load_target, target_for_capability
+from nibble.recipes.lint import ECOSYSTEM_PREFIXES
 
 
 @pytest.mark.parametrize("name", TARGET_NAMES)
@@ -24,7 +24,11 @@ def test_every_default_of_a_target_has_a_reason_and_evidence_and_exists_in_vllm(
     target = load_target(name)
     for flag, default in target.args.items():
         assert schema.check_value(flag, default.value) is None
-        assert default.reason and default.evidence.split(":")[0] in ("measured", "reported", "reasoned")
+        assert default.reason and default.evidence.split(":")[0] in (
+            "measured",
+            "reported",
+            "reasoned",
+        )
     for variable, default in target.env.items():
         assert schema.env_exists(variable) or variable.startswith(ECOSYSTEM_PREFIXES)
         assert default.reason and default.evidence
@@ -49,7 +53,13 @@ def test_a_compute_capability_has_one_target(capability: tuple[int, int], name: 
 def test_no_target_builds_for_a_plain_blackwell_architecture() -> None:
     # ptxas 13.0 refuses the FP4 conversion and MMA for plain targets (kernels.md 0.1).
     lists = {name: load_target(name).torch_cuda_arch_list for name in TARGET_NAMES}
-    assert lists == {"gb10": "12.0f", "sm120": "12.0f", "b200": "10.0f", "hopper": "9.0a", "cpu": ""}
+    assert lists == {
+        "gb10": "12.0f",
+        "sm120": "12.0f",
+        "b200": "10.0f",
+        "hopper": "9.0a",
+        "cpu": "",
+    }
 
 
 def test_the_most_specific_product_name_wins() -> None:
@@ -70,4 +80,6 @@ def test_a_root_without_nibbles_files_is_one_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NIBBLE_ROOT", "/nowhere")
     with pytest.raises(NibbleError) as caught:
         load_target.__wrapped__("cpu")
-    assert caught.value.code is ExitCode.CONFIG and "/nowhere/targets/cpu.toml" in caught.value.line()
+    assert (
+        caught.value.code is ExitCode.CONFIG and "/nowhere/targets/cpu.toml" in caught.value.line()
+    )

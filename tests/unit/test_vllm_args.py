@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nibble.engine.flags import OWNED, merge, read_flags, split_words, write_flag
+from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.vllm_args import OWNED, merge, read_flags, split_words, write_flag
-from nibble.vllm_schema import load_schema
 
 SCHEMA = load_schema()
 
@@ -39,7 +39,10 @@ def failure(text: str) -> NibbleError:
             "--speculative-config.num_speculative_tokens 2",
             {"--speculative-config": {"num_speculative_tokens": 2}},
         ),
-        ("--compilation-config.cudagraph_mode=NONE", {"--compilation-config": {"cudagraph_mode": "NONE"}}),
+        (
+            "--compilation-config.cudagraph_mode=NONE",
+            {"--compilation-config": {"cudagraph_mode": "NONE"}},
+        ),
         ("-O3", {"--optimization-level": "3"}),
     ],
 )
@@ -53,7 +56,9 @@ def test_json_with_spaces_survives() -> None:
 
 
 def test_dotted_flags_join_the_json_of_the_same_flag() -> None:
-    flags = read("""--speculative-config '{"method": "mtp"}' --speculative-config.num_speculative_tokens 3""")
+    flags = read(
+        """--speculative-config '{"method": "mtp"}' --speculative-config.num_speculative_tokens 3"""
+    )
     assert flags == {"--speculative-config": {"method": "mtp", "num_speculative_tokens": 3}}
 
 
@@ -103,5 +108,7 @@ def test_objects_merge_key_by_key_at_every_depth() -> None:
         ("--speculative-config", {"method": "mtp"}, ["--speculative-config", '{"method":"mtp"}']),
     ],
 )
-def test_flags_are_written_so_that_they_read_back(name: str, value: object, words: list[str]) -> None:
+def test_flags_are_written_so_that_they_read_back(
+    name: str, value: object, words: list[str]
+) -> None:
     assert write_flag(name, value) == words

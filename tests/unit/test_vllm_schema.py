@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nibble.engine.schema import SNAPSHOT, Schema, drift, live_schema, load_schema, write_snapshot
 from nibble.errors import ExitCode, NibbleError
-from nibble.vllm_schema import SNAPSHOT, Schema, drift, live_schema, load_schema, write_snapshot
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,8 @@ def test_aliases_and_underscores_name_the_long_flag(written: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "written", ["--max-model", "--no-headless", "--no-max-model-len", "-x", "--disable-log-requests"]
+    "written",
+    ["--max-model", "--no-headless", "--no-max-model-len", "-x", "--disable-log-requests"],
 )
 def test_what_is_no_flag_is_none(written: str) -> None:
     assert load_schema().flag(written) is None
@@ -99,7 +100,10 @@ def test_snapshot_loads_in_under_twenty_milliseconds() -> None:
 
 
 def test_loading_the_snapshot_imports_neither_vllm_nor_torch() -> None:
-    code = "import sys, nibble.lint as l; l.load_schema(); print({'vllm', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, nibble.recipes.lint as l; l.load_schema(); print({'vllm', 'torch'} &"
+        " set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -115,9 +119,13 @@ def test_drift_names_what_changed() -> None:
     old = load_schema()
     flags = {k: v for k, v in old.data["flags"].items() if k != "moe-backend"}
     flags["kv-cache-dtype"] = {**flags["kv-cache-dtype"], "choices": ["auto", "fp4"]}
-    found = drift(old, Schema({**old.data, "flags": flags, "envs": [*old.data["envs"], "VLLM_NEW"]}))
+    found = drift(
+        old, Schema({**old.data, "flags": flags, "envs": [*old.data["envs"], "VLLM_NEW"]})
+    )
     assert "flags.moe-backend is gone" in found
-    assert any(line.startswith("flags.kv-cache-dtype.choices lost") and "['fp4']" in line for line in found)
+    assert any(
+        line.startswith("flags.kv-cache-dtype.choices lost") and "['fp4']" in line for line in found
+    )
     assert "envs lost [] and gained ['VLLM_NEW']" in found
     assert drift(old, old) == []
 

@@ -1,6 +1,8 @@
-"""float32 arithmetic defined to the last bit, so that every device gives the same result: the twin of include/nibble/exact.h.
+"""float32 arithmetic defined to the last bit, so that every device gives the same result: the twin
+of include/nibble/exact.h.
 
-torch has no fused multiply-add, no exp that is the same everywhere and no order of summation that it promises.
+torch has no fused multiply-add, no exp that is the same everywhere and no order of summation that
+it promises.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ def fma(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     a, b, c = (torch.as_tensor(x, dtype=torch.float32, device=device).double() for x in (a, b, c))
     product = a * b  # exact: two times 24 bits in 53
     total = product + c
-    # What total lost (Knuth's two-sum). Forcing its last bit to 1 where it lost something makes the second rounding harmless.
+    # What total lost (Knuth's two-sum). Forcing its last bit to 1 where it lost something makes the
+    # second rounding harmless.
     rest = total - product
     lost = (product - (total - rest)) + (c - rest)
     bits = total.view(torch.int64)

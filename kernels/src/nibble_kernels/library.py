@@ -1,6 +1,8 @@
-"""The operator library nibble::…: schemas and plain torch code from here, compiled kernels from the wheel's libraries.
+"""The operator library nibble::…: schemas and plain torch code from here, compiled kernels from the
+wheel's libraries.
 
-Compiled kernels are registered for one device and win there over the plain torch code, which is registered for all.
+Compiled kernels are registered for one device and win there over the plain torch code, which is
+registered for all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _library = torch.library.Library("nibble", "FRAGMENT")
 
 
 def operator(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define nibble::<schema>, computed by `reference` where nothing compiled is registered; returns what calls it."""
+    """Define nibble::<schema>, computed by `reference` where nothing compiled is registered;
+    returns what calls it.
+    """
     name = schema.partition("(")[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _library.impl(name, reference, "CompositeExplicitAutograd")
@@ -31,9 +35,11 @@ def operator(schema: str, reference: Callable[..., Any], fake: Callable[..., Any
 
 @functools.cache
 def load() -> dict[str, str]:
-    """Load the compiled libraries once; device and what computes there. Logs one line where plain torch code does.
+    """Load the compiled libraries once; device and what computes there. Logs one line where plain
+    torch code does.
 
-    Not in vLLM's processes under nibble's supervisor, which tells it once for all of them, from their reports (NIBBLE_PROOF).
+    Not in vLLM's processes under nibble's supervisor, which tells it once for all of them, from
+    their reports (NIBBLE_PROOF).
     """
     found = {"cpu": _load("_cpu")}
     if torch.version.cuda:

@@ -1,6 +1,8 @@
-"""Where block scales lie: row by row ("linear") or in the 128x4 tiles that FP4 tensor cores read ("tiled").
+"""Where block scales lie: row by row ("linear") or in the 128x4 tiles that FP4 tensor cores read
+("tiled").
 
-Offset of the scale of (row, block), blocks padded to a multiple of 4 and rows to one of 128 (formats.md 6.4):
+Offset of the scale of (row, block), blocks padded to a multiple of 4 and rows to one of 128
+(formats.md 6.4):
 
     (row // 128 * (blocks / 4) + block // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + block % 4
 """
@@ -18,7 +20,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def tiled_shape(rows: int, blocks: int) -> tuple[int, int]:
-    """The shape of the tiled scales of `rows` rows of `blocks` blocks; the elements in it are not in row order."""
+    """The shape of the tiled scales of `rows` rows of `blocks` blocks; the elements in it are
+    not in row order.
+    """
     return round_up(rows, 128), round_up(blocks, 4)
 
 
@@ -28,9 +32,8 @@ def tile(scales: Tensor) -> Tensor:
     padded_rows, padded_blocks = tiled_shape(rows, blocks)
     padding = (0, padded_blocks - blocks, 0, padded_rows - rows)
     padded = torch.nn.functional.pad(scales.view(torch.uint8), padding)
-    tiles = padded.view(
-        padded_rows // 128, 4, 32, padded_blocks // 4, 4
-    )  # tile row, row // 32, row % 32, tile, block
+    # Tile row, row // 32, row % 32, tile, block
+    tiles = padded.view(padded_rows // 128, 4, 32, padded_blocks // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks).view(scales.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from nibble.patching.tree import Tree
+from nibble.engine.patching.tree import Tree
 from probes.support.fake_cuda import DEVICES
 from probes.support.syntax import Sources
 
@@ -12,7 +12,9 @@ METHOD = "vllm.engine.arg_utils.EngineArgs.get_batch_defaults"
 
 
 def server_defaults(tree: Tree, capability: tuple[int, int]) -> tuple[int, int] | None:
-    """(max_num_batched_tokens, max_num_seqs) of `vllm serve` on one GPU, by the tree's own code; None where it has none."""
+    """(max_num_batched_tokens, max_num_seqs) of `vllm serve` on one GPU, by the tree's own code;
+    None where it has none.
+    """
     name, _, memory = DEVICES[capability]
     platform = SimpleNamespace(
         get_device_total_memory=lambda: int(memory),

@@ -1,4 +1,6 @@
-"""Parts of vLLM's CMakeLists.txt run by cmake itself in script mode: no compiler, no torch, under a second."""
+"""Parts of vLLM's CMakeLists.txt run by cmake itself in script mode: no compiler, no torch,
+under a second.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from nibble.patching.tree import Tree
+from nibble.engine.patching.tree import Tree
 
 # What script mode has no use for: the properties of source files belong to a project.
 PREAMBLE = """
@@ -26,11 +28,15 @@ def find_cmake() -> str | None:
 
 
 def blocks(text: str, condition: str) -> list[str]:
-    """The whole if … endif() blocks whose if line has `condition` (a regular expression) in it, in the order of the file."""
+    """The whole if … endif() blocks whose if line has `condition` (a regular expression) in it,
+    in the order of the file.
+    """
     found = []
     for match in re.finditer(rf"^[ \t]*if\s*\([^\n]*{condition}.*$", text, re.MULTILINE):
         depth = 0
-        for word in re.compile(r"^[ \t]*(if|endif)\s*\(", re.MULTILINE).finditer(text, match.start()):
+        for word in re.compile(r"^[ \t]*(if|endif)\s*\(", re.MULTILINE).finditer(
+            text, match.start()
+        ):
             depth += 1 if word[1] == "if" else -1
             if depth == 0:
                 found.append(text[match.start() : text.index("\n", word.end())])
@@ -39,7 +45,9 @@ def blocks(text: str, condition: str) -> list[str]:
 
 
 def run_script(tree: Tree, body: str, cuda: str = "13.0") -> list[str]:
-    """Run statements after the tree's own cmake/utils.cmake; what they print with message(NOTICE …), line by line."""
+    """Run statements after the tree's own cmake/utils.cmake; what they print with message(NOTICE
+    …), line by line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "probe.cmake"
         script.write_text(PREAMBLE.format(cuda=cuda, utils=tree.path("cmake/utils.cmake")) + body)

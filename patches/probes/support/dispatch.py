@@ -1,4 +1,6 @@
-"""vLLM's C++ dispatchers, function by function, compiled for the CPU and asked which kernel they would call on which GPU."""
+"""vLLM's C++ dispatchers, function by function, compiled for the CPU and asked which kernel they
+would call on which GPU.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,17 @@ static void ask(bool (*question)(int64_t)) { std::puts(question(sm) ? "true" : "
 template <class... Args> void ask(void (*function)(Args...)) { function(any<Args>()...); }
 """
 KERNEL = 'template <class... Args> void {name}(Args&&...) {{ std::puts("{name}"); }}\n'
-ENABLED = ("SCALED_MM_SM90", "SCALED_MM_SM100", "SCALED_MM_SM120", "SCALED_MM_C2X", "NVFP4_SM100", "NVFP4_SM120",
-           "CUTLASS_MOE_SM90", "CUTLASS_MOE_SM100", "CUTLASS_MOE_SM120")  # fmt: skip
+ENABLED = (
+    "SCALED_MM_SM90",
+    "SCALED_MM_SM100",
+    "SCALED_MM_SM120",
+    "SCALED_MM_C2X",
+    "NVFP4_SM100",
+    "NVFP4_SM120",
+    "CUTLASS_MOE_SM90",
+    "CUTLASS_MOE_SM100",
+    "CUTLASS_MOE_SM120",
+)
 
 
 def find_compiler() -> str | None:
@@ -70,20 +81,32 @@ def function(text: str, name: str) -> str | None:
 def answers(
     functions: Mapping[str, str], capabilities: Sequence[int], enabled: Iterable[str] = ENABLED
 ) -> dict[str, dict[int, str]]:
-    """Function -> capability (121 for 12.1) -> the kernel it calls, "not implemented", "true" or "false"."""
+    """Function -> capability (121 for 12.1) -> the kernel it calls, "not implemented", "true" or
+    "false".
+    """
     kernels = sorted(
-        {word for text in functions.values() for word in re.findall(r"\bcutlass_\w+_sm\d+a?\b(?=\()", text)}
+        {
+            word
+            for text in functions.values()
+            for word in re.findall(r"\bcutlass_\w+_sm\d+a?\b(?=\()", text)
+        }
     )
     program = "".join(f"#define ENABLE_{name} 1\n" for name in enabled) + PRELUDE
     program += "".join(KERNEL.format(name=name) for name in kernels) + "\n".join(functions.values())
     program += "\nint main() {\n"
-    program += "".join(f"  sm = {sm}; ask({name});\n" for name in functions for sm in capabilities) + "}\n"
+    program += (
+        "".join(f"  sm = {sm}; ask({name});\n" for name in functions for sm in capabilities) + "}\n"
+    )
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "dispatch.cpp"), Path(folder, "dispatch")
         source.write_text(program)
         compiler = find_compiler() or "c++"
-        subprocess.run([compiler, "-std=c++17", "-w", "-o", binary, source], check=True, capture_output=True)
-        lines = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.splitlines()
+        subprocess.run(
+            [compiler, "-std=c++17", "-w", "-o", binary, source], check=True, capture_output=True
+        )
+        lines = subprocess.run(
+            [binary], check=True, capture_output=True, text=True
+        ).stdout.splitlines()
     asked = ((name, sm) for name in functions for sm in capabilities)
     found: dict[str, dict[int, str]] = {name: {} for name in functions}
     for (name, sm), line in zip(asked, lines, strict=True):

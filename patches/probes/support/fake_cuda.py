@@ -1,9 +1,11 @@
-"""A GPU of any capability, pretended to an unchanged vLLM tree: which kernels and backends it would choose there.
+"""A GPU of any capability, pretended to an unchanged vLLM tree: which kernels and backends it would
+choose there.
 
-Only what asks the hardware, the toolchain and the network is replaced: torch.cuda's questions, vLLM's platform object, the
-compiled extension modules (their Python-visible support predicates answer as the sources of vLLM 0.32's CUDA 13 wheel do),
-CUDA_HOME with an `nvcc` that only states its version, and `requests.get`. The code that decides is the tree's own. Call `become`
-once, before anything of vllm is imported: a probe has a process of its own.
+Only what asks the hardware, the toolchain and the network is replaced: torch.cuda's questions,
+vLLM's platform object, the compiled extension modules (their Python-visible support predicates
+answer as the sources of vLLM 0.32's CUDA 13 wheel do), CUDA_HOME with an `nvcc` that only states
+its version, and `requests.get`. The code that decides is the tree's own. Call `become` once, before
+anything of vllm is imported: a probe has a process of its own.
 """
 
 from __future__ import annotations
@@ -31,9 +33,20 @@ DEVICES = {
     SM90: ("NVIDIA H200", 132, 139.7 * GIB),
 }
 EXTENSIONS = (
-    "_C", "_moe_C", "_C_stable_libtorch", "_moe_C_stable_libtorch", "_qutlass_C", "_flashmla_C", "_flashmla_extension_C",
-    "_deepselect_C", "_flashkda_C", "cumem_allocator", "spinloop", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C",
-)  # fmt: skip
+    "_C",
+    "_moe_C",
+    "_C_stable_libtorch",
+    "_moe_C_stable_libtorch",
+    "_qutlass_C",
+    "_flashmla_C",
+    "_flashmla_extension_C",
+    "_deepselect_C",
+    "_flashkda_C",
+    "cumem_allocator",
+    "spinloop",
+    "vllm_flash_attn._vllm_fa2_C",
+    "vllm_flash_attn._vllm_fa3_C",
+)
 
 
 @dataclass(frozen=True)
@@ -63,15 +76,19 @@ def become(
     nvcc       release the compiler in CUDA_HOME states, or None for no compiler anywhere
     ninja      whether `ninja` is on PATH
     cubin      whether the package flashinfer-cubin is installed
-    jit_cache  what flashinfer-jit-cache has providers for, such as sm90a; empty: it is not installed
+    jit_cache  what flashinfer-jit-cache has providers for, such as sm90a; empty: it is not
+    installed
     online     whether HTTP requests succeed (status 200) or fail
     """
     if "vllm" in sys.modules:
         raise RuntimeError("fake_cuda.become comes before `import vllm`")
     default = DEVICES[capability]
-    machine = Machine(capability, name or default[0], sm_count or default[1], int(memory_bytes or default[2]))
+    machine = Machine(
+        capability, name or default[0], sm_count or default[1], int(memory_bytes or default[2])
+    )
     scratch = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
-    # At the end of this process alone, also of one that multiprocessing made, which leaves out atexit's.
+    # At the end of this process alone, also of one that multiprocessing made, which leaves out
+    # atexit's.
     Finalize(None, shutil.rmtree, (scratch, True), exitpriority=1)
     _toolchain(scratch, nvcc, ninja)
     _packages(scratch, cubin, jit_cache)
@@ -83,7 +100,9 @@ def become(
 
 
 def has_flashinfer_package() -> bool:
-    """Whether flashinfer-python is importable here; probes about it are not applicable without it."""
+    """Whether flashinfer-python is importable here; probes about it are not applicable without
+    it.
+    """
     return importlib.util.find_spec("flashinfer") is not None
 
 
@@ -91,7 +110,20 @@ def _toolchain(scratch: Path, nvcc: str | None, ninja: bool) -> None:
     """CUDA_HOME and a PATH that hold exactly the tools asked for."""
     tools, home = scratch / "bin", scratch / "cuda"
     tools.mkdir()
-    for tool in ("sh", "env", "ls", "cat", "uname", "ldconfig", "gcc", "g++", "cc", "c++", "as", "ld"):
+    for tool in (
+        "sh",
+        "env",
+        "ls",
+        "cat",
+        "uname",
+        "ldconfig",
+        "gcc",
+        "g++",
+        "cc",
+        "c++",
+        "as",
+        "ld",
+    ):
         if found := shutil.which(tool):
             (tools / tool).symlink_to(found)
     if ninja:
@@ -114,13 +146,17 @@ def _script(path: Path, command: str) -> None:
 
 
 def _packages(scratch: Path, cubin: bool, jit_cache: tuple[str, ...]) -> None:
-    """FlashInfer's prebuilt packages as what their presence is asked by: a module and its metadata of the same version."""
+    """FlashInfer's prebuilt packages as what their presence is asked by: a module and its
+    metadata of the same version.
+    """
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(scratch)
     version = importlib.metadata.version("flashinfer-python") if has_flashinfer_package() else "0"
     site = scratch / "site"
     folder = str(site / "kernels")
     if cubin:
-        _package(site, "flashinfer_cubin", version, f"def get_cubin_dir():\n    return {folder!r}\n")
+        _package(
+            site, "flashinfer_cubin", version, f"def get_cubin_dir():\n    return {folder!r}\n"
+        )
     else:
         sys.modules["flashinfer_cubin"] = None  # type: ignore[assignment]  # not even one that is installed
     if jit_cache:
@@ -175,11 +211,18 @@ def _torch(machine: Machine) -> None:
 
     major, minor = machine.capability
     properties = types.SimpleNamespace(
-        name=machine.name, major=major, minor=minor, total_memory=machine.memory_bytes,
-        multi_processor_count=machine.sm_count, is_integrated=machine.capability == SM121, warp_size=32,
-        shared_memory_per_block_optin=101376 if major == 12 else 232448, L2_cache_size=128 << 20,
-        max_threads_per_multi_processor=1536 if major == 12 else 2048, regs_per_multiprocessor=65536,
-    )  # fmt: skip
+        name=machine.name,
+        major=major,
+        minor=minor,
+        total_memory=machine.memory_bytes,
+        multi_processor_count=machine.sm_count,
+        is_integrated=machine.capability == SM121,
+        warp_size=32,
+        shared_memory_per_block_optin=101376 if major == 12 else 232448,
+        L2_cache_size=128 << 20,
+        max_threads_per_multi_processor=1536 if major == 12 else 2048,
+        regs_per_multiprocessor=65536,
+    )
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: False,
@@ -199,14 +242,17 @@ def _torch(machine: Machine) -> None:
 
 
 def _extensions(capability: tuple[int, int]) -> None:
-    """The compiled modules as empty ones, and the operators that answer what they were compiled for."""
+    """The compiled modules as empty ones, and the operators that answer what they were compiled
+    for.
+    """
     for extension in EXTENSIONS:
         module = types.ModuleType(f"vllm.{extension}")
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
     import torch
 
-    # vllm 0.32 csrc: scaled_mm_entry.cu cutlass_scaled_mm_supports_*, nvfp4_scaled_mm_entry.cu:71 with both ENABLE_ flags.
+    # vllm 0.32 csrc: scaled_mm_entry.cu cutlass_scaled_mm_supports_*, nvfp4_scaled_mm_entry.cu:71
+    # with both ENABLE_ flags.
     predicates = {
         "cutlass_scaled_mm_supports_fp4": lambda cap: 100 <= cap < 130,
         "cutlass_scaled_mm_supports_fp8": lambda cap: cap >= 89,

@@ -7,7 +7,9 @@ from typing import Any
 
 
 class Messages(list[str]):
-    """Every message of every level, in order; `given` puts it in place of vLLM's loggers (probes.support.syntax.Sources)."""
+    """Every message of every level, in order; `given` puts it in place of vLLM's loggers
+    (probes.support.syntax.Sources).
+    """
 
     @property
     def given(self) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Small CUDA sources compiled for one architecture, and the instructions that come out; nothing runs on a GPU."""
+"""Small CUDA sources compiled for one architecture, and the instructions that come out; nothing
+runs on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ def find_nvcc() -> str | None:
 
 
 def find_cuobjdump() -> str | None:
-    """NVIDIA's disassembler: in PATH, beside nvcc, or from the wheel nvidia-cuda-cuobjdump (it runs nvdisasm beside it)."""
+    """NVIDIA's disassembler: in PATH, beside nvcc, or from the wheel nvidia-cuda-cuobjdump (it
+    runs nvdisasm beside it).
+    """
     beside = [Path(nvcc).resolve().parent for nvcc in (find_nvcc(),) if nvcc]
     wheels = [Path(folder) / f"nvidia/cu{major}/bin" for folder in sys.path for major in (13, 14)]
-    return shutil.which("cuobjdump") or _in_folders("cuobjdump", [*beside, "/usr/local/cuda/bin", *wheels])
+    return shutil.which("cuobjdump") or _in_folders(
+        "cuobjdump", [*beside, "/usr/local/cuda/bin", *wheels]
+    )
 
 
 def _in_folders(name: str, folders: Iterable[str | Path]) -> str | None:
@@ -62,10 +68,17 @@ def has_cuda_13() -> bool:
 def compile_source(
     source: str, arch: str, folder: Path, include: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Compiled:
-    """Compile a CUDA source for `arch`, such as 121a, to machine code only (a .cubin in `folder`)."""
+    """Compile a CUDA source for `arch`, such as 121a, to machine code only (a .cubin in
+    `folder`).
+    """
     path, result = folder / f"source_{arch}.cu", folder / f"source_{arch}.cubin"
     path.write_text(source)
-    words = [find_nvcc() or "nvcc", "-cubin", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17"]
+    words = [
+        find_nvcc() or "nvcc",
+        "-cubin",
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        "-std=c++17",
+    ]
     words += [*(f"-I{one}" for one in include), *flags, "-o", str(result), str(path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -75,7 +88,9 @@ def compile_source(
 
 
 def build_and_run(source: str, arch: str, folder: Path) -> str:
-    """Build a program with code for `arch` in it and run its main(), which must not ask for a GPU; what it printed."""
+    """Build a program with code for `arch` in it and run its main(), which must not ask for a
+    GPU; what it printed.
+    """
     path, program = folder / "program.cu", folder / "program"
     path.write_text(source)
     words = [
@@ -91,15 +106,21 @@ def build_and_run(source: str, arch: str, folder: Path) -> str:
 
 
 def instructions(binary: Path, pattern: str) -> Counter[str] | None:
-    """How often each opcode that `pattern` matches is in the machine code; None where nothing here can disassemble."""
+    """How often each opcode that `pattern` matches is in the machine code; None where nothing
+    here can disassemble.
+    """
     tool = find_cuobjdump()
     if tool is None:
         return None
-    environ = os.environ | {"PATH": os.pathsep.join([str(Path(tool).parent), os.environ.get("PATH", "")])}
+    environ = os.environ | {
+        "PATH": os.pathsep.join([str(Path(tool).parent), os.environ.get("PATH", "")])
+    }
     listing = subprocess.run(
         [tool, "-sass", str(binary)], capture_output=True, text=True, check=True, env=environ
     ).stdout
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE)
+    opcodes = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE
+    )
     return Counter(opcode for opcode in opcodes if re.search(pattern, opcode))
 
 
@@ -107,4 +128,7 @@ def seen(found: Counter[str] | None) -> str:
     """3 F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C"""
     if found is None:
         return "machine code not looked at: no cuobjdump here"
-    return ", ".join(f"{count} {opcode}" for opcode, count in sorted(found.items())) or "no such instruction"
+    return (
+        ", ".join(f"{count} {opcode}" for opcode, count in sorted(found.items()))
+        or "no such instruction"
+    )

@@ -1,4 +1,6 @@
-"""NVFP4 in plain PyTorch (formats.md 3.1): tensors as a checkpoint stores them, and what they stand for."""
+"""NVFP4 in plain PyTorch (formats.md 3.1): tensors as a checkpoint stores them, and what they
+stand for.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ if TYPE_CHECKING:
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-# Errors of a weight in the Frobenius norm. NVFP4's own error on normal weights is 0.095; rounding block scales to E4M3 once
-# more adds at most 1/17 a block (formats.md 5.3). What loses a scale's size is off by 0.4 and more.
+# Errors of a weight in the Frobenius norm. NVFP4's own error on normal weights is 0.095; rounding
+# block scales to E4M3 once more adds at most 1/17 a block (formats.md 5.3). What loses a scale's
+# size is off by 0.4 and more.
 SOUND_ERROR = 0.06
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One NVFP4 weight: codes [N, K/2], block scales [N, K/16] in E4M3, and the scale of the whole tensor."""
+    """One NVFP4 weight: codes [N, K/2], block scales [N, K/16] in E4M3, and the scale of the
+    whole tensor.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -36,11 +41,15 @@ def normal_weights(*sizes: tuple[int, float], columns: int = 256) -> list[torch.
     import torch
 
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(rows, columns, generator=generator) * deviation for rows, deviation in sizes]
+    return [
+        torch.randn(rows, columns, generator=generator) * deviation for rows, deviation in sizes
+    ]
 
 
 def quantize(weight: torch.Tensor) -> Packed:
-    """As ModelOpt does: the tensor's scale is amax / (6 * 448), a block's is its own amax / (6 * scale)."""
+    """As ModelOpt does: the tensor's scale is amax / (6 * 448), a block's is its own amax / (6 *
+    scale).
+    """
     import torch
 
     scale_2 = weight.abs().max().item() / (6 * 448)
@@ -52,7 +61,9 @@ def quantize(weight: torch.Tensor) -> Packed:
     return Packed(codes[:, ::2] | codes[:, 1::2] << 4, scales, scale_2)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, scale_2: float | torch.Tensor) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, scale_2: float | torch.Tensor
+) -> torch.Tensor:
     """Codes times block scale times the scale of the whole, float32."""
     import torch
 

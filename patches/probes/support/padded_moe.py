@@ -1,4 +1,6 @@
-"""NVFP4 experts of a tree's CUTLASS backends: their weights in kernel format, and what they compute."""
+"""NVFP4 experts of a tree's CUTLASS backends: their weights in kernel format, and what they
+compute.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from probes.support.syntax import Sources
 if TYPE_CHECKING:
     import torch
 
-PREPARE = "vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe.prepare_nvfp4_moe_layer_for_fi_or_cutlass"
+PREPARE = "vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe.prepare_nvfp4_moe_layer_for_fi_or_cutlass"  # noqa: E501
 BACKENDS = "vllm.model_executor.layers.fused_moe.oracle.nvfp4.NvFp4MoeBackend"
 ACTIVATIONS = "vllm.model_executor.layers.fused_moe.activation.MoEActivation"
 # Kernels that take up before gate (vllm 0.32 flashinfer_fp4_moe.py:372).
@@ -50,7 +52,9 @@ class Prepared:
 
 
 def prepare(sources: Sources, backend: str, experts: Experts, activation: str = "SILU") -> Prepared:
-    """What process_weights_after_loading makes of them. Raises NotImplementedError where the tree cannot pad."""
+    """What process_weights_after_loading makes of them. Raises NotImplementedError where the
+    tree cannot pad.
+    """
     import torch
 
     parallel = SimpleNamespace(enable_eplb=False)
@@ -90,7 +94,9 @@ def expected_output(experts: Experts) -> torch.Tensor:
 
 
 def output(prepared: Prepared, experts: Experts) -> torch.Tensor:
-    """What a kernel computes that reads the codes, and the block scales in the 128x4 layout, as they are now."""
+    """What a kernel computes that reads the codes, and the block scales in the 128x4 layout, as
+    they are now.
+    """
     import torch
 
     outputs = []
@@ -106,7 +112,9 @@ def output(prepared: Prepared, experts: Experts) -> torch.Tensor:
 def _mlp(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     import torch
 
-    tokens = torch.linspace(-2, 2, TOKENS * HIDDEN, dtype=torch.float64).reshape(TOKENS, HIDDEN).sin()
+    tokens = (
+        torch.linspace(-2, 2, TOKENS * HIDDEN, dtype=torch.float64).reshape(TOKENS, HIDDEN).sin()
+    )
     hidden = torch.nn.functional.silu(tokens @ gate.double().T) * (tokens @ up.double().T)
     return hidden @ down.double().T
 
@@ -117,6 +125,8 @@ def _unswizzled(codes: torch.Tensor, scales: torch.Tensor, scale_2: float) -> An
 
     rows, blocks = codes.shape[0], codes.shape[1] // 8
     r, b = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
-    offset = (r // 128 * (scales.shape[1] // 4) + b // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + b % 4
+    offset = (
+        (r // 128 * (scales.shape[1] // 4) + b // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + b % 4
+    )
     linear = scales.view(torch.uint8).flatten()[offset].view(torch.float8_e4m3fn)
     return dequantize(codes, linear, scale_2)

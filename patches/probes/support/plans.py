@@ -1,4 +1,6 @@
-"""nibble's own plan for a model and a target, as `nibble plan` makes it: what a remedy outside vLLM's tree amounts to."""
+"""nibble's own plan for a model and a target, as `nibble plan` makes it: what a remedy outside
+vLLM's tree amounts to.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nibble.plan import Plan
-from nibble.prepare import plan_for, read_wishes
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.plan import Plan
 
 NVFP4_MOE: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -1,15 +1,19 @@
-"""nibble's vLLM plugin for probes: this checkout's sources where there are any, else the installed package."""
+"""nibble's vLLM plugin for probes: this checkout's sources where there are any, else the
+installed package.
+"""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 
 def plugin_layers() -> ModuleType:
-    """nibble_kernels.vllm_plugin.layers: what the plugin does to a layer's tensors. It imports torch and nothing of vLLM."""
+    """nibble_kernels.vllm_plugin.layers: what the plugin does to a layer's tensors. It imports
+    torch and nothing of vLLM.
+    """
     find_nibble_kernels()
     from nibble_kernels.vllm_plugin import layers
 
@@ -24,7 +28,9 @@ def find_nibble_kernels() -> None:
 
 
 def become_cpu() -> None:
-    """Have the tree's vLLM run on its CPU platform, whatever it was built for. Comes before anything else of vllm is imported."""
+    """Have the tree's vLLM run on its CPU platform, whatever it was built for. Comes before
+    anything else of vllm is imported.
+    """
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 

@@ -1,8 +1,10 @@
-"""What vLLM's own code chooses on a pretended GPU: attention backends, NVFP4 linear and MoE kernels, the sampler.
+"""What vLLM's own code chooses on a pretended GPU: attention backends, NVFP4 linear and MoE
+kernels, the sampler.
 
     python -m probes.support.selection --root TREE < cases.json      # one JSON object a case
 
-A case is one machine and the questions to it; each is answered in a forked process, for a process can pretend only once.
+A case is one machine and the questions to it; each is answered in a forked process, for a process
+can pretend only once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nibble.patching.run import NURSERY
+from nibble.engine.patching.run import NURSERY
 from probes.support import fake_cuda
 
 # flashinfer 0.7 compilation_context.py:43, the names of its targets for 9.0, 10.0, 12.0 and 12.1
@@ -43,7 +45,9 @@ class Case:
 
 
 def ask(cases: Sequence[Case], jobs: int = 2) -> list[dict[str, Any]]:
-    """The answers to each case by question. `vllm` must not be imported yet; sys.path leads to the tree."""
+    """The answers to each case by question. `vllm` must not be imported yet; sys.path leads to
+    the tree.
+    """
     pool = multiprocessing.get_context("fork").Pool(min(jobs, len(cases)), maxtasksperchild=1)
     with pool:
         return pool.map(_answer, cases, chunksize=1)
@@ -78,7 +82,9 @@ def _forced_flashinfer() -> str:
     selector, context = _attention_layer("fp8")
     try:
         with context:
-            return current_platform.get_attn_backend_cls(AttentionBackendEnum.FLASHINFER, selector, 32)
+            return current_platform.get_attn_backend_cls(
+                AttentionBackendEnum.FLASHINFER, selector, 32
+            )
     except ValueError as error:
         return f"refused: {error}"
 
@@ -88,12 +94,19 @@ def _attention_layer(kv_cache_dtype: str, **layer: Any) -> tuple[Any, Any]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    plain = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": kv_cache_dtype, "block_size": None}
+    plain = {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": kv_cache_dtype,
+        "block_size": None,
+    }
     return AttentionSelectorConfig(**(plain | layer)), set_current_vllm_config(VllmConfig())
 
 
 def _mla_refusals(backend: str, **layer: Any) -> list[str]:
-    """Why an MLA backend is not taken; asked of it alone, for SM 10.x's CUTLASS_MLA allocates on the GPU when it is imported."""
+    """Why an MLA backend is not taken; asked of it alone, for SM 10.x's CUTLASS_MLA allocates on
+    the GPU when it is imported.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -118,7 +131,9 @@ def _mla_prefill() -> list[str]:
     gpu = current_platform.get_device_capability()
     asked = ("FLASH_ATTN", "FLASHINFER", "TRTLLM_RAGGED")
     backends = {name: getattr(MLAPrefillBackendEnum, name).get_class() for name in asked}
-    return [name for name, backend in backends.items() if not backend.validate_configuration(gpu, model)]
+    return [
+        name for name, backend in backends.items() if not backend.validate_configuration(gpu, model)
+    ]
 
 
 def _linear(use_a16: bool = False) -> str:
@@ -136,30 +151,48 @@ def _moe(use_a16: bool = False) -> str:
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import select_nvfp4_moe_backend
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kNvfp4Dynamic,
+        kNvfp4Static,
+    )
 
     with set_current_vllm_config(VllmConfig()):
         layer = config.FusedMoEConfig(
-            num_experts=128, experts_per_token=8, hidden_dim=2048, intermediate_size=768, num_local_experts=128,
-            num_logical_experts=128, activation=MoEActivation.SILU, device="cuda", in_dtype=torch.bfloat16,
+            num_experts=128,
+            experts_per_token=8,
+            hidden_dim=2048,
+            intermediate_size=768,
+            num_local_experts=128,
+            num_logical_experts=128,
+            activation=MoEActivation.SILU,
+            device="cuda",
+            in_dtype=torch.bfloat16,
             routing_method=config.RoutingMethodType.Renormalize,
             moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
-        )  # fmt: skip
-        backend, _ = select_nvfp4_moe_backend(layer, kNvfp4Static, None if use_a16 else kNvfp4Dynamic)
+        )
+        backend, _ = select_nvfp4_moe_backend(
+            layer, kNvfp4Static, None if use_a16 else kNvfp4Dynamic
+        )
     return backend.value
 
 
 def _prefill_module() -> str:
-    """What FlashInfer's plan() does first: build the kernels of a bf16 model with an fp8 KV cache."""
+    """What FlashInfer's plan() does first: build the kernels of a bf16 model with an fp8 KV
+    cache.
+    """
     import torch
     from flashinfer.prefill import get_batch_prefill_module  # pyright: ignore[reportMissingImports]
 
     types = (torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16, torch.int32)
-    return _outcome(lambda: get_batch_prefill_module("fa2", *types, 128, 128, 0, False, False, False))
+    return _outcome(
+        lambda: get_batch_prefill_module("fa2", *types, 128, 128, 0, False, False, False)
+    )
 
 
 def _trtllm_gen_module() -> str:
-    """What FlashInfer does before it loads a trtllm-gen attention cubin: build the host code that launches it."""
+    """What FlashInfer does before it loads a trtllm-gen attention cubin: build the host code
+    that launches it.
+    """
     from flashinfer.jit.attention import modules  # pyright: ignore[reportMissingImports]
 
     vars(modules).update(get_artifact=lambda *_: b"cubin", get_meta_hash=lambda *_: "hash")
@@ -175,7 +208,9 @@ def _outcome(build: Callable[[], Any]) -> str:
 
 
 def _jit_cache_targets() -> dict[str, list[bool]]:
-    """Provider of flashinfer-jit-cache -> whether vLLM (patched) takes it for this GPU, and whether FlashInfer does."""
+    """Provider of flashinfer-jit-cache -> whether vLLM (patched) takes it for this GPU, and
+    whether FlashInfer does.
+    """
     from types import SimpleNamespace
 
     import flashinfer_jit_cache  # pyright: ignore[reportMissingImports]
@@ -250,7 +285,8 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     cases = [
-        Case(tuple(case["capability"]), case["questions"], case["machine"]) for case in json.load(sys.stdin)
+        Case(tuple(case["capability"]), case["questions"], case["machine"])
+        for case in json.load(sys.stdin)
     ]
     for answers in ask(cases, os.cpu_count() or 1):
         print(json.dumps(answers))

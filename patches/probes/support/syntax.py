@@ -1,9 +1,11 @@
-"""Run one part of a tree's source: a definition is executed when it is first looked up, and nothing else of its file is.
+"""Run one part of a tree's source: a definition is executed when it is first looked up, and nothing
+else of its file is.
 
-Releases older than the environment cannot be imported whole (0.15.1 wants gguf and another transformers), a source archive has
-no compiled modules, and importing all of vLLM takes longer than a probe should. What runs is still the tree's own text: functions
-keep their file and line, names they use come from the tree's other files in the same way, and only what a probe names in
-`given` is replaced. Packages other than vllm are imported as usual.
+Releases older than the environment cannot be imported whole (0.15.1 wants gguf and another
+transformers), a source archive has no compiled modules, and importing all of vLLM takes longer than
+a probe should. What runs is still the tree's own text: functions keep their file and line, names
+they use come from the tree's other files in the same way, and only what a probe names in `given` is
+replaced. Packages other than vllm are imported as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nibble.patching.tree import Tree
+from nibble.engine.patching.tree import Tree
 
 
 class _QuietLogger:
@@ -40,7 +42,9 @@ def find(module: ast.Module, name: str) -> ast.AST | None:
     scope: ast.AST = module
     for part in name.split("."):
         definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        found = [n for n in getattr(scope, "body", []) if isinstance(n, definitions) and n.name == part]
+        found = [
+            n for n in getattr(scope, "body", []) if isinstance(n, definitions) and n.name == part
+        ]
         if not found:
             return None
         scope = found[-1]
@@ -59,8 +63,10 @@ class Sources:
         self.files: dict[str, _Names] = {}
 
     def load(self, name: str) -> Any:
-        """A definition by its dotted name. Of a class member only that member is executed: a method comes as a plain function,
-        without decorators and without super(), an attribute as its value. Raises LookupError where the tree has none."""
+        """A definition by its dotted name. Of a class member only that member is executed: a method
+        comes as a plain function, without decorators and without super(), an attribute as its
+        value. Raises LookupError where the tree has none.
+        """
         module, rest = self._split(name)
         names = self.names(module)
         try:
@@ -71,7 +77,9 @@ class Sources:
             raise LookupError(f"{module} has no {'.'.join(rest)}") from None
 
     def has(self, name: str) -> bool:
-        """Whether the tree has the module, function, class or method of a dotted name; nothing is executed."""
+        """Whether the tree has the module, function, class or method of a dotted name; nothing
+        is executed.
+        """
         try:
             module, rest = self._split(name)
         except LookupError:
@@ -107,11 +115,15 @@ class Sources:
 
     def _file(self, module: str) -> Path | None:
         stem = self.root / module.replace(".", "/")
-        return next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
+        return next(
+            (p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None
+        )
 
 
 class _Names(dict[str, Any]):
-    """The globals of one file. Function code looks names up here, and __missing__ executes the statement that binds one."""
+    """The globals of one file. Function code looks names up here, and __missing__ executes the
+    statement that binds one.
+    """
 
     def __init__(self, sources: Sources, module: str, path: Path) -> None:
         # Dataclasses look their module up; the real name stays free for a real import.
@@ -163,7 +175,12 @@ class _Names(dict[str, Any]):
         return compile(ast.Module([statement], type_ignores=[]), str(self.path), "exec")
 
     def _import(
-        self, name: str, _globals: Any = None, _locals: Any = None, fromlist: Any = (), level: int = 0
+        self,
+        name: str,
+        _globals: Any = None,
+        _locals: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
     ) -> Any:
         if level:
             parts = self.package.split(".")
@@ -196,7 +213,9 @@ class _Module:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names a top-level statement binds; those under `if` and `try` belong to the whole of it."""
+    """The names a top-level statement binds; those under `if` and `try` belong to the whole of
+    it.
+    """
     match statement:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             yield name
@@ -206,7 +225,9 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             yield from (alias.asname or alias.name for alias in names)
         case ast.Assign() | ast.AnnAssign():
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for node in (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
+            for node in (
+                n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)
+            ):
                 if isinstance(node.ctx, ast.Store):
                     yield node.id
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
@@ -240,10 +261,18 @@ def _class_level_names(statement: ast.stmt) -> Iterator[str]:
     pending: list[ast.AST] = [statement]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id != statement.name:
+        if (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Load)
+            and node.id != statement.name
+        ):
             yield node.id
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            pending += [*node.decorator_list, *node.args.defaults, *[d for d in node.args.kw_defaults if d]]
+            pending += [
+                *node.decorator_list,
+                *node.args.defaults,
+                *[d for d in node.args.kw_defaults if d],
+            ]
         else:
             pending += ast.iter_child_nodes(node)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nibble.patching.binaries import compiled_modules
-from nibble.patching.fatbin import GpuObject, gpu_objects
-from nibble.patching.probe import Finding, defect, not_applicable, sound
-from nibble.patching.tree import Tree
+from nibble.engine.fatbin import GpuObject, gpu_objects
+from nibble.engine.gpu_code import compiled_modules
+from nibble.engine.patching.probe import Finding, defect, not_applicable, sound
+from nibble.engine.patching.tree import Tree
 
 
 def objects_named(tree: Tree, names: Sequence[str]) -> dict[str, GpuObject]:
@@ -19,13 +19,18 @@ def objects_named(tree: Tree, names: Sequence[str]) -> dict[str, GpuObject]:
 
 
 def loads(tree: Tree, names: Sequence[str], capability: tuple[int, int]) -> Finding:
-    """Sound where a GPU of `capability` can load each of the named objects; not applicable where they are not there."""
+    """Sound where a GPU of `capability` can load each of the named objects; not applicable where
+    they are not there.
+    """
     found = objects_named(tree, names)
     if len(found) != len(names):
         return not_applicable(
-            "no GPU code of these names in this tree: a source archive, a CPU build, or a stripped one"
+            "no GPU code of these names in this tree: a source archive, a CPU build, or a"
+            " stripped one"
         )
     has = ", ".join(f"{name}: {' '.join(map(str, found[name].codes))}" for name in names)
-    stuck = [name for name in names if not any(code.runs_on(capability) for code in found[name].codes)]
+    stuck = [
+        name for name in names if not any(code.runs_on(capability) for code in found[name].codes)
+    ]
     shown = ".".join(map(str, capability))
     return defect(f"{shown} loads none of {has}") if stuck else sound(f"{shown} loads {has}")

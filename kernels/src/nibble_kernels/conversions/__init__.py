@@ -1,4 +1,6 @@
-"""nibble::e2m1_encode, e2m1_decode, e4m3_encode, e4m3_decode: NVFP4's two number formats, exactly as PTX's cvt has them."""
+"""nibble::e2m1_encode, e2m1_decode, e4m3_encode, e4m3_decode: NVFP4's two number formats,
+exactly as PTX's cvt has them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _e2m1_encode = operator(
 _e2m1_decode = operator(
     "e2m1_decode(Tensor packed) -> Tensor",
     reference.e2m1_decode_packed,
-    lambda packed: packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=torch.float32),
+    lambda packed: packed.new_empty(
+        (*packed.shape[:-1], packed.shape[-1] * 2), dtype=torch.float32
+    ),
 )
 _e4m3_encode = operator(
     "e4m3_encode(Tensor x) -> Tensor",
@@ -50,7 +54,9 @@ _use_software = operator(
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """E2M1 codes of float32, bfloat16 or float16, two a byte along the last dimension (even), the even one low."""
+    """E2M1 codes of float32, bfloat16 or float16, two a byte along the last dimension (even),
+    the even one low.
+    """
     return _e2m1_encode(x)
 
 
@@ -60,7 +66,9 @@ def e2m1_decode(packed: Tensor) -> Tensor:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """float8_e4m3fn of float32, bfloat16 or float16, saturated at ±448 whatever torch's own cast does."""
+    """float8_e4m3fn of float32, bfloat16 or float16, saturated at ±448 whatever torch's own cast
+    does.
+    """
     return _e4m3_encode(x)
 
 
@@ -72,8 +80,8 @@ def e4m3_decode(x: Tensor) -> Tensor:
 def conversion_report(device: torch.device | str) -> dict[str, object]:
     """How this GPU converts, found by running its instructions against the software conversion.
 
-    "e2m1" and "e4m3" are "instruction" or "software"; "mismatches" counts results in which they differ, and is why a target
-    that has the instructions would be given the software conversion.
+    "e2m1" and "e4m3" are "instruction" or "software"; "mismatches" counts results in which they
+    differ, and is why a target that has the instructions would be given the software conversion.
     """
     e2m1_instruction, e4m3_instruction, compared, mismatches = _mismatches(
         torch.empty(0, device=device)
@@ -88,8 +96,10 @@ def conversion_report(device: torch.device | str) -> dict[str, object]:
 
 
 def use_software_conversions(device: torch.device | str, software: bool = True) -> None:
-    """Have this GPU's kernels convert by software whatever the report says, or (False) as the report says again.
+    """Have this GPU's kernels convert by software whatever the report says, or (False) as the
+    report says again.
 
-    For tests, and to find out whether a wrong answer comes from an instruction. Captured graphs keep what they have.
+    For tests, and to find out whether a wrong answer comes from an instruction. Captured graphs
+    keep what they have.
     """
     _use_software(torch.empty(0, device=device), software)

@@ -1,4 +1,5 @@
-"""E2M1 and E4M3 as PTX's cvt.rn.satfinite converts them: ties to even, saturation, signed zeros, NaN to +6 and 0x7F.
+"""E2M1 and E4M3 as PTX's cvt.rn.satfinite converts them: ties to even, saturation, signed zeros,
+NaN to +6 and 0x7F.
 
 The specification of every other implementation, in plain torch float32.
 """
@@ -15,7 +16,9 @@ E4M3_MAX = 448.0
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """Codes 0…15, one a byte: a sign and the index of a value. Halfway between two values the even index wins."""
+    """Codes 0…15, one a byte: a sign and the index of a value. Halfway between two values the
+    even index wins.
+    """
     x = x.float()
     magnitude = x.abs()
     code = torch.zeros_like(x, dtype=torch.uint8)
@@ -42,7 +45,9 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """The byte of each element. Clamped first: torch up to 2.11 makes NaN of what it should saturate."""
+    """The byte of each element. Clamped first: torch up to 2.11 makes NaN of what it should
+    saturate.
+    """
     x = x.float()
     code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(x.isnan(), 0x7F, code).to(torch.uint8)

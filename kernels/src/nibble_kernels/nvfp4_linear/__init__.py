@@ -1,4 +1,6 @@
-"""nibble::nvfp4_linear: a linear layer whose weight stays in NVFP4, with activations as they are or quantized too."""
+"""nibble::nvfp4_linear: a linear layer whose weight stays in NVFP4, with activations as they are
+or quantized too.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ __all__ = ["cpu_levels", "nvfp4_linear", "use_cpu_level"]
 LEVELS = ("portable", "avx2", "avx512")
 
 _nvfp4_linear = operator(
-    "nvfp4_linear(Tensor x, Tensor weight, Tensor scales, Tensor global_scale, Tensor? column_scale, Tensor? bias, "
-    "Tensor? input_scale_inv) -> Tensor",
+    "nvfp4_linear(Tensor x, Tensor weight, Tensor scales, Tensor global_scale, Tensor?"
+    " column_scale, Tensor? bias, Tensor? input_scale_inv) -> Tensor",
     reference.nvfp4_linear,
     lambda x, weight, scales, global_scale, column_scale, bias, input_scale_inv: x.new_empty(
         (*x.shape[:-1], weight.shape[0])
@@ -27,7 +29,9 @@ _cpu_levels = operator(
     lambda like: torch.empty(0, dtype=torch.int64),
 )
 _use_cpu_level = operator(
-    "nvfp4_use_cpu_level(Tensor like, int level) -> ()", lambda like, level: None, lambda like, level: None
+    "nvfp4_use_cpu_level(Tensor like, int level) -> ()",
+    lambda like, level: None,
+    lambda like, level: None,
 )
 
 
@@ -41,12 +45,14 @@ def nvfp4_linear(
     bias: Tensor | None = None,
     input_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """x [..., K] times the transposed NVFP4 weight, [..., N] in x's type; the formula is reference.py's.
+    """x [..., K] times the transposed NVFP4 weight, [..., N] in x's type; the formula is
+    reference.py's.
 
-    weight is uint8 [N, K/2] (even column in the low nibble), scales float8_e4m3fn [N, K/16] row by row, global_scale one
-    float32 that multiplies. column_scale [N] (float32) and bias [N] are applied before the only rounding. With
-    input_scale_inv, one float32, x is quantized too (W4A4), exactly as nvfp4_quant does; without it, it is not (W4A16).
-    Raises ValueError where types or shapes do not fit together.
+    weight is uint8 [N, K/2] (even column in the low nibble), scales float8_e4m3fn [N, K/16] row by
+    row, global_scale one float32 that multiplies. column_scale [N] (float32) and bias [N] are
+    applied before the only rounding. With input_scale_inv, one float32, x is quantized too (W4A4),
+    exactly as nvfp4_quant does; without it, it is not (W4A16). Raises ValueError where types or
+    shapes do not fit together.
     """
     check_weight(x.shape[-1], weight, scales, "weight")
     rows = weight.shape[:1]
@@ -54,24 +60,29 @@ def nvfp4_linear(
     if column_scale is not None:
         check_factor(column_scale, rows, "column_scale")
     if bias is not None and bias.shape != rows:
-        raise ValueError(f"bias must have one element for each of {rows[0]} weight rows; got {shape(bias)}")
+        raise ValueError(
+            f"bias must have one element for each of {rows[0]} weight rows; got {shape(bias)}"
+        )
     if input_scale_inv is not None:
         check_factor(input_scale_inv, (), "input_scale_inv")
     return _nvfp4_linear(x, weight, scales, global_scale, column_scale, bias, input_scale_inv)
 
 
 def check_weight(columns: int, weight: Tensor, scales: Tensor, name: str) -> None:
-    """That codes and scales have their types and belong together, for rows of `columns` elements."""
+    """That codes and scales have their types and belong together, for rows of `columns`
+    elements.
+    """
     if columns % BLOCK:
         raise ValueError(f"NVFP4 has blocks of {BLOCK} columns; got rows of {columns}")
     if weight.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"{name} must be uint8 codes with float8_e4m3fn scales; got {weight.dtype} and {scales.dtype}"
+            f"{name} must be uint8 codes with float8_e4m3fn scales; got {weight.dtype} and"
+            f" {scales.dtype}"
         )
     if weight.shape[-1] != columns // 2 or scales.shape != (*weight.shape[:-1], columns // BLOCK):
         raise ValueError(
-            f"{name} must be codes [..., {columns // 2}] with scales [..., {columns // BLOCK}] for rows of {columns}; "
-            f"got {shape(weight)} and {shape(scales)}"
+            f"{name} must be codes [..., {columns // 2}] with scales [..., {columns // BLOCK}] for"
+            f" rows of {columns}; got {shape(weight)} and {shape(scales)}"
         )
 
 
@@ -79,7 +90,9 @@ def check_factor(factor: Tensor, expected: tuple[int, ...], name: str) -> None:
     """That a factor is float32 of the expected shape; one element may have any shape."""
     fits = factor.numel() == 1 if not expected else factor.shape == expected
     if factor.dtype != torch.float32 or not fits:
-        raise ValueError(f"{name} must be float32 {list(expected)}; got {factor.dtype} {shape(factor)}")
+        raise ValueError(
+            f"{name} must be float32 {list(expected)}; got {factor.dtype} {shape(factor)}"
+        )
 
 
 def shape(x: Tensor) -> str:
@@ -87,10 +100,14 @@ def shape(x: Tensor) -> str:
 
 
 def cpu_levels() -> list[str]:
-    """The instructions that the compiled code can use on this processor, best first; none where nothing is compiled."""
+    """The instructions that the compiled code can use on this processor, best first; none where
+    nothing is compiled.
+    """
     return [LEVELS[level] for level in _cpu_levels(torch.empty(0)).tolist()]
 
 
 def use_cpu_level(level: str) -> None:
-    """Have all products use these instructions, one of cpu_levels(); at first they use the best. For tests."""
+    """Have all products use these instructions, one of cpu_levels(); at first they use the best.
+    For tests.
+    """
     _use_cpu_level(torch.empty(0), cpu_levels().index(level))

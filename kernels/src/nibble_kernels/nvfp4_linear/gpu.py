@@ -1,4 +1,6 @@
-"""nibble::nvfp4_weight_linear: a linear layer with a prepared NVFP4 weight and unquantized activations, on NVIDIA GPUs."""
+"""nibble::nvfp4_weight_linear: a linear layer with a prepared NVFP4 weight and unquantized
+activations, on NVIDIA GPUs.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,15 @@ from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 
-__all__ = ["MAX_DECODE_ROWS", "nvfp4_decode_linear", "nvfp4_dequantize_weight", "nvfp4_weight_linear"]
+__all__ = [
+    "MAX_DECODE_ROWS",
+    "nvfp4_decode_linear",
+    "nvfp4_dequantize_weight",
+    "nvfp4_weight_linear",
+]
 
-# More are multiplied by torch, from a dequantized copy. Reasoned, not measured: docs/kernels/nvfp4_linear.md.
+# More are multiplied by torch, from a dequantized copy. Reasoned, not measured:
+# docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 64
 
 
@@ -62,7 +70,9 @@ def _dequantize_reference(
     codes: Tensor, scales: Tensor, rows: int, native: bool, columns: int, like: Tensor
 ) -> Tensor:
     def of(codes: Tensor, scales: Tensor) -> Tensor:
-        return dequantize(*stored_weight(PreparedWeight(codes, scales, rows, native), columns)).to(like.dtype)
+        return dequantize(*stored_weight(PreparedWeight(codes, scales, rows, native), columns)).to(
+            like.dtype
+        )
 
     if codes.ndim == 5:
         return of(codes, scales)
@@ -108,7 +118,11 @@ def _weight_linear(
             alpha=global_scale,
         )
     else:
-        sums = torch.mm(rows, weight, out_dtype=torch.float32) if x.is_cuda else rows.float() @ weight.float()
+        sums = (
+            torch.mm(rows, weight, out_dtype=torch.float32)
+            if x.is_cuda
+            else rows.float() @ weight.float()
+        )
         y = sums * global_scale * column_scale
         y = (y if bias is None else y + bias.float()).to(x.dtype)
     if silu_mul:
@@ -118,21 +132,25 @@ def _weight_linear(
 
 
 _decode = operator(
-    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool batch_invariant, int[] division) "
-    "-> Tensor",
+    "nvfp4_decode_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
+    " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool"
+    " batch_invariant, int[] division) -> Tensor",
     _decode_reference,
     _decode_fake,
 )
 _dequantize = operator(
-    "nvfp4_dequantize_weight(Tensor codes, Tensor scales, int rows, bool native, int columns, Tensor like) -> Tensor",
+    "nvfp4_dequantize_weight(Tensor codes, Tensor scales, int rows, bool native, int columns,"
+    " Tensor like) -> Tensor",
     _dequantize_reference,
-    lambda codes, scales, rows, native, columns, like: like.new_empty((*codes.shape[:-5], rows, columns)),
+    lambda codes, scales, rows, native, columns, like: like.new_empty(
+        (*codes.shape[:-5], rows, columns)
+    ),
 )
 
 _linear = operator(
-    "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float global_scale, "
-    "Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant) -> Tensor",
+    "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
+    " global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant) ->"
+    " Tensor",
     _weight_linear,
     _linear_fake,
 )
@@ -148,11 +166,13 @@ def nvfp4_weight_linear(
     silu_mul: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses when it runs.
+    """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses
+    when it runs.
 
-    Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of its own size
-    in x's type, exactly, and torch multiplies; the global scale, column factors and bias come after the sum there, too.
-    With batch_invariant that happens for no number of rows. silu · mul then has gate and up in x's type.
+    Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of its own size in x's
+    type, exactly, and torch multiplies; the global scale, column factors and bias come after the
+    sum there, too. With batch_invariant that happens for no number of rows. silu · mul then has
+    gate and up in x's type.
     """
     return _linear(x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant)
 
@@ -169,13 +189,15 @@ def nvfp4_decode_linear(
     batch_invariant: bool = False,
     division: Sequence[int] = (),
 ) -> Tensor:
-    """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul. Made for up to 64 rows.
+    """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul.
+    Made for up to 64 rows.
 
-    y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in float32. With silu_mul
-    the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape, is added last; one rounding ends it. K must be
-    a multiple of 16, N of 8. A row's result does not depend on the other rows as long as their number stays within 1-4, 5-8,
-    9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread
-    blocks of a cluster, phases of K) is for tests and measurements.
+    y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in
+    float32. With silu_mul the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape,
+    is added last; one rounding ends it. K must be a multiple of 16, N of 8. A row's result does not
+    depend on the other rows as long as their number stays within 1-4, 5-8, 9-16 or 17-32 (more are
+    multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread blocks
+    of a cluster, phases of K) is for tests and measurements.
     """
     return _decode(
         x,
@@ -191,8 +213,10 @@ def nvfp4_decode_linear(
 
 
 def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) -> Tensor:
-    """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global scale is left out.
+    """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global
+    scale is left out.
 
-    With the experts of a layer (nvfp4_moe.gpu.prepare_experts), whose codes have one dimension more, [E, N, K].
+    With the experts of a layer (nvfp4_moe.gpu.prepare_experts), whose codes have one dimension
+    more, [E, N, K].
     """
     return _dequantize(*weight, columns, like)

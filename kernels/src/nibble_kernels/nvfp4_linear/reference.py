@@ -2,9 +2,10 @@
 
     y = Σ_k x[k] · code[n, k] · scale[n, k / 16]  ·  global_scale  ·  column_scale[n]  +  bias[n]
 
-in that order, every operation in float32 and y rounded once to x's type. A code times its scale is exact: at most six bits.
-With input_scale_inv, x is first rounded to NVFP4 by nvfp4_quant, and global_scale is multiplied by 1 / input_scale_inv.
-The order of the sum over k is not specified; it is the only freedom that an implementation has.
+in that order, every operation in float32 and y rounded once to x's type. A code times its scale is
+exact: at most six bits. With input_scale_inv, x is first rounded to NVFP4 by nvfp4_quant, and
+global_scale is multiplied by 1 / input_scale_inv. The order of the sum over k is not specified; it
+is the only freedom that an implementation has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ ROWS_AT_A_TIME = 1024  # of the weight, so that no float32 copy of the whole is 
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes [..., K/2] times their scales [..., K/16] in float32 [..., K]; global scales are left out."""
+    """Codes [..., K/2] times their scales [..., K/16] in float32 [..., K]; global scales are
+    left out.
+    """
     values = e2m1_decode(unpack(codes)).unflatten(-1, (-1, BLOCK))
     return (values * e4m3_decode(scales.view(torch.uint8))[..., None]).flatten(-2)
 

@@ -1,12 +1,16 @@
-"""An NVFP4 weight as the CUDA kernels read it: tile after tile, as many bytes as before but for padding.
+"""An NVFP4 weight as the CUDA kernels read it: tile after tile, as many bytes as before but for
+padding.
 
-A tile is a group's 16 rows, 8 of the weight's upper half with the 8 of the lower half N / 2 further down, by 128 columns. A
-lane of a warp has 32 columns of row r and of row r + N / 2, as 16 bytes of codes each, and their four scales, side by side:
-codes[group, chunk, half, lane] are those of row 8 group + lane // 4 of the half, columns 128 chunk + 32 (lane % 4) and up.
+A tile is a group's 16 rows, 8 of the weight's upper half with the 8 of the lower half N / 2 further
+down, by 128 columns. A
+lane of a warp has 32 columns of row r and of row r + N / 2, as 16 bytes of codes each, and their
+four scales, side by side:
+codes[group, chunk, half, lane] are those of row 8 group + lane // 4 of the half, columns 128 chunk
++ 32 (lane % 4) and up.
 
-"Native" codes lie in their words as in the checkpoint, for instructions that convert E2M1 and for float16. Shifted ones lie so
-that few operations bring them to a bfloat16's place (`BfloatOperand` in mma_operand.cuh): each pair of columns where PAIR_BITS
-says.
+"Native" codes lie in their words as in the checkpoint, for instructions that convert E2M1 and for
+float16. Shifted ones lie so that few operations bring them to a bfloat16's place (`BfloatOperand`
+in mma_operand.cuh): each pair of columns where PAIR_BITS says.
 """
 
 from __future__ import annotations
@@ -24,13 +28,15 @@ QUARTERS = 4  # of a chunk: a lane has the columns of one
 CHUNK_BLOCKS = 8
 ONE = 0x38  # 1.0 as E4M3
 SIGN = 0x80
-# Where the four bits of a code lie, the least significant first, of the even column of pairs 0 to 3. Those of the odd one lie 16
-# bits further on, around the word's end.
+# Where the four bits of a code lie, the least significant first, of the even column of pairs 0 to
+# 3. Those of the odd one lie 16 bits further on, around the word's end.
 PAIR_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (29, 30, 26, 27))
 
 
 class PreparedWeight(NamedTuple):
-    """codes uint8 [groups, chunks, 2, 32, 16], scales uint8 [groups, chunks, 32, 4], of a weight of `rows` rows."""
+    """codes uint8 [groups, chunks, 2, 32, 16], scales uint8 [groups, chunks, 32, 4], of a weight
+    of `rows` rows.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -39,17 +45,21 @@ class PreparedWeight(NamedTuple):
 
 
 def wants_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether activations of a type are best multiplied by native codes: NVIDIA has instructions for E2M1 since SM100."""
+    """Whether activations of a type are best multiplied by native codes: NVIDIA has instructions
+    for E2M1 since SM100.
+    """
     return dtype != torch.bfloat16 or (
         device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
     )
 
 
 def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeight:
-    """Codes uint8 [N, K/2] with scales float8_e4m3fn [N, K/16], in new tensors; N must be a multiple of 8.
+    """Codes uint8 [N, K/2] with scales float8_e4m3fn [N, K/16], in new tensors; N must be a
+    multiple of 8.
 
-    Scales become positive, which changes no product: a negative scale changes the signs of its codes, and codes under a scale
-    of zero become zero under a scale of one. Raises ValueError for other types or shapes, and where a scale is NaN.
+    Scales become positive, which changes no product: a negative scale changes the signs of its
+    codes, and codes under a scale of zero become zero under a scale of one. Raises ValueError for
+    other types or shapes, and where a scale is NaN.
     """
     check_weight(2 * codes.shape[-1], codes, scales, "weight")
     rows = len(codes)
@@ -75,8 +85,12 @@ def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]
     """Codes uint8 [N, K/2] and scales float8_e4m3fn [N, K/16] of a prepared weight, row by row."""
     codes, scales, rows, native = weight
     codes = codes if native else _shifted_back(codes)
-    by_row = codes.unflatten(3, (GROUP, QUARTERS)).permute(2, 0, 3, 1, 4, 5).flatten(3).flatten(1, 2)
-    scale_by_row = scales.unflatten(3, (2, 2)).unflatten(2, (GROUP, QUARTERS)).permute(4, 0, 2, 1, 3, 5)
+    by_row = (
+        codes.unflatten(3, (GROUP, QUARTERS)).permute(2, 0, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    )
+    scale_by_row = (
+        scales.unflatten(3, (2, 2)).unflatten(2, (GROUP, QUARTERS)).permute(4, 0, 2, 1, 3, 5)
+    )
     scale_by_row = scale_by_row.flatten(3).flatten(1, 2)
     return (
         by_row[:, : rows // 2, : columns // 2].reshape(rows, columns // 2),
@@ -125,8 +139,7 @@ def _made_positive(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     negative, zero = stored > magnitudes, magnitudes == 0
     if negative.any() or zero.any():
         by_block = codes.unflatten(-1, (-1, BLOCK // 2))
-        by_block = (
-            by_block ^ (negative * 0x88).to(torch.uint8)[..., None]
-        )  # the signs of both codes of a byte
+        # The signs of both codes of a byte
+        by_block = by_block ^ (negative * 0x88).to(torch.uint8)[..., None]
         codes = by_block.masked_fill(zero[..., None], 0).flatten(-2)
     return codes, torch.where(zero, ONE, magnitudes).to(torch.uint8)

@@ -1,4 +1,6 @@
-"""nibble::nvfp4_moe: experts whose weights stay in NVFP4, with activations as they are or quantized too."""
+"""nibble::nvfp4_moe: experts whose weights stay in NVFP4, with activations as they are or
+quantized too.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from nibble_kernels.nvfp4_moe import reference
 __all__ = ["nvfp4_moe"]
 
 _nvfp4_moe = operator(
-    "nvfp4_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w13_scale, Tensor w13_global_scale, "
-    "Tensor w2, Tensor w2_scale, Tensor w2_global_scale, Tensor? w13_input_scale, Tensor? w2_input_scale, "
-    "bool weight_on_input, str function, bool gated, bool interleaved, float limit, float alpha, float beta) -> Tensor",
+    "nvfp4_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w13_scale, Tensor"
+    " w13_global_scale, Tensor w2, Tensor w2_scale, Tensor w2_global_scale, Tensor?"
+    " w13_input_scale, Tensor? w2_input_scale, bool weight_on_input, str function, bool gated, bool"
+    " interleaved, float limit, float alpha, float beta) -> Tensor",
     reference.nvfp4_moe,
     lambda x, *rest: x.new_empty(x.shape),
 )
@@ -34,7 +37,8 @@ class Activation(NamedTuple):
     beta: float = 0.0
 
 
-# By the values of vLLM's MoEActivation (vllm 0.32 fused_moe/activation.py:20), which says what each computes from line 352.
+# By the values of vLLM's MoEActivation (vllm 0.32 fused_moe/activation.py:20), which says what each
+# computes from line 352.
 ACTIVATIONS = {
     "silu": Activation("silu"),
     "gelu": Activation("gelu"),
@@ -49,17 +53,24 @@ ACTIVATIONS = {
 }
 
 
-def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> Activation:
-    """What `name` computes. Raises ValueError for a name that is not in ACTIVATIONS and for parameters it does not take."""
+def activation_of(
+    name: str, limit: float | None, alpha: float | None, beta: float | None
+) -> Activation:
+    """What `name` computes. Raises ValueError for a name that is not in ACTIVATIONS and for
+    parameters it does not take.
+    """
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"experts with the activation {name!r} are not supported; expected one of {', '.join(ACTIVATIONS)}"
+            f"experts with the activation {name!r} are not supported; expected one of"
+            f" {', '.join(ACTIVATIONS)}"
         )
     activation = ACTIVATIONS[name]
     if name == "swigluoai_uninterleave":
         if limit is None:
             raise ValueError("the activation swigluoai_uninterleave needs swiglu_limit")
-        return activation._replace(limit=limit, alpha=1.0 if alpha is None else alpha, beta=beta or 0.0)
+        return activation._replace(
+            limit=limit, alpha=1.0 if alpha is None else alpha, beta=beta or 0.0
+        )
     if name == "silu" and limit is not None:
         return activation._replace(limit=limit)
     return activation
@@ -84,25 +95,31 @@ def nvfp4_moe(
     swiglu_alpha: float | None = None,
     swiglu_beta: float | None = None,
 ) -> Tensor:
-    """The experts' outputs for x [T, H], times topk_weights [T, k] and summed, [T, H] in x's type; formula: reference.py.
+    """The experts' outputs for x [T, H], times topk_weights [T, k] and summed, [T, H] in x's type;
+    formula: reference.py.
 
-    topk_ids [T, k] (int32 or int64) are rows of the weights; one below 0 is skipped. w13 is uint8 [E, 2I, H/2] with
-    float8_e4m3fn scales [E, 2I, H/16], gate's rows first, and float32 global scales [E, 2] of gate and up; without gate
-    [E, I, H/2] and [E, 1]. w2 [E, H, I/2], [E, H, I/16], [E]. `activation` is a value of vLLM's MoEActivation; the swiglu
-    parameters matter to "silu" (limit alone) and "swigluoai_uninterleave". Input scales (float32 [E], both or none) make it
-    W4A4. apply_router_weight_on_input multiplies x instead of the output. Raises ValueError where arguments do not fit.
+    topk_ids [T, k] (int32 or int64) are rows of the weights; one below 0 is skipped. w13 is uint8
+    [E, 2I, H/2] with float8_e4m3fn scales [E, 2I, H/16], gate's rows first, and float32 global
+    scales [E, 2] of gate and up; without gate [E, I, H/2] and [E, 1]. w2 [E, H, I/2], [E, H, I/16],
+    [E]. `activation` is a value of vLLM's MoEActivation; the swiglu parameters matter to "silu"
+    (limit alone) and "swigluoai_uninterleave". Input scales (float32 [E], both or none) make it
+    W4A4. apply_router_weight_on_input multiplies x instead of the output. Raises ValueError where
+    arguments do not fit.
     """
     chosen = activation_of(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     experts, rows = w13.shape[:2]
     shards = 2 if chosen.gated else 1
     if x.ndim != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != x.shape[:1]:
         raise ValueError(
-            f"expected x [T, H] and [T, k] weights and ids; got {shape(x)}, {shape(topk_weights)} and {shape(topk_ids)}"
+            f"expected x [T, H] and [T, k] weights and ids; got {shape(x)}, {shape(topk_weights)}"
+            f" and {shape(topk_ids)}"
         )
     check_weight(x.shape[1], w13, w13_scale, "w13")
     check_weight(rows // shards, w2, w2_scale, "w2")
     if w2.shape[:2] != (experts, x.shape[1]):
-        raise ValueError(f"w2 must be [{experts}, {x.shape[1]}, ...], as w13 and x are; got {shape(w2)}")
+        raise ValueError(
+            f"w2 must be [{experts}, {x.shape[1]}, ...], as w13 and x are; got {shape(w2)}"
+        )
     check_factor(w13_global_scale, (experts, shards), "w13_global_scale")
     check_factor(w2_global_scale, (experts,), "w2_global_scale")
     if (w13_input_scale is None) != (w2_input_scale is None):

@@ -1,4 +1,6 @@
-"""NVFP4 experts with unquantized activations on NVIDIA GPUs: one product, straight from the router's choices, and the layer."""
+"""NVFP4 experts with unquantized activations on NVIDIA GPUs: one product, straight from the
+router's choices, and the layer.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ __all__ = [
 ]
 
 MAX_PAIRS, MAX_TOKENS = 64, 16
-# More are multiplied by torch, from dequantized copies of all experts. Reasoned, not measured: docs/kernels/nvfp4_linear.md.
+# More are multiplied by torch, from dequantized copies of all experts. Reasoned, not measured:
+# docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
 
 
 class PreparedExperts(NamedTuple):
-    """Codes and scales as those of prepared weights, with the experts before; global_scales float32 [E, 2]: a half each."""
+    """Codes and scales as those of prepared weights, with the experts before; global_scales
+    float32 [E, 2]: a half each.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -37,12 +42,16 @@ class PreparedExperts(NamedTuple):
     native: bool
 
 
-def prepare_experts(codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool) -> PreparedExperts:
+def prepare_experts(
+    codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool
+) -> PreparedExperts:
     """As prepare_weight for each expert; global_scales float32 [E, 2] (gate and up) or [E]."""
     experts = [prepare_weight(*expert, native) for expert in zip(codes, scales, strict=True)]
     both = global_scales.float().reshape(len(codes), -1).expand(-1, 2).contiguous()
     tiled_codes, tiled_scales, _, _ = zip(*experts, strict=True)
-    return PreparedExperts(torch.stack(tiled_codes), torch.stack(tiled_scales), both, codes.shape[1], native)
+    return PreparedExperts(
+        torch.stack(tiled_codes), torch.stack(tiled_scales), both, codes.shape[1], native
+    )
 
 
 def _reference(
@@ -62,7 +71,9 @@ def _reference(
     y = torch.zeros(len(ids), rows // (2 if silu_mul else 1), device=x.device)
     for expert in ids[(ids >= 0) & (ids < len(codes))].unique().tolist():
         pairs = ids == expert
-        stored = stored_weight(PreparedWeight(codes[expert], scales[expert], rows, native), x.shape[-1])
+        stored = stored_weight(
+            PreparedWeight(codes[expert], scales[expert], rows, native), x.shape[-1]
+        )
         sums = matmul(inputs[pairs], *stored) * global_scales[expert].repeat_interleave(rows // 2)
         if silu_mul:
             gate, up = sums.chunk(2, dim=-1)
@@ -72,11 +83,11 @@ def _reference(
 
 
 _decode = operator(
-    "nvfp4_moe_decode_linear(Tensor x, Tensor codes, Tensor scales, Tensor global_scales, Tensor topk_ids, "
-    "Tensor? topk_weights, int rows, bool native, bool silu_mul) -> Tensor",
+    "nvfp4_moe_decode_linear(Tensor x, Tensor codes, Tensor scales, Tensor global_scales, Tensor"
+    " topk_ids, Tensor? topk_weights, int rows, bool native, bool silu_mul) -> Tensor",
     _reference,
-    lambda x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul: x.new_empty(
-        (topk_ids.numel(), rows // (2 if silu_mul else 1))
+    lambda x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul: (
+        x.new_empty((topk_ids.numel(), rows // (2 if silu_mul else 1)))
     ),
 )
 
@@ -89,11 +100,13 @@ def nvfp4_moe_decode_linear(
     topk_weights: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor:
-    """A row for each pair of a token and one of its experts, [T·k, N] or, with silu_mul, [T·k, N/2], times topk_weights.
+    """A row for each pair of a token and one of its experts, [T·k, N] or, with silu_mul, [T·k,
+    N/2], times topk_weights.
 
-    topk_ids is int32 [T, k], topk_weights float32 [T, k]; x has a row for each token or, the result of the first product, one
-    for each pair. At most MAX_TOKENS tokens and MAX_PAIRS pairs; a token has an expert once. An id below 0 or too large is an
-    expert of another process: zeros. An expert's weights are read once, whatever the number of its tokens.
+    topk_ids is int32 [T, k], topk_weights float32 [T, k]; x has a row for each token or, the result
+    of the first product, one for each pair. At most MAX_TOKENS tokens and MAX_PAIRS pairs; a token
+    has an expert once. An id below 0 or too large is an expert of another process: zeros. An
+    expert's weights are read once, whatever the number of its tokens.
     """
     codes, scales, global_scales, rows, native = experts
     return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)
@@ -130,11 +143,15 @@ def _weight_moe(
 def _grouped(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
 ) -> Tensor:
-    """Pairs in the order of their experts, those of no expert here last. Nothing waits for the GPU: graphs may have it."""
+    """Pairs in the order of their experts, those of no expert here last. Nothing waits for the
+    GPU: graphs may have it.
+    """
     ids, count, topk = topk_ids.flatten(), len(w13.codes), topk_ids.shape[1]
     ids = torch.where((ids >= 0) & (ids < count), ids, count)
     ids, order = ids.sort(stable=True)
-    ends = torch.searchsorted(ids, torch.arange(count, device=x.device, dtype=ids.dtype), right=True).int()
+    ends = torch.searchsorted(
+        ids, torch.arange(count, device=x.device, dtype=ids.dtype), right=True
+    ).int()
     is_here, expert = (ids < count)[:, None], ids.clamp(max=count - 1)
 
     def product(rows: Tensor, weight: PreparedExperts) -> Tensor:
@@ -146,16 +163,15 @@ def _grouped(
     gate_scale, up_scale = w13.global_scales[expert, :, None].unbind(1)
     h = (torch.nn.functional.silu(gate * gate_scale) * (up * up_scale)).to(x.dtype)
     factors = w2.global_scales[expert, :1] * topk_weights.flatten()[order, None]
-    y = torch.where(
-        is_here, product(h, w2) * factors, 0.0
-    )  # the product leaves rows of no expert as they were
+    # The product leaves rows of no expert as they were
+    y = torch.where(is_here, product(h, w2) * factors, 0.0)
     return torch.empty_like(y).index_copy_(0, order, y).unflatten(0, (-1, topk)).sum(1).to(x.dtype)
 
 
 _moe = operator(
-    "nvfp4_weight_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor w13_scales, "
-    "Tensor w13_global_scales, int w13_rows, Tensor w2_codes, Tensor w2_scales, Tensor w2_global_scales, int w2_rows, "
-    "bool native) -> Tensor",
+    "nvfp4_weight_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
+    " w13_scales, Tensor w13_global_scales, int w13_rows, Tensor w2_codes, Tensor w2_scales, Tensor"
+    " w2_global_scales, int w2_rows, bool native) -> Tensor",
     _weight_moe,
     lambda x, *rest: torch.empty_like(x),
 )
@@ -166,10 +182,11 @@ def nvfp4_weight_moe(
 ) -> Tensor:
     """The experts' outputs for x [T, H], bfloat16, times topk_weights [T, k] and summed: [T, H].
 
-    topk_ids [T, k] are as those of nvfp4_moe_decode_linear, w13's rows those of gate and then of up, with silu · mul between. Up
-    to MAX_DECODE_TOKENS tokens decode kernels read the experts in use, 64 pairs at a time. For more, all experts are dequantized
-    into a temporary, exactly, w13 and then w2, and torch multiplies; each product is then rounded to x's type before its
-    global scale.
+    topk_ids [T, k] are as those of nvfp4_moe_decode_linear, w13's rows those of gate and then of
+    up, with silu · mul between. Up to MAX_DECODE_TOKENS tokens decode kernels read the experts in
+    use, 64 pairs at a time. For more, all experts are dequantized into a temporary, exactly, w13
+    and then w2, and torch multiplies; each product is then rounded to x's type before its global
+    scale.
     """
     ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
     return _moe(x.contiguous(), weights, ids, *w13[:4], *w2[:4], w13.native)

@@ -5,10 +5,10 @@ For each token and each of its experts e, with w the router's weight:
     gate, up = x · w13[e]ᵀ · w13_global_scale[e, gate or up]     h = function(gate) · up, rounded to x's type
     y = h · w2[e]ᵀ · w2_global_scale[e]                           the token's output gains w · y
 
-and the output is rounded to x's type at the end; everything between is float32, and the order of sums is not specified.
-With input scales, x and h are first rounded to NVFP4 by nvfp4_quant, each expert with its own scale. An expert id below 0 is
-an expert of another process and adds nothing.
-"""
+and the output is rounded to x's type at the end; everything between is float32, and the order of
+sums is not specified. With input scales, x and h are first rounded to NVFP4 by nvfp4_quant, each
+expert with its own scale. An expert id below 0 is an expert of another process and adds nothing.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ from nibble_kernels.nvfp4_linear.reference import matmul, round_to_nvfp4
 
 
 def activate(
-    h: Tensor, function: str, gated: bool, interleaved: bool, limit: float, alpha: float, beta: float
+    h: Tensor,
+    function: str,
+    gated: bool,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    beta: float,
 ) -> Tensor:
-    """function(gate) · (up + beta) of h [..., 2I], or function(h) of [..., I] where not gated, in float32.
+    """function(gate) · (up + beta) of h [..., 2I], or function(h) of [..., I] where not gated, in
+    float32.
 
-    Gate and up are halves or, interleaved, every other column. gate is clamped to at most limit and up to ±limit before
-    ("silu": x · sigmoid(alpha · x), "gelu", "gelu_tanh", "relu2"); with "swiglustep" silu(gate) is clamped instead of gate.
+    Gate and up are halves or, interleaved, every other column. gate is clamped to at most limit and
+    up to ±limit before ("silu": x · sigmoid(alpha · x), "gelu", "gelu_tanh", "relu2"); with
+    "swiglustep" silu(gate) is clamped instead of gate.
     """
     if not gated:
         return apply(h, function, alpha)
@@ -79,13 +87,20 @@ def nvfp4_moe(
         )
         h = _multiply(rows, w13[expert], w13_scale[expert], factors, w13_input_scale, expert)
         h = activate(h, function, gated, interleaved, limit, alpha, beta).to(x.dtype).float()
-        y = _multiply(h, w2[expert], w2_scale[expert], w2_global_scale[expert], w2_input_scale, expert)
+        y = _multiply(
+            h, w2[expert], w2_scale[expert], w2_global_scale[expert], w2_input_scale, expert
+        )
         out.index_add_(0, token, y * weights)
     return out.to(x.dtype)
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, scales: Tensor, factors: Tensor, input_scale: Tensor | None, expert: int
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    factors: Tensor,
+    input_scale: Tensor | None,
+    expert: int,
 ) -> Tensor:
     if input_scale is None:
         return matmul(x, weight, scales) * factors

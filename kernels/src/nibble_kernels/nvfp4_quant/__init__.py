@@ -1,4 +1,6 @@
-"""nibble::nvfp4_quant, silu_mul_nvfp4_quant and add_rmsnorm_nvfp4_quant: activations to NVFP4 with a static global scale."""
+"""nibble::nvfp4_quant, silu_mul_nvfp4_quant and add_rmsnorm_nvfp4_quant: activations to NVFP4
+with a static global scale.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,14 @@ _nvfp4_quant = operator(
     lambda x, global_scale_inv, tiled, exact: empty_outputs(x, x.shape[-1], tiled),
 )
 _silu_mul_nvfp4_quant = operator(
-    "silu_mul_nvfp4_quant(Tensor x, Tensor global_scale_inv, bool tiled, bool exact) -> (Tensor, Tensor)",
+    "silu_mul_nvfp4_quant(Tensor x, Tensor global_scale_inv, bool tiled, bool exact) -> (Tensor,"
+    " Tensor)",
     reference.silu_mul_nvfp4_quant,
     lambda x, global_scale_inv, tiled, exact: empty_outputs(x, x.shape[-1] // 2, tiled),
 )
 _add_rmsnorm_nvfp4_quant = operator(
-    "add_rmsnorm_nvfp4_quant(Tensor x, Tensor residual, Tensor weight, Tensor global_scale_inv, float epsilon, "
-    "bool tiled, bool exact) -> (Tensor, Tensor, Tensor)",
+    "add_rmsnorm_nvfp4_quant(Tensor x, Tensor residual, Tensor weight, Tensor global_scale_inv,"
+    " float epsilon, bool tiled, bool exact) -> (Tensor, Tensor, Tensor)",
     reference.add_rmsnorm_nvfp4_quant,
     lambda x, residual, weight, global_scale_inv, epsilon, tiled, exact: (
         *empty_outputs(x, x.shape[-1], tiled),
@@ -46,10 +49,12 @@ _add_rmsnorm_nvfp4_quant = operator(
 def nvfp4_quant(
     x: Tensor, global_scale_inv: Tensor, *, tiled: bool = True, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Codes [..., K/2] (uint8, even column in the low nibble) and block scales (float8_e4m3fn) of x [..., K].
+    """Codes [..., K/2] (uint8, even column in the low nibble) and block scales (float8_e4m3fn) of x
+    [..., K].
 
-    global_scale_inv is 1/input_scale, one float32. Scales are [rows to 128, K/16 to 4] in 128x4 tiles, padding zero, or
-    [..., K/16] with tiled=False. exact=False takes the GPU's approximate reciprocals, as vLLM's kernel does.
+    global_scale_inv is 1/input_scale, one float32. Scales are [rows to 128, K/16 to 4] in 128x4
+    tiles, padding zero, or [..., K/16] with tiled=False. exact=False takes the GPU's approximate
+    reciprocals, as vLLM's kernel does.
     """
     _check(x, x.shape[-1])
     return _nvfp4_quant(x, global_scale_inv, tiled, exact)
@@ -58,7 +63,9 @@ def nvfp4_quant(
 def silu_mul_nvfp4_quant(
     x: Tensor, global_scale_inv: Tensor, *, tiled: bool = True, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """nvfp4_quant of silu(gate) * up, for x [..., gate | up]; exact=False also takes the GPU's approximate exp."""
+    """nvfp4_quant of silu(gate) * up, for x [..., gate | up]; exact=False also takes the GPU's
+    approximate exp.
+    """
     _check(x, x.shape[-1] // 2)
     return _silu_mul_nvfp4_quant(x, global_scale_inv, tiled, exact)
 
@@ -73,7 +80,9 @@ def add_rmsnorm_nvfp4_quant(
     tiled: bool = True,
     exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """nvfp4_quant of RMSNorm(x + residual) * weight, and x + residual, the next layer's residual, last."""
+    """nvfp4_quant of RMSNorm(x + residual) * weight, and x + residual, the next layer's
+    residual, last.
+    """
     _check(x, x.shape[-1])
     return _add_rmsnorm_nvfp4_quant(x, residual, weight, global_scale_inv, epsilon, tiled, exact)
 

@@ -1,4 +1,5 @@
-"""NVFP4 activation quantization with a static global scale, in plain torch float32: the specification.
+"""NVFP4 activation quantization with a static global scale, in plain torch float32: the
+specification.
 
 For each block of 16 elements of a row, with g the reciprocal of the checkpoint's input_scale:
 
@@ -6,8 +7,9 @@ For each block of 16 elements of a row, with g the reciprocal of the checkpoint'
     factor = 1 / (scale * (1 / g)), or 0 where scale is 0
     code   = E2M1(x * factor)
 
-every operation rounded to float32. This is vLLM's arithmetic (csrc/quantization/fp4/nvfp4_utils.cuh of 0.32.0) with exact
-reciprocals in place of rcp.approx. A NaN makes its block's scale NaN; vLLM gives the element 6 and keeps quiet.
+every operation rounded to float32. This is vLLM's arithmetic (csrc/quantization/fp4/nvfp4_utils.cuh
+of 0.32.0) with exact reciprocals in place of rcp.approx. A NaN makes its block's scale NaN; vLLM
+gives the element 6 and keeps quiet.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from nibble_kernels.conversions.reference import e2m1_encode, e4m3_decode, e4m3_
 from nibble_kernels.scale_layout import BLOCK, tile
 
 
-def nvfp4_quant(x: Tensor, global_scale_inv: Tensor, tiled: bool, exact: bool) -> tuple[Tensor, Tensor]:
-    """Packed codes [..., K/2] and scales. `exact` changes nothing here: approximate reciprocals exist on GPUs alone."""
+def nvfp4_quant(
+    x: Tensor, global_scale_inv: Tensor, tiled: bool, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """Packed codes [..., K/2] and scales. `exact` changes nothing here: approximate reciprocals
+    exist on GPUs alone.
+    """
     blocks = x.float().reshape(-1, x.shape[-1] // BLOCK, BLOCK)
     g = global_scale_inv.float().reshape(())
     scale = e4m3_encode(g * (blocks.abs().amax(-1) * torch.tensor(1 / 6, dtype=torch.float32)))
@@ -46,8 +52,12 @@ def silu_mul_nvfp4_quant(
     return nvfp4_quant(silu_mul(x), global_scale_inv, tiled, exact)
 
 
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm(x + residual) and x + residual, each rounded to x's type as vLLM's fused_add_rms_norm rounds them."""
+def add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x + residual) and x + residual, each rounded to x's type as vLLM's
+    fused_add_rms_norm rounds them.
+    """
     total = x + residual
     z = total.float()
     mean = arithmetic.tree_sum(z * z) / x.shape[-1]

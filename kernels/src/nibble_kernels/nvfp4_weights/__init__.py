@@ -1,8 +1,9 @@
 """NVFP4 weight quantization, bit for bit as ModelOpt 0.47 does it, on every device.
 
-Plain torch, and not ModelOpt itself: ModelOpt takes a whole model in memory, brings pulp, omegaconf and scipy, and its
-four-over-six needs Triton and a GPU (modelopt 0.47 torch/quantization/tensor_quant.py, StaticBlockwiseFP4FakeQuantFunction).
-compressed-tensors' quantizer, which vLLM brings, rounds otherwise: it multiplies by a rounded reciprocal of the scale.
+Plain torch, and not ModelOpt itself: ModelOpt takes a whole model in memory, brings pulp, omegaconf
+and scipy, and its four-over-six needs Triton and a GPU (modelopt 0.47
+torch/quantization/tensor_quant.py, StaticBlockwiseFP4FakeQuantFunction). compressed-tensors'
+quantizer, which vLLM brings, rounds otherwise: it multiplies by a rounded reciprocal of the scale.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ __all__ = ["Nvfp4Weight", "dequantize", "quantize"]
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-# A block whose largest element becomes 4 has a scale 1.5 times as large: 256 leaves room for 384, both E4M3 values.
+# A block whose largest element becomes 4 has a scale 1.5 times as large: 256 leaves room for 384,
+# both E4M3 values.
 E4M3_MAX_FOUR_OVER_SIX = 256.0
 MIN_SCALE = 2.0**-9  # the smallest E4M3 value: no block's scale is 0
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the float32 copies to some hundred MB
 
 
 class Nvfp4Weight(NamedTuple):
-    """A weight [N, K] as packed uint8 [N, K/2] (even column low), float8_e4m3fn scales [N, K/16], float32 global_scale [].
+    """A weight [N, K] as packed uint8 [N, K/2] (even column low), float8_e4m3fn scales [N, K/16],
+    float32 global_scale [].
 
     An element is e2m1(code) * scale * global_scale.
     """
@@ -36,17 +39,23 @@ class Nvfp4Weight(NamedTuple):
     global_scale: Tensor
 
 
-def quantize(weight: Tensor, amax: Tensor | None = None, *, four_over_six: bool = False) -> Nvfp4Weight:
+def quantize(
+    weight: Tensor, amax: Tensor | None = None, *, four_over_six: bool = False
+) -> Nvfp4Weight:
     """Round `weight` [N, K] of any float type, K % 16 == 0, to NVFP4.
 
-    `amax`, float32 [], is the largest magnitude the global scale is made for: that of the whole group where several
-    weights share a scale, by default the weight's own. `four_over_six` gives each block the scale that puts its largest
-    element at 4 instead of 6 where the squared error is then smaller. Raises ValueError for another shape and for
-    elements that are not finite.
+    `amax`, float32 [], is the largest magnitude the global scale is made for: that of the whole
+    group where several weights share a scale, by default the weight's own. `four_over_six` gives
+    each block the scale that puts its largest element at 4 instead of 6 where the squared error is
+    then smaller. Raises ValueError for another shape and for elements that are not finite.
     """
     if weight.dim() != 2 or weight.shape[1] % BLOCK:
-        raise ValueError(f"weight has shape {list(weight.shape)}; expected [N, K] with K % {BLOCK} == 0")
-    own = weight.abs().amax().float() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}; expected [N, K] with K % {BLOCK} == 0"
+        )
+    own = (
+        weight.abs().amax().float() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
+    )
     if not own.isfinite():
         raise ValueError("weight holds values that are not finite")
     amax = (own if amax is None else amax).float().reshape(())
@@ -56,13 +65,19 @@ def quantize(weight: Tensor, amax: Tensor | None = None, *, four_over_six: bool 
     rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
     round_rows = _four_over_six if four_over_six else _six
     parts = [round_rows(part.float(), amax, global_scale) for part in weight.split(rows)]
-    return Nvfp4Weight(torch.cat([p for p, _ in parts]), torch.cat([s for _, s in parts]), global_scale)
+    return Nvfp4Weight(
+        torch.cat([p for p, _ in parts]), torch.cat([s for _, s in parts]), global_scale
+    )
 
 
 def dequantize(weight: Nvfp4Weight) -> Tensor:
-    """The elements in float32 [N, K], each product rounded as ModelOpt's: e2m1 * (scale * global_scale)."""
+    """The elements in float32 [N, K], each product rounded as ModelOpt's: e2m1 * (scale *
+    global_scale).
+    """
     block_scale = e4m3_decode(weight.scales) * weight.global_scale.float()
-    return (e2m1_decode(weight.packed).unflatten(-1, (-1, BLOCK)) * block_scale[..., None]).flatten(-2)
+    return (e2m1_decode(weight.packed).unflatten(-1, (-1, BLOCK)) * block_scale[..., None]).flatten(
+        -2
+    )
 
 
 def _six(weight: Tensor, _amax: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,13 +88,19 @@ def _six(weight: Tensor, _amax: Tensor, global_scale: Tensor) -> tuple[Tensor, T
 
 
 def _four_over_six(weight: Tensor, amax: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed codes and scales of float32 rows, each block's largest element at 6, or at 4 where that errs less."""
+    """Packed codes and scales of float32 rows, each block's largest element at 6, or at 4 where
+    that errs less.
+    """
     block_amax = weight.unflatten(-1, (-1, BLOCK)).abs().amax(-1)
     found = []
     for factor in (1.0, 1.5):
         # ModelOpt's order of operations for calibrated blocks, which is not that of _six
         scales = _scales(
-            block_amax * factor / E2M1_MAX * E4M3_MAX_FOUR_OVER_SIX / (amax / E2M1_MAX).clamp_min(1e-38)
+            block_amax
+            * factor
+            / E2M1_MAX
+            * E4M3_MAX_FOUR_OVER_SIX
+            / (amax / E2M1_MAX).clamp_min(1e-38)
         )
         packed = _codes(weight, scales, global_scale)
         difference = weight - dequantize(Nvfp4Weight(packed, scales, global_scale))
@@ -88,9 +109,9 @@ def _four_over_six(weight: Tensor, amax: Tensor, global_scale: Tensor) -> tuple[
     (six, six_scales, six_error), (four, four_scales, four_error) = found
     better = four_error < six_error
     packed = torch.where(better[..., None], four, six).flatten(-2)
-    return packed, torch.where(better, four_scales.view(torch.uint8), six_scales.view(torch.uint8)).view(
-        torch.float8_e4m3fn
-    )
+    return packed, torch.where(
+        better, four_scales.view(torch.uint8), six_scales.view(torch.uint8)
+    ).view(torch.float8_e4m3fn)
 
 
 def _scales(wanted: Tensor) -> Tensor:
@@ -99,4 +120,5 @@ def _scales(wanted: Tensor) -> Tensor:
 
 def _codes(weight: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
     scaled = weight.unflatten(-1, (-1, BLOCK)) / (e4m3_decode(scales) * global_scale)[..., None]
-    return e2m1_encode(scaled.flatten(-2) + 0.0)  # + 0.0: ModelOpt writes no -0 for a quotient of -0
+    # + 0.0: ModelOpt writes no -0 for a quotient of -0
+    return e2m1_encode(scaled.flatten(-2) + 0.0)

@@ -1,4 +1,5 @@
-"""Quartet II's forward quantizer (round to nearest, and four-over-six), in plain torch float32: the specification.
+"""Quartet II's forward quantizer (round to nearest, and four-over-six), in plain torch float32: the
+specification.
 
     G = 1 if amax == 0 else (amax * 1/256) * (override * 1/6)        1/448 for round to nearest
     for M in 6, 4 (6 alone for round to nearest), per block of 16:
@@ -7,8 +8,9 @@
         e_M = sum of (x - c_M * (s_M * G))^2
     4 is taken where e_4 < e_6, strictly; the tensor's scale is G
 
-every operation rounded to float32, differences and squares by fused multiply-adds, in the order of the authors' kernel
-(IST-DASLab/Quartet-II 8776a90, kernels/csrc/round_four_six.cu), which has rcp.approx in place of exact reciprocals.
+every operation rounded to float32, differences and squares by fused multiply-adds, in the order of
+the authors' kernel (IST-DASLab/Quartet-II 8776a90, kernels/csrc/round_four_six.cu), which has
+rcp.approx in place of exact reciprocals.
 """
 
 from __future__ import annotations
@@ -16,15 +18,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble_kernels.conversions.reference import e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, pack
+from nibble_kernels.conversions.reference import (
+    e2m1_decode,
+    e2m1_encode,
+    e4m3_decode,
+    e4m3_encode,
+    pack,
+)
 from nibble_kernels.exact import fma
 from nibble_kernels.scale_layout import BLOCK, tile
 
 
 def quant_fp4(
-    x: Tensor, amax: Tensor | None, four_over_six: bool, scale_override: float, tiled: bool, exact: bool
+    x: Tensor,
+    amax: Tensor | None,
+    four_over_six: bool,
+    scale_override: float,
+    tiled: bool,
+    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes [..., K/2], scales and G. `exact` changes nothing here: approximate reciprocals exist on GPUs alone."""
+    """Packed codes [..., K/2], scales and G. `exact` changes nothing here: approximate
+    reciprocals exist on GPUs alone.
+    """
     blocks = x.float().reshape(-1, x.shape[-1] // BLOCK, BLOCK)
     if not blocks.numel():  # G is 1
         amax = x.new_zeros(())
@@ -46,7 +61,9 @@ def quant_fp4(
     return packed, tile(scales) if tiled else scales.reshape(*x.shape[:-1], x.shape[-1] // BLOCK), g
 
 
-def candidate(blocks: Tensor, g: Tensor, override: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+def candidate(
+    blocks: Tensor, g: Tensor, override: Tensor, largest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scale bytes, codes and squared errors with a block's largest element at `largest`."""
     inverse = torch.tensor(1 / largest, dtype=torch.float32) * override
     scale = e4m3_encode((blocks.abs().amax(-1) * inverse) * (1 / g))
@@ -54,7 +71,8 @@ def candidate(blocks: Tensor, g: Tensor, override: Tensor, largest: int) -> tupl
     factor = 1 / (torch.where(value == 0, 1, value) * g)
     codes = e2m1_encode(blocks * factor[..., None])
     difference = fma(-e2m1_decode(codes), (value * g)[..., None], blocks)
-    # Two threads have eight elements each, and each thread a sum of its even and one of its odd elements.
+    # Two threads have eight elements each, and each thread a sum of its even and one of its odd
+    # elements.
     difference = difference.unflatten(-1, (2, 4, 2))
     error = torch.zeros_like(difference[..., 0, :])
     for index in range(4):

@@ -1,4 +1,6 @@
-"""nibble::quartet2_quant and nvfp4_dequantize: Quartet II's activations, with a scale per batch or per token."""
+"""nibble::quartet2_quant and nvfp4_dequantize: Quartet II's activations, with a scale per batch
+or per token.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,34 @@ _quartet2_quant = operator(
 _nvfp4_dequantize = operator(
     "nvfp4_dequantize(Tensor codes, Tensor scales, Tensor g, ScalarType dtype) -> Tensor",
     reference.nvfp4_dequantize,
-    lambda codes, scales, g, dtype: codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=dtype),
+    lambda codes, scales, g, dtype: codes.new_empty(
+        (codes.shape[0], codes.shape[1] * 2), dtype=dtype
+    ),
 )
 
 
 def quartet2_quant(
     x: Tensor, mode: Mode, amax: Tensor | None = None, *, tiled: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [M, K/2] (uint8, even column low), block scales and the float32 scale G of x [M, K]: about code * scale * G.
+    """Codes [M, K/2] (uint8, even column low), block scales and the float32 scale G of x [M, K]:
+    about code * scale * G.
 
-    G is [M, 1] in mode `token` and [] otherwise. amax, float32 and of G's shape, takes the place of x's own: of all ranks, or
-    of the rows that are no padding. Scales as in nvfp4_quant. Raises ValueError for another mode or shape.
+    G is [M, 1] in mode `token` and [] otherwise. amax, float32 and of G's shape, takes the place of
+    x's own: of all ranks, or of the rows that are no padding. Scales as in nvfp4_quant. Raises
+    ValueError for another mode or shape.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: expected {', '.join(MODES)}")
     if x.dim() != 2 or x.shape[-1] % BLOCK:
-        raise ValueError(f"x must be [M, K] with K a multiple of {BLOCK}; got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"x must be [M, K] with K a multiple of {BLOCK}; got shape {tuple(x.shape)}"
+        )
     return _quartet2_quant(x, amax, mode, tiled)
 
 
 def nvfp4_dequantize(codes: Tensor, scales: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes [M, K/2] with row-major scales [M, K/16] stand for, [M, K] in `dtype`; G float32 [] or [M, 1].
+    """What codes [M, K/2] with row-major scales [M, K/16] stand for, [M, K] in `dtype`; G float32
+    [] or [M, 1].
 
     Exact in bfloat16 and float16 where G is a power of two and nothing leaves the type's range.
     """

@@ -1,7 +1,9 @@
-"""TokenMonster's search: at each place the longest token or one of two shorter ones, whichever goes on best with the next.
+"""TokenMonster's search: at each place the longest token or one of two shorter ones, whichever goes
+on best with the next.
 
-"Best" is the upstream's score of a pair: characters covered and words completed, less where a word is cut. A second token may
-also begin with a space that the text does not have, after a delete token (capcode); that costs one point.
+"Best" is the upstream's score of a pair: characters covered and words completed, less where a word
+is cut. A second token may also begin with a space that the text does not have, after a delete token
+(capcode); that costs one point.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from nibble_kernels.tokenmonster.vocabulary import Token, Vocabulary
 
-ENDS_WITH_LETTER, BEGINS_WITH_LETTER, BEGINS_WITH_SPACE, ENDS_ON_CAPCODE, BEGINS_ON_CAPCODE, ONE_WORD = (
-    1 << bit for bit in range(6)
-)
+(
+    ENDS_WITH_LETTER,
+    BEGINS_WITH_LETTER,
+    BEGINS_WITH_SPACE,
+    ENDS_ON_CAPCODE,
+    BEGINS_ON_CAPCODE,
+    ONE_WORD,
+) = (1 << bit for bit in range(6))
 # What a byte begins, of the vocabulary's table of 256.
 LETTER, SPACE = 1, 12
 
@@ -85,7 +92,9 @@ class _Search:
         self.text = text + b"\0"
 
     def best(self, position: int, place: int, length: int, deleted: int) -> Choice | None:
-        """How to go on from the token at `place`; None at the end of the text, and between a whole word and a space."""
+        """How to go on from the token at `place`; None at the end of the text, and between a
+        whole word and a space.
+        """
         token = self.vocabulary.tokens[place]
         after = position + length
         if after >= self.end or (
@@ -134,23 +143,45 @@ class _Search:
         next_place, next_length = longer[0], longer[1] - 1
         begins = vocabulary.begins[self.text[start + next_length]]
         score = _score(
-            first, vocabulary.tokens[next_place], begins, advance + next_length, deleted, original, True
+            first,
+            vocabulary.tokens[next_place],
+            begins,
+            advance + next_length,
+            deleted,
+            original,
+            True,
         )
         yield Choice(score, place, advance, next_place, next_length, True)
 
 
 def _score(
-    first: Token, second: Token, begins: int, covered: int, deleted: int, original: int | None, spaced: bool
+    first: Token,
+    second: Token,
+    begins: int,
+    covered: int,
+    deleted: int,
+    original: int | None,
+    spaced: bool,
 ) -> int:
     """Of `first` followed by `second`, `covered` bytes in all, before a byte that `begins`."""
     words = first.words - deleted
-    gain = covered + (first.flags >> 7) + (second.flags >> 7) + max(0, words - 1) + max(0, second.words - 1)
+    gain = (
+        covered
+        + (first.flags >> 7)
+        + (second.flags >> 7)
+        + max(0, words - 1)
+        + max(0, second.words - 1)
+    )
     gain += (begins >> 2 & 1) + (words + second.words + (begins >> 3)) * 100
     cut = first.flags & 1
     if not spaced:
         gain += second.flags >> 2 & 1
         cut &= second.flags >> 1
-    loss = cut * 103 + (first.flags >> 3 & 1 & second.flags >> 4) * 100 + (second.flags & 1 & begins) * 3
+    loss = (
+        cut * 103
+        + (first.flags >> 3 & 1 & second.flags >> 4) * 100
+        + (second.flags & 1 & begins) * 3
+    )
     if original is not None:
         loss += (covered < original) * 100 + (covered == original) * 10000
     return gain - loss - spaced

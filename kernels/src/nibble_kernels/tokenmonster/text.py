@@ -1,4 +1,6 @@
-"""What TokenMonster does to a text before it looks for tokens: normalization, and the marks of capcode level 1."""
+"""What TokenMonster does to a text before it looks for tokens: normalization, and the marks of
+capcode level 1.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ NFD, LOWER, NO_ACCENTS, PLAIN_QUOTES, COLLAPSE, TRIM, LEADING_SPACE, UNIX_LINES 
 QUOTES = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"'})
 SPACES = "".join(map(chr, range(33)))
 
-# Capcode level 1: "delete the next character", which is always a space put before a word that had none.
+# Capcode level 1: "delete the next character", which is always a space put before a word that had
+# none.
 DELETE, SUBSTITUTE = "\x7f", "\x14"
 APOSTROPHES = ("'", "\u2019")
 

@@ -1,9 +1,12 @@
-"""A TokenMonster .vocab file, as version 1 of the project's programs writes it; integers are little-endian.
+"""A TokenMonster .vocab file, as version 1 of the project's programs writes it; integers are
+little-endian.
 
     u8   capcode, charset, normalization, level, reserve, 3 unused
-    u24  id of the unknown token, number of ids in use, number of ids, number of tokens, id of the delete token
+    u24  id of the unknown token, number of ids in use, number of ids, number of tokens, id of the
+    delete token
     u8   length of the longest token
-    per token, shorter ones first: u8 length and bytes; u8 flags, u8 words; u24 first and u24 second alternative, each the
+    per token, shorter ones first: u8 length and bytes; u8 flags, u8 words; u24 first and u24 second
+    alternative, each the
          place of a shorter token that it begins with; u24 id; f32 score
     u8   for each byte, what it begins (256)
     u24  number of deleted tokens; per token: u8 length and bytes, u24 id, f32 score
@@ -34,9 +37,11 @@ class VocabularyError(ValueError):
 
 @dataclass(frozen=True)
 class Token:
-    """One token. `flags`: 1 ends with a letter, 2 begins with one, 4 begins with a space, 8 ends and 16 begins on capcode,
+    """One token. `flags`: 1 ends with a letter, 2 begins with one, 4 begins with a space, 8 ends
+    and 16 begins on capcode,
 
-    32 is one word after a space, 64 special, 128 all letters or none. Alternatives are places in the vocabulary.
+    32 is one word after a space, 64 special, 128 all letters or none. Alternatives are places in
+    the vocabulary.
     """
 
     text: bytes
@@ -48,7 +53,9 @@ class Token:
 
 
 class Vocabulary:
-    """What a file holds. Immutable after it is made, so threads and forked processes may share it."""
+    """What a file holds. Immutable after it is made, so threads and forked processes may share
+    it.
+    """
 
     def __init__(
         self,
@@ -75,7 +82,9 @@ class Vocabulary:
         return max(self.text_of, default=-1)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. What no token begins with is left out, or the unknown token where there is one."""
+        """The ids of a text. What no token begins with is left out, or the unknown token where
+        there is one.
+        """
         data = normalize(text, self.normalization)
         if self.capcode == BOUNDARIES:
             data = mark_boundaries(data)
@@ -95,11 +104,15 @@ class Vocabulary:
 
 
 def load(path: Path) -> Vocabulary:
-    """The vocabulary of a file. Raises VocabularyError for a file that is none, or of a kind that is not read here."""
+    """The vocabulary of a file. Raises VocabularyError for a file that is none, or of a kind
+    that is not read here.
+    """
     try:
         return _parse(_Reader(path.read_bytes()))
     except (struct.error, IndexError, ValueError) as error:
-        raise VocabularyError(f"{path} is no TokenMonster vocabulary that can be read: {error}") from None
+        raise VocabularyError(
+            f"{path} is no TokenMonster vocabulary that can be read: {error}"
+        ) from None
 
 
 def _parse(reader: _Reader) -> Vocabulary:
@@ -113,7 +126,9 @@ def _parse(reader: _Reader) -> Vocabulary:
     tokens = [reader.token() for _ in range(count)]
     for place, token in enumerate(tokens):
         if token.id >= ids or len(token.text) > min(longest, LONGEST_TOKEN):
-            raise VocabularyError(f"token {place} has id {token.id} of {ids} and {len(token.text)} bytes")
+            raise VocabularyError(
+                f"token {place} has id {token.id} of {ids} and {len(token.text)} bytes"
+            )
         if any(other is not None and other >= place for other in (token.first, token.second)):
             raise VocabularyError(f"token {place} has an alternative behind it")
     begins = reader.take(256)

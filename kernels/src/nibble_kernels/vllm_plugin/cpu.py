@@ -1,4 +1,6 @@
-"""NVFP4 on vLLM's CPU platform, for which vLLM 0.32 has no kernel (kernels/linear/__init__.py:574, fused_moe/oracle/nvfp4.py)."""
+"""NVFP4 on vLLM's CPU platform, for which vLLM 0.32 has no kernel
+(kernels/linear/__init__.py:574, fused_moe/oracle/nvfp4.py).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from nibble_kernels.vllm_plugin.experts import (
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
     """nibble::nvfp4_linear on a layer's tensors as the checkpoint has them.
 
-    W4A4 where the layer has `input_global_scale_inv`, W4A16 where it does not. `weight_column_scale`, float32 [N], is
-    applied where the layer has it.
+    W4A4 where the layer has `input_global_scale_inv`, W4A16 where it does not.
+    `weight_column_scale`, float32 [N], is applied where the layer has it.
     """
 
     fuses_column_scale = True
@@ -64,15 +66,28 @@ class _CpuExperts(Experts):
         """gate and up have one input, so the larger scale serves both, as vLLM has it."""
         self.swiglu = {name: swiglu(layer, self.moe, name) for name in ("limit", "alpha", "beta")}
         activation_of(layer.activation.value, **self.swiglu)
-        layer.w13_global_scale, layer.w2_global_scale = (_constant(scale) for scale in global_scales)
+        layer.w13_global_scale, layer.w2_global_scale = (
+            _constant(scale) for scale in global_scales
+        )
         if not self.use_a16:
             w13, w2 = input_scales
-            layer.w13_input_multiplier, layer.w2_input_multiplier = _constant(w13.amax(1)), _constant(w2)
+            layer.w13_input_multiplier, layer.w2_input_multiplier = (
+                _constant(w13.amax(1)),
+                _constant(w2),
+            )
 
     def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: object, **rest: object
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *shared: object,
+        **rest: object,
     ) -> Tensor:
-        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32 moe_runner.py:617)."""
+        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32
+        moe_runner.py:617).
+        """
         return nvfp4_moe(
             x,
             topk_weights,

@@ -1,4 +1,6 @@
-"""NVFP4 weights with unquantized activations on NVIDIA GPUs: nibble's decode kernels as linear layers and experts of vLLM's."""
+"""NVFP4 weights with unquantized activations on NVIDIA GPUs: nibble's decode kernels as linear
+layers and experts of vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,28 @@ def runs_here() -> tuple[bool, str | None]:
 
 
 def require_ours(kernel: str, use_a16: bool, backend: str) -> None:
-    """Raise ValueError where our kernel cannot run or would change a layer's arithmetic, or beside another that was asked for."""
+    """Raise ValueError where our kernel cannot run or would change a layer's arithmetic, or
+    beside another that was asked for.
+    """
     supported, reason = runs_here()
     if not supported:
         raise ValueError(f"nibble's NVFP4 {kernel} cannot run: {reason}")
     if not use_a16 and current_platform.has_device_capability(100):
         raise ValueError(
-            f"nibble's NVFP4 {kernel} leaves activations in BF16, and this GPU multiplies them in FP4; "
-            "set nvfp4_activations to bf16"
+            f"nibble's NVFP4 {kernel} leaves activations in BF16, and this GPU multiplies them in"
+            " FP4; set nvfp4_activations to bf16"
         )
     if backend:
         raise ValueError(f"{backend} and nibble's NVFP4 {kernel} were both asked for")
 
 
 class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
-    """nibble::nvfp4_weight_linear on a weight that is put in the order of its use once, when it is loaded.
+    """nibble::nvfp4_weight_linear on a weight that is put in the order of its use once, when it is
+    loaded.
 
-    W4A16, also for a layer whose checkpoint has input scales, as vLLM's Marlin and Humming do it. `weight_column_scale`,
-    float32 [N], is applied where the layer has it. With VLLM_BATCH_INVARIANT=1 a row's result does not depend on how many there
-    are.
+    W4A16, also for a layer whose checkpoint has input scales, as vLLM's Marlin and Humming do it.
+    `weight_column_scale`, float32 [N], is applied where the layer has it. With
+    VLLM_BATCH_INVARIANT=1 a row's result does not depend on how many there are.
     """
 
     fuses_column_scale = True
@@ -65,7 +70,9 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace codes and scales by those of prepare_weight. Raises ValueError for rows in no multiple of 8."""
+        """Replace codes and scales by those of prepare_weight. Raises ValueError for rows in no
+        multiple of 8.
+        """
         codes = layer.weight.data
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         prepared = prepare_weight(codes, layer.weight_scale.data, wants_native(dtype, codes.device))
@@ -90,29 +97,38 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
 
 
 class _GpuExperts(Experts):
-    """nibble::nvfp4_weight_moe on experts that are put in the order of their use once, when they are loaded. W4A16."""
+    """nibble::nvfp4_weight_moe on experts that are put in the order of their use once, when they
+    are loaded. W4A16.
+    """
 
     where = "by nibble's GPU kernel"
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
-        """Replace codes and scales by those of prepare_experts. Raises ValueError for what the kernel does not compute."""
+        """Replace codes and scales by those of prepare_experts. Raises ValueError for what the
+        kernel does not compute.
+        """
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError(
-                "VLLM_BATCH_INVARIANT rules out nibble's NVFP4 experts: the order of their sums depends on the number of tokens"
+                "VLLM_BATCH_INVARIANT rules out nibble's NVFP4 experts: the order of their sums"
+                " depends on the number of tokens"
             )
         asked = self.moe.moe_backend
         require_ours("experts", self.use_a16, "" if asked == "auto" else f"--moe-backend {asked}")
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
-        limits = [name for name in ("limit", "alpha", "beta") if swiglu(layer, self.moe, name) is not None]
+        limits = [
+            name for name in ("limit", "alpha", "beta") if swiglu(layer, self.moe, name) is not None
+        ]
         if layer.activation.value != "silu" or limits or layer.apply_router_weight_on_input:
             raise ValueError(
-                f"experts with {layer.activation.value} are not supported {self.where}; expected silu, without limits and with "
-                "the router's weights on the output"
+                f"experts with {layer.activation.value} are not supported {self.where}; expected"
+                " silu, without limits and with the router's weights on the output"
             )
         if dtype != torch.bfloat16:
-            raise ValueError(f"experts in {dtype} are not supported {self.where}; expected bfloat16")
+            raise ValueError(
+                f"experts in {dtype} are not supported {self.where}; expected bfloat16"
+            )
         native = wants_native(dtype, layer.w13_weight.device)
         self.rows: dict[str, int] = {}
         for name, scales in zip(("w13", "w2"), global_scales, strict=True):
@@ -129,9 +145,17 @@ class _GpuExperts(Experts):
         self.native = native
 
     def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: object, **rest: object
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *shared: object,
+        **rest: object,
     ) -> Tensor:
-        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32 moe_runner.py:617)."""
+        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32
+        moe_runner.py:617).
+        """
         return nvfp4_weight_moe(
             x,
             topk_weights,

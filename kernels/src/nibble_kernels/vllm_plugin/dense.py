@@ -1,4 +1,6 @@
-"""NVFP4 linear layers of ModelOpt and compressed-tensors checkpoints with the scales they were quantized with."""
+"""NVFP4 linear layers of ModelOpt and compressed-tensors checkpoints with the scales they were
+quantized with.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
 
 
 class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
-    """vLLM's method, which takes the largest weight_scale_2 for every shard (vllm 0.32 modelopt.py:2062)."""
+    """vLLM's method, which takes the largest weight_scale_2 for every shard (vllm 0.32
+    modelopt.py:2062).
+    """
 
     def create_weights(self, layer: Any, *args, **kwargs) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -65,7 +69,8 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
     """vLLM's scheme, which takes the smallest multiplier (the largest divisor) for every shard."""
 
     def __init__(self, use_a16: bool = False):
-        # The tensors of a W4A4 checkpoint are loaded all the same when its activations are to stay in BF16.
+        # The tensors of a W4A4 checkpoint are loaded all the same when its activations are to stay
+        # in BF16.
         self.drops_input_scale = not use_a16 and current_options().weights_only
         self.is_real = weights_are_real()
         super().__init__(use_a16=use_a16 or self.drops_input_scale)
@@ -86,7 +91,9 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
             check_loaded(layer, "weight_scale", "weight_global_scale")
             if not self.use_a16:
                 check_loaded(layer, "input_global_scale")
-            column_scale = merge_layer(layer, "weight_global_scale", is_marlin(self.kernel), divisors=True)
+            column_scale = merge_layer(
+                layer, "weight_global_scale", is_marlin(self.kernel), divisors=True
+            )
         super().process_weights_after_loading(layer)
         set_column_scale(layer, column_scale)
 

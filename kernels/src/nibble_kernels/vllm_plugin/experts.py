@@ -1,4 +1,6 @@
-"""Experts that nibble computes itself, in place of vLLM's oracle of GPU kernels: what is common to the CPU and to GPUs."""
+"""Experts that nibble computes itself, in place of vLLM's oracle of GPU kernels: what is common
+to the CPU and to GPUs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from nibble_kernels.vllm_plugin.options import current_options, weights_are_real
 
 
 class Experts(FusedMoEMethodBase):
-    """The subclasses below know the names that checkpoints give to tensors; those of a device have `prepare` and `apply`."""
+    """The subclasses below know the names that checkpoints give to tensors; those of a device
+    have `prepare` and `apply`.
+    """
 
     supports_pre_processed_weights = False
     per_token_activation = False
@@ -37,7 +41,9 @@ class Experts(FusedMoEMethodBase):
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
-        """Multipliers: of w13 [E, 2] or, without gate, [E, 1], and of w2 [E]; of their inputs likewise."""
+        """Multipliers: of w13 [E, 2] or, without gate, [E, 1], and of w2 [E]; of their inputs
+        likewise.
+        """
         raise NotImplementedError
 
     def _check(self, layer: torch.nn.Module, weight_scale: str, input_scale: str) -> None:
@@ -55,19 +61,26 @@ class Experts(FusedMoEMethodBase):
 
 
 class ModelOptExperts(Experts, modelopt.ModelOptNvFp4FusedMoE):
-    """Experts of ModelOpt checkpoints. (vLLM's loader asks for "ModelOpt" in the name of the class: routed_experts.py:826.)"""
+    """Experts of ModelOpt checkpoints. (vLLM's loader asks for "ModelOpt" in the name of the
+    class: routed_experts.py:826.)
+    """
 
-    def __init__(self, quant_config: modelopt.ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> None:
+    def __init__(
+        self, quant_config: modelopt.ModelOptNvFp4Config, moe_config: FusedMoEConfig
+    ) -> None:
         if quant_config.moe_activation_override is not None:
             raise ValueError(
-                f"activations of experts as {quant_config.moe_activation_override} are not supported {self.where}"
+                f"activations of experts as {quant_config.moe_activation_override} are not"
+                f" supported {self.where}"
             )
         self.quant_config = quant_config
         self._start(moe_config, quant_config.quant_method == "W4A16_NVFP4")
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
-        mark_unloaded(layer, *_both("weight_scale"), *_both("weight_scale_2"), *_both("input_scale"))
+        mark_unloaded(
+            layer, *_both("weight_scale"), *_both("weight_scale_2"), *_both("input_scale")
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._check(layer, "weight_scale_2", "input_scale")
@@ -81,14 +94,19 @@ class ModelOptExperts(Experts, modelopt.ModelOptNvFp4FusedMoE):
 class CompressedTensorsExperts(Experts, vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod):
     """Experts of compressed-tensors checkpoints; their global scales are divisors."""
 
-    def __init__(self, moe: FusedMoEConfig, layer_name: str | None = None, use_a16: bool = False) -> None:
+    def __init__(
+        self, moe: FusedMoEConfig, layer_name: str | None = None, use_a16: bool = False
+    ) -> None:
         self.group_size = 16
         self._start(moe, use_a16)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
         mark_unloaded(
-            layer, *_both("weight_scale"), *_both("weight_global_scale"), *_both("input_global_scale")
+            layer,
+            *_both("weight_scale"),
+            *_both("weight_global_scale"),
+            *_both("input_global_scale"),
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -1,4 +1,6 @@
-"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU and where it is asked for, vLLM's choice elsewhere."""
+"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU and where it is asked for,
+vLLM's choice elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own l
 
 
 def register_cpu_kernel() -> None:
-    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32 kernels/linear/__init__.py:574).
+    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32
+    kernels/linear/__init__.py:574).
 
     vLLM's emulation comes second, for --linear-backend emulation.
     """
@@ -26,7 +29,9 @@ def register_cpu_kernel() -> None:
 
 
 def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
-    """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines 1132 and 1179 there)."""
+    """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines
+    1132 and 1179 there).
+    """
     if current_options().linear_kernel == "nibble":
         return _ours(use_a16)
     if use_a16 and current_platform.is_cpu():
@@ -44,19 +49,24 @@ def _ours(use_a16: bool) -> NvFp4LinearKernel:
 
 
 def _batch_invariant() -> NvFp4LinearKernel:
-    """Our GPU kernel, which adds in one order whatever the number of rows, for weights alone with VLLM_BATCH_INVARIANT.
+    """Our GPU kernel, which adds in one order whatever the number of rows, for weights alone with
+    VLLM_BATCH_INVARIANT.
 
-    vLLM has none: it forces CUTLASS' or the emulation, and then refuses them (lines 1145 and 1188 there). As there, the variable
-    comes before --linear-backend. Raises ValueError where our kernel cannot run.
+    vLLM has none: it forces CUTLASS' or the emulation, and then refuses them (lines 1145 and 1188
+    there). As there, the variable comes before --linear-backend. Raises ValueError where our kernel
+    cannot run.
     """
     supported, reason = NibbleNvFp4LinearKernel.is_supported()
     if not supported:
         raise ValueError(
-            f"VLLM_BATCH_INVARIANT with NVFP4 weights alone needs nibble's kernel, which cannot run: {reason}"
+            "VLLM_BATCH_INVARIANT with NVFP4 weights alone needs nibble's kernel, which cannot"
+            f" run: {reason}"
         )
     backend = linear._get_linear_backend(quantization="nvfp4_w4a16")
     if backend != "auto":
-        logger.warning_once("VLLM_BATCH_INVARIANT overrides --linear-backend=%s: nibble's kernel", backend)
+        logger.warning_once(
+            "VLLM_BATCH_INVARIANT overrides --linear-backend=%s: nibble's kernel", backend
+        )
     return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
 

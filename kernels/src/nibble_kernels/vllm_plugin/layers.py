@@ -1,4 +1,6 @@
-"""What the plugin does to the tensors of a layer, apart from vLLM's classes: the layer is any module with vLLM's names."""
+"""What the plugin does to the tensors of a layer, apart from vLLM's classes: the layer is any
+module with vLLM's names.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,29 @@ COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
 
 
 def mark_unloaded(layer: Any, *names: str) -> None:
-    """Fill scales with NaN: vLLM leaves memory as it was, and a scale that no file has would be whatever lay there."""
+    """Fill scales with NaN: vLLM leaves memory as it was, and a scale that no file has would be
+    whatever lay there.
+    """
     for name in names:
         if hasattr(layer, name):
             getattr(layer, name).data.fill_(float("nan"))
 
 
 def check_loaded(layer: Any, *names: str) -> None:
-    """ScaleError with the layer's name for scales that the checkpoint does not have, or has as NaN."""
+    """ScaleError with the layer's name for scales that the checkpoint does not have, or has as
+    NaN.
+    """
     for name in names:
         if getattr(layer, name).data.float().isnan().any():
             action = "`nibble inspect` shows what the checkpoint has"
             if "input" in name:
-                action = "NIBBLE_NVFP4_ACTIVATIONS=bf16 serves a model without scales for its activations"
+                action = (
+                    "NIBBLE_NVFP4_ACTIVATIONS=bf16 serves a model without scales for its"
+                    " activations"
+                )
             raise ScaleError(
-                f"{name_of(layer)}.{name} was not loaded, or is NaN; expected a value for each of the layer's tensors; {action}"
+                f"{name_of(layer)}.{name} was not loaded, or is NaN; expected a value for each of"
+                f" the layer's tensors; {action}"
             )
 
 
@@ -44,13 +54,19 @@ def name_of(layer: Any) -> str:
 
 
 def kernel_of(module: Any) -> Any:
-    """The kernel object of a linear layer: the method's own, or that of compressed-tensors' scheme; None where there is none."""
+    """The kernel object of a linear layer: the method's own, or that of compressed-tensors'
+    scheme; None where there is none.
+    """
     method = getattr(module, "quant_method", None)
-    return getattr(method, "kernel", None) or getattr(getattr(module, "scheme", None), "kernel", None)
+    return getattr(method, "kernel", None) or getattr(
+        getattr(module, "scheme", None), "kernel", None
+    )
 
 
 def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> Tensor | None:
-    """One global scale in all places of `layer.<name>` and new block scales; returns column factors where they do not suffice."""
+    """One global scale in all places of `layer.<name>` and new block scales; returns column
+    factors where they do not suffice.
+    """
     stored = getattr(layer, name).data
     multipliers = 1 / stored if divisors else stored
     scales = layer.weight_scale.data
@@ -67,12 +83,16 @@ def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> 
 
 
 def _codes(layer: Any, weight: str, divisors: bool) -> Tensor:
-    """The codes of a weight; compressed-tensors, whose global scales are divisors, has not renamed them at this point."""
+    """The codes of a weight; compressed-tensors, whose global scales are divisors, has not
+    renamed them at this point.
+    """
     return getattr(layer, f"{weight}_packed" if divisors else weight).data
 
 
 def set_column_scale(layer: Any, column_scale: Tensor | None) -> None:
-    """Give the layer its column factors. Comes after the kernel's own preparation: Humming's throws out what it does not know."""
+    """Give the layer its column factors. Comes after the kernel's own preparation: Humming's
+    throws out what it does not know.
+    """
     if column_scale is not None:
         layer.register_parameter(COLUMN_SCALE, Parameter(column_scale, requires_grad=False))
 
@@ -84,7 +104,9 @@ def apply_column_scale(
     x: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    """`apply` times the column factors, before the bias; a kernel with `fuses_column_scale` has done so itself."""
+    """`apply` times the column factors, before the bias; a kernel with `fuses_column_scale` has
+    done so itself.
+    """
     column_scale = getattr(layer, COLUMN_SCALE, None)
     if column_scale is None or getattr(kernel, "fuses_column_scale", False):
         return apply(layer, x, bias)
@@ -103,10 +125,12 @@ def merge_experts(
     marlin: bool,
     divisors: bool,
 ) -> None:
-    """Bring w13's two global scales of each expert to one, in place (see merge.merge_gate_up), and shift scales for Marlin.
+    """Bring w13's two global scales of each expert to one, in place (see merge.merge_gate_up), and
+    shift scales for Marlin.
 
-    `layer.w13_<global_name>` is [E, 2] or [E, 1], `layer.w2_<global_name>` [E], `layer.w2_<input_name>` [E] or, for kernels
-    that take the largest scale of all experts, [experts of all ranks]; None for weights alone.
+    `layer.w13_<global_name>` is [E, 2] or [E, 1], `layer.w2_<global_name>` [E],
+    `layer.w2_<input_name>` [E] or, for kernels that take the largest scale of all experts, [experts
+    of all ranks]; None for weights alone.
     """
     try:
         if gated:
@@ -148,7 +172,9 @@ def _lift(layer: Any, weight: str, global_name: str, divisors: bool) -> None:
     blocks, stored = getattr(layer, f"{weight}_weight_scale").data, getattr(layer, global_name).data
     first = stored.reshape(len(stored), -1)[:, 0]  # w13's columns are equal by now
     own = 1 / first if divisors else first
-    lifted, multipliers = lift_experts_for_marlin(blocks, own, _codes(layer, f"{weight}_weight", divisors))
+    lifted, multipliers = lift_experts_for_marlin(
+        blocks, own, _codes(layer, f"{weight}_weight", divisors)
+    )
     if lifted is not blocks:
         blocks.copy_(lifted)
     if multipliers is not own:

@@ -1,7 +1,8 @@
-"""The output head in NVFP4: loaded in every model where the checkpoint has it so, or quantized from BF16 at load.
+"""The output head in NVFP4: loaded in every model where the checkpoint has it so, or quantized from
+BF16 at load.
 
-43 of vLLM 0.32's models make their head without the checkpoint's quantization config. `register_oot` is vLLM's own way to put a
-subclass in the place of a layer.
+43 of vLLM 0.32's models make their head without the checkpoint's quantization config.
+`register_oot` is vLLM's own way to put a subclass in the place of a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -36,7 +40,9 @@ def register_head() -> None:
 
 
 class NvFp4LMHead(ParallelLMHead):
-    """ParallelLMHead that knows the checkpoint's quantization, whether the model class passes it on or not."""
+    """ParallelLMHead that knows the checkpoint's quantization, whether the model class passes it
+    on or not.
+    """
 
     def __init__(self, *args, **kwargs) -> None:
         kwargs.update(zip(_PARAMETERS, args, strict=False))
@@ -46,18 +52,29 @@ class NvFp4LMHead(ParallelLMHead):
         if given is None or quantize_it:
             kwargs["quant_config"] = HeadConfig(given or _quantization_of_the_model(), quantize_it)
         super().__init__(**kwargs)
-        # vLLM's loader takes the first config among a model's children for the model's (vllm 0.32 models/utils.py:464).
+        # vLLM's loader takes the first config among a model's children for the model's (vllm 0.32
+        # models/utils.py:464).
         self.quant_config = given
 
 
-# Of ParallelLMHead.__init__ up to its keyword-only part (vllm 0.32 vocab_parallel_embedding.py:596).
+# Of ParallelLMHead.__init__ up to its keyword-only part (vllm 0.32
+# vocab_parallel_embedding.py:596).
 _PARAMETERS = (
-    "num_embeddings", "embedding_dim", "bias", "params_dtype", "org_num_embeddings", "padding_size", "quant_config", "prefix",
-)  # fmt: skip
+    "num_embeddings",
+    "embedding_dim",
+    "bias",
+    "params_dtype",
+    "org_num_embeddings",
+    "padding_size",
+    "quant_config",
+    "prefix",
+)
 
 
 def _quantization_of_the_model() -> QuantizationConfig | None:
-    """The checkpoint's quantization where it is one of those that can hold NVFP4; its ignore list decides about the head."""
+    """The checkpoint's quantization where it is one of those that can hold NVFP4; its ignore
+    list decides about the head.
+    """
     config = get_current_vllm_config_or_none()
     found = config.quant_config if config is not None else None
     names = ("modelopt_fp4", "modelopt_mixed", "compressed-tensors")
@@ -65,15 +82,21 @@ def _quantization_of_the_model() -> QuantizationConfig | None:
 
 
 def _is_draft() -> bool:
-    """Whether the model being made only drafts: it may take the head of the model proper later, and have loaded none."""
+    """Whether the model being made only drafts: it may take the head of the model proper later,
+    and have loaded none.
+    """
     config = get_current_vllm_config_or_none()
     return (
-        config is not None and config.model_config is not None and config.model_config.runner_type == "draft"
+        config is not None
+        and config.model_config is not None
+        and config.model_config.runner_type == "draft"
     )
 
 
 class HeadConfig:
-    """A quantization config for the head alone: the checkpoint's method where it quantizes it, else ours or vLLM's plain one."""
+    """A quantization config for the head alone: the checkpoint's method where it quantizes it,
+    else ours or vLLM's plain one.
+    """
 
     online_quantization_config = None  # read by vLLM's resolve_quant_method
 
@@ -83,13 +106,17 @@ class HeadConfig:
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         method = self.inner.get_quant_method(layer, prefix) if self.inner is not None else None
-        if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        if method is None or isinstance(
+            method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+        ):
             return QuantizedAtLoad() if self.quantize_it else None
         return method
 
 
 class QuantizedAtLoad(UnquantizedEmbeddingMethod):
-    """A BF16 head that becomes NVFP4 once it is loaded: weights only, one global scale over all tensor-parallel ranks."""
+    """A BF16 head that becomes NVFP4 once it is loaded: weights only, one global scale over all
+    tensor-parallel ranks.
+    """
 
     supports_pre_processed_weights = False
 

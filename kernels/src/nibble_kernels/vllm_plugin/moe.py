@@ -1,4 +1,6 @@
-"""NVFP4 experts of ModelOpt and compressed-tensors checkpoints with the scales they were quantized with."""
+"""NVFP4 experts of ModelOpt and compressed-tensors checkpoints with the scales they were
+quantized with.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
     def create_weights(self, layer: Any, *args, **kwargs) -> None:
         super().create_weights(layer, *args, **kwargs)
         mark_unloaded(
-            layer, *(f"{w}_{scale}" for w in ("w13", "w2") for scale in ("weight_scale_2", "input_scale"))
+            layer,
+            *(f"{w}_{scale}" for w in ("w13", "w2") for scale in ("weight_scale_2", "input_scale")),
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -103,4 +106,8 @@ def _merge(method, layer: Any, global_name: str, input_name: str, divisors: bool
 def _is_linear_in_up(method, layer: Any) -> bool:
     limits = (getattr(layer, "swiglu_limit", None), getattr(method.moe, "swiglu_limit", None))
     biased = getattr(method.moe, "has_bias", False)  # up's bias would need the factor too
-    return layer.activation.value in LINEAR_IN_UP and not biased and all(limit is None for limit in limits)
+    return (
+        layer.activation.value in LINEAR_IN_UP
+        and not biased
+        and all(limit is None for limit in limits)
+    )

@@ -1,8 +1,9 @@
 """`mtp.fc` of Qwen3-Next's and Qwen3.5's MTP heads in NVFP4, where the checkpoint has it so.
 
-Published checkpoints have it in BF16 and forgot it in their list of unquantized layers, so vLLM 0.32 builds it unquantized for
-every ModelOpt NVFP4 checkpoint (qwen3_next_mtp.py:72, qwen3_5_mtp.py:91). Only the stored tensors tell which it is.
-`register_oot` is vLLM's own way to put a subclass in the place of a layer.
+Published checkpoints have it in BF16 and forgot it in their list of unquantized layers, so vLLM
+0.32 builds it unquantized for every ModelOpt NVFP4 checkpoint (qwen3_next_mtp.py:72,
+qwen3_5_mtp.py:91). Only the stored tensors tell which it is. `register_oot` is vLLM's own way to
+put a subclass in the place of a layer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def register_draft_projection() -> None:
 
 
 class StoredColumnParallelLinear(ColumnParallelLinear):
-    """ColumnParallelLinear that takes the checkpoint's quantization for `mtp.fc` where it is stored in NVFP4."""
+    """ColumnParallelLinear that takes the checkpoint's quantization for `mtp.fc` where it is
+    stored in NVFP4.
+    """
 
     def __init__(self, *args, **kwargs) -> None:
         if kwargs.get("prefix") == LAYER and kwargs.get("quant_config") is None:
@@ -38,7 +41,9 @@ class StoredColumnParallelLinear(ColumnParallelLinear):
 
 
 def _stored_names(model: str, revision: str | None) -> frozenset[str]:
-    """The names of a checkpoint's tensors: of a folder, or of a repository that was downloaded for the model proper."""
+    """The names of a checkpoint's tensors: of a folder, or of a repository that was downloaded
+    for the model proper.
+    """
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

@@ -1,4 +1,6 @@
-"""What our GPU kernel does for a layer's neighbour: silu · mul after gate and up. Arranged when a model is loaded."""
+"""What our GPU kernel does for a layer's neighbour: silu · mul after gate and up. Arranged when
+a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from nibble_kernels.vllm_plugin.layers import kernel_of
 
 # Whose forward is down_proj(act_fn(gate_up_proj(x))), with nothing in between.
 PLAIN_MLPS = frozenset(
-    ("DeepseekV2MLP", "Glm4MoeMLP", "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen2MoeMLP", "Qwen3MoeMLP")
+    (
+        "DeepseekV2MLP",
+        "Glm4MoeMLP",
+        "LlamaMLP",
+        "MistralMLP",
+        "Qwen2MLP",
+        "Qwen2MoeMLP",
+        "Qwen3MoeMLP",
+    )
 )
 
 
@@ -50,7 +60,9 @@ def our_kernel_of(layer: Any) -> NibbleNvFp4LinearKernel | None:
 
 
 class GateUpSiluMul(nn.Module):
-    """A fused gate_up_proj whose output, [..., N/2], has been through silu · mul; returns what vLLM's layer does."""
+    """A fused gate_up_proj whose output, [..., N/2], has been through silu · mul; returns what
+    vLLM's layer does.
+    """
 
     def __init__(self, layer: Any, kernel: NibbleNvFp4LinearKernel) -> None:
         super().__init__()

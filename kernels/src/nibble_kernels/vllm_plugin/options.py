@@ -1,4 +1,6 @@
-"""What nibble asks of the plugin: the key "nibble" of vLLM's --additional-config, which reaches every worker."""
+"""What nibble asks of the plugin: the key "nibble" of vLLM's --additional-config, which reaches
+every worker.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from nibble_kernels.quartet2 import Mode
 
 @dataclass(frozen=True)
 class Options:
-    """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16 head to NVFP4 at load.
+    """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16
+    head to NVFP4 at load.
 
-    act_scale_mode: what the scale of Quartet II's activations is made for (nibble_kernels.quartet2). linear_kernel and
-    moe_kernel: vLLM's choice, or ours for NVFP4 weights with unquantized activations on a GPU.
+    act_scale_mode: what the scale of Quartet II's activations is made for
+    (nibble_kernels.quartet2). linear_kernel and moe_kernel: vLLM's choice, or ours for NVFP4
+    weights with unquantized activations on a GPU.
     """
 
     nvfp4_activations: Literal["checkpoint", "bf16"] = "checkpoint"
@@ -31,7 +35,9 @@ class Options:
 
 
 def current_options() -> Options:
-    """The options of the model that is being made. Raises ValueError for a key or value that does not exist."""
+    """The options of the model that is being made. Raises ValueError for a key or value that
+    does not exist.
+    """
     config = get_current_vllm_config_or_none()
     additional = config.additional_config if config is not None else {}
     given = additional.get("nibble", {}) if isinstance(additional, dict) else {}
@@ -41,9 +47,13 @@ def current_options() -> Options:
         if value not in allowed:
             known = ", ".join(field.name for field in fields(Options))
             raise ValueError(
-                f'--additional-config {{"nibble": {{"{name}": "{value}"}}}}: expected one of {known}'
+                f'--additional-config {{"nibble": {{"{name}": "{value}"}}}}: expected one of'
+                f" {known}"
                 if not allowed
-                else f"--additional-config nibble.{name} is {value!r}: expected {' or '.join(map(str, allowed))}"
+                else (
+                    f"--additional-config nibble.{name} is {value!r}: expected"
+                    f" {' or '.join(map(str, allowed))}"
+                )
             )
     return Options(**given)
 

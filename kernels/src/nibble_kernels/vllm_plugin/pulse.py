@@ -1,9 +1,11 @@
-"""How far vLLM is, for the hang watch of nibble's supervisor: a few bytes in a file for each process, written at each step.
+"""How far vLLM is, for the hang watch of nibble's supervisor: a few bytes in a file for each
+process, written at each step.
 
-It does something only where NIBBLE_PULSE names a folder on this machine. The engine core writes before and after each step and
-each request of its loop (a few microseconds each), the API server when it hands a request over and takes answers. SIGUSR2
-writes the Python stacks of all threads into `stacks-PID`; faulthandler does that without the interpreter's lock, so it also
-works where a thread hangs in the driver. The reader is nibble/pulse.py, which has the same layout.
+It does something only where NIBBLE_PULSE names a folder on this machine. The engine core writes
+before and after each step and each request of its loop (a few microseconds each), the API server
+when it hands a request over and takes answers. SIGUSR2 writes the Python stacks of all threads into
+`stacks-PID`; faulthandler does that without the interpreter's lock, so it also works where a thread
+hangs in the driver. The reader is nibble/engine/pulse.py, which has the same layout.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ from typing import Any
 __all__ = ["FOLDER", "LAYOUT", "MAGIC", "PROBE", "Pulse", "register"]
 
 FOLDER = "NIBBLE_PULSE"
-PROBE = (
-    "/health?nibble"  # the supervisor asks it every few seconds; its lines do not belong into the access log
+PROBE = (  # the supervisor asks it every few seconds; its lines do not belong into the access log
+    "/health?nibble"
 )
 MAGIC = b"nblpuls1"
-# magic, pid, what it does, whether it is paused or sleeps, turns so far, requests held, tokens of the batch it waits for
+# magic, pid, what it does, whether it is paused or sleeps, turns so far, requests held, tokens of
+# the batch it waits for
 LAYOUT = struct.Struct("=8sIBBxxQQQ")
 IDLE, STEP, CALL = 0, 1, 2
 _CORE = "vllm.v1.engine.core"
-_INSPECTION = "vllm.model_executor.models.registry"  # a process that looks at a model class and ends
+_INSPECTION = (  # a process that looks at a model class and ends
+    "vllm.model_executor.models.registry"
+)
 
 
 class Pulse:
@@ -40,7 +45,9 @@ class Pulse:
 
     def __init__(self, path: Path) -> None:
         self.doing, self.paused, self.turns, self.requests, self.tokens = IDLE, False, 0, 0, 0
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             os.ftruncate(descriptor, LAYOUT.size)
             self._mapped = mmap.mmap(descriptor, LAYOUT.size)
@@ -94,7 +101,9 @@ def _follow_core(folder: Path) -> None:
     pulses: dict[int, Pulse] = {}
 
     def own() -> Pulse:
-        """This process's. Plugins are loaded once the core is being made, or in the server that it is forked from."""
+        """This process's. Plugins are loaded once the core is being made, or in the server that
+        it is forked from.
+        """
         if (pulse := pulses.get(os.getpid())) is None:
             _arm(folder)
             pulses.clear()
@@ -124,7 +133,8 @@ def _follow_core(folder: Path) -> None:
 
     def batch_is_known(core: Any, scheduler_output: Any) -> Any:
         pulse = own()
-        # Batches in flight run one after the other: what is waited for is at most the larger one, and its own time.
+        # Batches in flight run one after the other: what is waited for is at most the larger one,
+        # and its own time.
         pulse.tokens = max(pulse.tokens, scheduler_output.total_num_scheduled_tokens)
         pulse.write()
         return detail(core, scheduler_output)
@@ -167,6 +177,8 @@ def _follow_api(folder: Path) -> None:
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Whether a line of the access log is about a request of a user (uvicorn 0.54 protocols/http: client, method, path)."""
+    """Whether a line of the access log is about a request of a user (uvicorn 0.54
+    protocols/http: client, method, path).
+    """
     words = record.args
     return not (isinstance(words, tuple) and len(words) > 2 and words[2] == PROBE)

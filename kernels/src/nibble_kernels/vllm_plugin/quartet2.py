@@ -1,7 +1,9 @@
-"""--quantization quartet2: NVFP4 as Quartet II has it, weights quantized once, activations at each step (formats.md 2, 7).
+"""--quantization quartet2: NVFP4 as Quartet II has it, weights quantized once, activations at each
+step (formats.md 2, 7).
 
-W4A4 through vLLM's CUTLASS FP4 product where the GPU has one; elsewhere the activations are rounded to what their codes stand
-for, and a kernel for NVFP4 weights multiplies that, which is the same product: both operands are exact in BF16, up to G.
+W4A4 through vLLM's CUTLASS FP4 product where the GPU has one; elsewhere the activations are rounded
+to what their codes stand for, and a kernel for NVFP4 weights multiplies that, which is the same
+product: both operands are exact in BF16, up to G.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import cutlass_fp4_supported
 from vllm.platforms import current_platform
 
@@ -72,7 +77,9 @@ class Quartet2Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """Ours for CloverLM: its hf_quant_config.json says NVFP4 without a method, and vLLM then refuses every --quantization."""
+        """Ours for CloverLM: its hf_quant_config.json says NVFP4 without a method, and vLLM then
+        refuses every --quantization.
+        """
         return NAME if getattr(hf_config, "model_type", None) == MODEL_TYPE else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -80,7 +87,9 @@ class Quartet2Config(QuantizationConfig):
 
 
 class Quartet2LinearMethod(LinearMethodBase):
-    """One linear layer, its `weight` codes, `weight_scale` and, for each stored part, `weight_scale_2`, from either form."""
+    """One linear layer, its `weight` codes, `weight_scale` and, for each stored part,
+    `weight_scale_2`, from either form.
+    """
 
     def __init__(self) -> None:
         options = current_options()
@@ -112,7 +121,9 @@ class Quartet2LinearMethod(LinearMethodBase):
             "weight_scale_2": ((len(output_partition_sizes),), torch.float32),
         }
         for name, (shape, dtype) in shapes.items():
-            layer.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+            layer.register_parameter(
+                name, Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            )
         mark_unloaded(layer, "weight_scale_2")
 
     def load(self, layer: Any, part: int, stored: str, tensors: dict[str, Tensor]) -> None:
@@ -123,7 +134,8 @@ class Quartet2LinearMethod(LinearMethodBase):
             target = getattr(layer, name).data.split(layer.logical_widths)[part]
             if target.shape != values.shape:
                 raise ValueError(
-                    f"{stored} has the wrong shape: {list(values.shape)}, expected {list(target.shape)}"
+                    f"{stored} has the wrong shape: {list(values.shape)}, expected"
+                    f" {list(target.shape)}"
                 )
             target.copy_(values)
         layer.weight_scale_2.data[part] = g
@@ -134,7 +146,9 @@ class Quartet2LinearMethod(LinearMethodBase):
             check_loaded(layer, "weight_scale_2")
             marlin = self.kernel is not None and is_marlin(self.kernel)
             column_scale = merge_layer(layer, "weight_scale_2", marlin)
-        layer.weight_global_scale = Parameter(layer.weight_scale_2.data[0].clone(), requires_grad=False)
+        layer.weight_global_scale = Parameter(
+            layer.weight_scale_2.data[0].clone(), requires_grad=False
+        )
         del layer.weight_scale_2
         if self.kernel is None:
             layer.weight_scale = Parameter(tile(layer.weight_scale.data), requires_grad=False)
@@ -155,10 +169,14 @@ class Quartet2LinearMethod(LinearMethodBase):
             y = self._fp4_product(layer, codes, scales, g, x.dtype)
             return y if bias is None else y + bias
         if self.mode != "batch":  # exact: G is a power of two
-            return self.kernel.apply_weights(layer, nvfp4_dequantize(codes, scales, g, x.dtype), bias)
+            return self.kernel.apply_weights(
+                layer, nvfp4_dequantize(codes, scales, g, x.dtype), bias
+            )
         # On the CPU the kernel's sums come out in float32, so that G costs no rounding of its own.
         dtype = torch.float32 if current_platform.is_cpu() else x.dtype
-        y = self.kernel.apply_weights(layer, nvfp4_dequantize(codes, scales, torch.ones_like(g), dtype), None)
+        y = self.kernel.apply_weights(
+            layer, nvfp4_dequantize(codes, scales, torch.ones_like(g), dtype), None
+        )
         y = (y * g).to(x.dtype)
         return y if bias is None else y + bias
 
@@ -180,10 +198,12 @@ def is_packed(weight: Tensor) -> bool:
 def operands(
     stored: str, tensors: dict[str, Tensor], rows: slice, columns: slice, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, K/2], row-major scales [N, K/16] and G of the rows and columns wanted, from a BF16 or a packed weight.
+    """Codes [N, K/2], row-major scales [N, K/16] and G of the rows and columns wanted, from a BF16
+    or a packed weight.
 
-    G is that of the whole tensor, so that every rank has what one rank would have. Raises ValueError for a packed weight
-    whose scales are not in 128x4 tiles, and for values that are not finite.
+    G is that of the whole tensor, so that every rank has what one rank would have. Raises
+    ValueError for a packed weight whose scales are not in 128x4 tiles, and for values that are not
+    finite.
     """
     weight = tensors["weight"].to(device)
     if not is_packed(weight):
@@ -196,8 +216,8 @@ def operands(
     scales = tensors["weight_scale"].to(device)
     if scales.shape != (len(codes), blocks) or len(codes) % 128 or blocks % 4:
         raise ValueError(
-            f"{stored}.weight_scale is {list(scales.shape)}: expected one scale for {BLOCK} columns of"
-            f" [{len(codes)}, {codes.shape[1] * 2}], in 128x4 tiles"
+            f"{stored}.weight_scale is {list(scales.shape)}: expected one scale for {BLOCK} columns"
+            f" of [{len(codes)}, {codes.shape[1] * 2}], in 128x4 tiles"
         )
     scales = untile(scales, len(codes), blocks)
     check_tiles(stored, codes, scales)
@@ -210,14 +230,17 @@ def operands(
 
 
 def check_tiles(stored: str, codes: Tensor, scales: Tensor) -> None:
-    """ValueError where scales belong to other blocks: the largest product of four-over-six is 1536 in every tensor."""
+    """ValueError where scales belong to other blocks: the largest product of four-over-six is
+    1536 in every tensor.
+    """
     pairs = codes.unflatten(-1, (-1, BLOCK // 2))
     index = torch.maximum(pairs & 7, pairs >> 4 & 7).amax(-1).int()
     largest = float((torch.tensor(MAGNITUDES, device=codes.device)[index] * scales.float()).amax())
     if largest not in (0.0, LARGEST):
         raise ValueError(
-            f"{stored}: its largest code times scale is {largest:g}, expected {LARGEST:g}: its scales are not in the 128x4"
-            " tiles of Quartet II, or the file is damaged (`nibble inspect` tells which)"
+            f"{stored}: its largest code times scale is {largest:g}, expected {LARGEST:g}: its"
+            " scales are not in the 128x4 tiles of Quartet II, or the file is damaged (`nibble"
+            " inspect` tells which)"
         )
 
 
@@ -226,7 +249,9 @@ def _has_fp4_product() -> bool:
 
 
 def _amax(layer: torch.nn.Module, x: Tensor) -> Tensor:
-    """The largest magnitude in the batch's own rows, over all ranks that hold columns of it; float32 []."""
+    """The largest magnitude in the batch's own rows, over all ranks that hold columns of it;
+    float32 [].
+    """
     amax = _batch_amax(x)
     if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
         amax = tensor_model_parallel_all_gather(amax.reshape(1)).amax()
@@ -234,7 +259,9 @@ def _amax(layer: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def _amax_of_rows(x: Tensor) -> Tensor:
-    """Rows that only fill up a CUDA graph hold whatever was there, so they do not count (vllm 0.32 forward_context.py:165)."""
+    """Rows that only fill up a CUDA graph hold whatever was there, so they do not count (vllm
+    0.32 forward_context.py:165).
+    """
     rows = x.abs().amax(-1).float()
     padding = get_forward_context().is_padding if is_forward_context_available() else None
     if padding is not None:

@@ -1,9 +1,10 @@
 """The queue of a worker process's answers, of the size that VLLM_MQ_MAX_CHUNK_BYTES_MB names.
 
-An engine and a worker process have two queues in /dev/shm. The variable sizes the queue of requests (vllm 0.32
-v1/executor/multiproc_executor.py:151). The queue of answers has 10 chunks of 24 MiB whatever the variable says (:624,
-distributed/device_communicators/shm_broadcast.py:492), and Docker and Kubernetes give a container 64 MiB. A message that
-is larger than a chunk goes through a socket (shm_broadcast.py:936), so a small chunk costs time, not messages.
+An engine and a worker process have two queues in /dev/shm. The variable sizes the queue of requests
+(vllm 0.32 v1/executor/multiproc_executor.py:151). The queue of answers has 10 chunks of 24 MiB
+whatever the variable says (:624, distributed/device_communicators/shm_broadcast.py:492), and Docker
+and Kubernetes give a container 64 MiB. A message that is larger than a chunk goes through a socket
+(shm_broadcast.py:936), so a small chunk costs time, not messages.
 """
 
 from __future__ import annotations

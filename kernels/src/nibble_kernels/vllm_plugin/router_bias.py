@@ -1,7 +1,8 @@
-"""A router's correction bias that a checkpoint stores beside its experts (Laguna) reaches the router.
+"""A router's correction bias that a checkpoint stores beside its experts (Laguna) reaches the
+router.
 
-vLLM 0.32 gives such a tensor to RoutedExperts.load_weights, which knows weights of experts alone and drops it
-(fused_moe/routed_experts.py:981): the router then adds zeros and picks other experts.
+vLLM 0.32 gives such a tensor to RoutedExperts.load_weights, which knows weights of experts alone
+and drops it (fused_moe/routed_experts.py:981): the router then adds zeros and picks other experts.
 """
 
 from __future__ import annotations

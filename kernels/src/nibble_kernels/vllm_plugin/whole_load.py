@@ -1,4 +1,6 @@
-"""A load ends with the name of the tensor that is missing or does not fit, whatever the model and its quantization."""
+"""A load ends with the name of the tensor that is missing or does not fit, whatever the model
+and its quantization.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,37 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from nibble_kernels.vllm_plugin.options import weights_are_real
 from nibble_kernels.vllm_plugin.written import WrittenRegions, unwritten
 
-_MISFITS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-# What a draft takes from its target after the load, and the attribute that says that it has its own (vllm 0.32
-# v1/spec_decode/llm_base_proposer.py:1416, 1508; v1/worker/gpu/spec_decode/eagle/utils.py:71, 107).
+_MISFITS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# What a draft takes from its target after the load, and the attribute that says that it has its own
+# (vllm 0.32 v1/spec_decode/llm_base_proposer.py:1416, 1508;
+# v1/worker/gpu/spec_decode/eagle/utils.py:71, 107).
 _FROM_TARGET = {
     re.compile(r"(?:^|\.)embed_tokens\."): "has_own_embed_tokens",
     re.compile(r"(?:^|\.)(?:lm_head|shared_head\.head)\."): "has_own_lm_head",
 }
-# What a draft uses only where its files hold it (vllm 0.32 llama_eagle3.py:378, 459; qwen3_dflash.py:517, 923).
+# What a draft uses only where its files hold it (vllm 0.32 llama_eagle3.py:378, 459;
+# qwen3_dflash.py:517, 923).
 _OPTIONAL_IN_DRAFTS = re.compile(r"(?:^|\.)(?:draft_id_to_target_id|mask_embedding)$")
 
 
 class TensorError(ValueError):
-    """A tensor of the checkpoint that the model has no place for, or one of another shape or type."""
+    """A tensor of the checkpoint that the model has no place for, or one of another shape or
+    type.
+    """
 
 
 def check_loads() -> None:
-    """Follow vLLM's default loader (vllm 0.32 model_loader/default_loader.py:367, 484); other loaders check for themselves."""
+    """Follow vLLM's default loader (vllm 0.32 model_loader/default_loader.py:367, 484); other
+    loaders check for themselves.
+    """
     load, read = DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights
 
     def load_and_check(self: Any, model: nn.Module, model_config: Any) -> None:
@@ -61,14 +77,21 @@ def check_loads() -> None:
             yield name, tensor
             self.nibble_reading = None  # what fails from here on is the next one, or none
 
-    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = load_and_check, read_and_note  # type: ignore[method-assign]
+    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = (
+        load_and_check,
+        read_and_note,
+    )  # type: ignore[method-assign]
 
 
 def _shares_with_target(model_config: Any) -> bool:
-    """Whether this is a draft that is no full model: those share nothing (vllm 0.32 v1/spec_decode/draft_model.py:115)."""
+    """Whether this is a draft that is no full model: those share nothing (vllm 0.32
+    v1/spec_decode/draft_model.py:115).
+    """
     config = get_current_vllm_config_or_none()
     speculation = config.speculative_config if config is not None else None
-    return model_config.runner_type == "draft" and not (speculation and speculation.uses_draft_model())
+    return model_config.runner_type == "draft" and not (
+        speculation and speculation.uses_draft_model()
+    )
 
 
 def _is_from_target(model: nn.Module, name: str) -> bool:

@@ -1,7 +1,8 @@
 """Which parameters, and which parts of fused ones, are written while vLLM loads a model's weights.
 
-vLLM 0.32 compares names alone, takes a fused parameter (q/k/v, gate/up, experts) for loaded where one part is, and does even that
-only for unquantized models (default_loader.py:507). What no tensor writes keeps the values that memory had.
+vLLM 0.32 compares names alone, takes a fused parameter (q/k/v, gate/up, experts) for loaded where
+one part is, and does even that only for unquantized models (default_loader.py:507). What no tensor
+writes keeps the values that memory had.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset in its storage, sizes and strides, in elements
+Region = tuple[
+    int, tuple[int, ...], tuple[int, ...]
+]  # offset in its storage, sizes and strides, in elements
 
-# Tensors that formats may leave out, or that vLLM fills itself; layers.py checks NVFP4's own scales.
+# Tensors that formats may leave out, or that vLLM fills itself; layers.py checks NVFP4's own
+# scales.
 _MAY_BE_ABSENT = re.compile(r"scale|zero|g_idx|_shape|_ub$|_bias_vl")
 # Where a model's packed_modules_mapping does not name the parts of a fused layer.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -32,25 +36,45 @@ _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 # In-place methods that change what a tensor looks at, and no value.
 _NO_VALUES = frozenset(
     (
-        "apply_", "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "retain_grad_", "set_",
-        "share_memory_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
+        "apply_",
+        "as_strided_",
+        "detach_",
+        "rename_",
+        "requires_grad_",
+        "resize_",
+        "resize_as_",
+        "retain_grad_",
+        "set_",
+        "share_memory_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
     )
-)  # fmt: skip
-_IN_PLACE_OPERATOR = re.compile(r"__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+)
+_IN_PLACE_OPERATOR = re.compile(
+    r"__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 
 
 @functools.cache
 def _writes(function: Any) -> bool:
-    """Whether a torch function writes values into its first argument, by torch's own convention of names."""
+    """Whether a torch function writes values into its first argument, by torch's own convention
+    of names.
+    """
     name = str(getattr(function, "__name__", ""))
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES
     return is_in_place or name == "__setitem__" or _IN_PLACE_OPERATOR.fullmatch(name) is not None
 
 
 class WrittenRegions(TorchFunctionMode):
-    """Notes what is written into the parameters of `model`; a context manager around the load, in its thread.
+    """Notes what is written into the parameters of `model`; a context manager around the load, in
+    its thread.
 
-    By torch's Python functions and not by its operators (TorchDispatchMode), which cost 0.3 ms a tensor of the checkpoint.
+    By torch's Python functions and not by its operators (TorchDispatchMode), which cost 0.3 ms a
+    tensor of the checkpoint.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +103,9 @@ class WrittenRegions(TorchFunctionMode):
                 found.add((int(target.storage_offset()), tuple(target.shape), target.stride()))
 
     def of(self, name: str, parameter: Parameter) -> set[Region] | None:
-        """What was written of a parameter; None where that is not known: it was made or moved while the model was loaded."""
+        """What was written of a parameter; None where that is not known: it was made or moved
+        while the model was loaded.
+        """
         if not _has_memory(parameter):
             return None
         pointer = parameter.untyped_storage().data_ptr()
@@ -108,7 +134,8 @@ def _has_memory(parameter: Parameter) -> bool:
 def unwritten(model: nn.Module, written: WrittenRegions, returned: set[str] | None) -> list[str]:
     """Names, as near to the checkpoint's as vLLM's are, of what no tensor filled.
 
-    `returned` are the names that the model's own loader says it loaded: those count where nothing was seen of them.
+    `returned` are the names that the model's own loader says it loaded: those count where nothing
+    was seen of them.
     """
     found: list[str] = []
     shared = {name for name, module in model.named_modules() if _shares_keys(module)}
@@ -129,24 +156,39 @@ def _may_be_absent(module: Any, leaf: str) -> bool:
     method = getattr(module, "quant_method", None)
     if isinstance(method, BaseKVCacheMethod) or getattr(method, "uses_meta_device", False):
         return True
-    is_plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    is_plain = method is None or isinstance(
+        method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+    )
     return not is_plain and bool(_MAY_BE_ABSENT.search(leaf))
 
 
 def _shares_keys(module: Any) -> bool:
-    """Whether a child is attention that reads another layer's cache: its own k and v may be in no file (gemma3n.py:355)."""
+    """Whether a child is attention that reads another layer's cache: its own k and v may be in
+    no file (gemma3n.py:355).
+    """
     children = module.children()
-    return any(getattr(child, "kv_sharing_target_layer_name", None) is not None for child in children)
+    return any(
+        getattr(child, "kv_sharing_target_layer_name", None) is not None for child in children
+    )
 
 
 def _unwritten_parts(
     model: Any, module: Any, prefix: str, leaf: str, parameter: Any, regions: set[Region]
 ) -> Iterator[str]:
-    if isinstance(module, RoutedExperts) and leaf.startswith(("w13_", "w2_")) and parameter.ndim > 1:
+    if (
+        isinstance(module, RoutedExperts)
+        and leaf.startswith(("w13_", "w2_"))
+        and parameter.ndim > 1
+    ):
         is_pair = leaf.startswith("w13_") and module.moe_config.is_act_and_mul
-        yield from (f"{prefix}.{expert}.{leaf}" for expert in _short_experts(parameter, regions, is_pair))
+        yield from (
+            f"{prefix}.{expert}.{leaf}" for expert in _short_experts(parameter, regions, is_pair)
+        )
         return
-    widths, dim = getattr(module, "output_partition_sizes", ()), getattr(parameter, "output_dim", None)
+    widths, dim = (
+        getattr(module, "output_partition_sizes", ()),
+        getattr(parameter, "output_dim", None),
+    )
     if not isinstance(module, LinearBase) or dim is None or len(widths) < 2:
         return
     size, end = parameter.shape[dim], 0
@@ -167,10 +209,11 @@ def _touches(region: Region, parameter: Any, dim: int, low: int, high: int) -> b
 
 
 def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[int]:
-    """Experts of which gate, up, all or some rows are missing. `is_pair`: gate and up lie in the halves of one dimension.
+    """Experts of which gate, up, all or some rows are missing. `is_pair`: gate and up lie in the
+    halves of one dimension.
 
-    vLLM may pad each half at its end and takes weights that are too small (vllm 0.32 fused_moe/routed_experts.py:523), so
-    that an expert's size tells only beside the others'.
+    vLLM may pad each half at its end and takes weights that are too small (vllm 0.32
+    fused_moe/routed_experts.py:523), so that an expert's size tells only beside the others'.
     """
     dim = 2 if getattr(parameter, "is_transposed", False) and parameter.ndim > 2 else 1
     size = parameter.shape[dim]
@@ -185,10 +228,14 @@ def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[
 
 
 def _elements(parameter: Any, regions: set[Region]) -> Counter[int]:
-    """Expert -> how many of its elements were written. A region that is no view by experts counts for its first."""
+    """Expert -> how many of its elements were written. A region that is no view by experts
+    counts for its first.
+    """
     step, found = parameter.stride(0), Counter[int]()
     for offset, sizes, strides in regions:
-        count = next((size for size, stride in zip(sizes, strides, strict=True) if stride == step), 1)
+        count = next(
+            (size for size, stride in zip(sizes, strides, strict=True) if stride == step), 1
+        )
         first = (offset - parameter.storage_offset()) // step
         for number in range(count):
             found[first + number] += math.prod(sizes) // count
@@ -206,7 +253,10 @@ def _experts_in(region: Region, parameter: Any, dim: int, low: int, high: int) -
     is_outermost = parameter.stride(dim) == max(parameter.stride()[1:])
     for begin in range(start, start + count * step, step):
         for expert in range(begin // step, (begin + extent) // step + 1):
-            first, last = max(begin - expert * step, 0), min(begin + extent - expert * step, step - 1)
+            first, last = (
+                max(begin - expert * step, 0),
+                min(begin + extent - expert * step, step - 1),
+            )
             if is_outermost:
                 # By places in memory: a region may be a view with other dimensions.
                 is_in = first < high * parameter.stride(dim) and last >= low * parameter.stride(dim)

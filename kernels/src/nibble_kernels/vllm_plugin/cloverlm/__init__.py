@@ -1,4 +1,6 @@
-"""CloverLM (IST-DASLab) for vLLM 0.32: model, configuration, tokenizer mode. `register` names them; nothing is imported here."""
+"""CloverLM (IST-DASLab) for vLLM 0.32: model, configuration, tokenizer mode. `register` names
+them; nothing is imported here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ TOKENIZER_MODE = "tokenmonster"
 
 
 def register_cloverlm() -> None:
-    """Make the model, its config.json and --tokenizer-mode tokenmonster known to vLLM; each is imported when it is asked for."""
+    """Make the model, its config.json and --tokenizer-mode tokenmonster known to vLLM; each is
+    imported when it is asked for.
+    """
     from vllm.model_executor.models import ModelRegistry
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.tokenizers.registry import TokenizerRegistry

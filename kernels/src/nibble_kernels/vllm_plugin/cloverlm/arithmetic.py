@@ -1,4 +1,6 @@
-"""CloverLM's own arithmetic, in float32: rotation, sphere normalization and the norm behind a sublayer."""
+"""CloverLM's own arithmetic, in float32: rotation, sphere normalization and the norm behind a
+sublayer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ SPHERE_EPS = 1e-12
 
 
 class Rotary(nn.Module):
-    """Interleaved rotary embedding: elements 2j and 2j+1 of a head turn by position * base^(-2j/d), in float32.
+    """Interleaved rotary embedding: elements 2j and 2j+1 of a head turn by position * base^(-2j/d),
+    in float32.
 
     vLLM's own rounds its table to the model's type (vllm 0.32 rotary_embedding/base.py:61).
     """
@@ -27,7 +30,9 @@ class Rotary(nn.Module):
         """x float32 [tokens, heads, d], turned; positions [tokens]."""
         cosine, sine = self.table[positions][:, None].unbind(-1)
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
+        return torch.stack(
+            (even * cosine - odd * sine, odd * cosine + even * sine), dim=-1
+        ).flatten(-2)
 
 
 def to_sphere(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""config.json of CloverLM, as the authors' converter writes it, with what the converter leaves out."""
+"""config.json of CloverLM, as the authors' converter writes it, with what the converter leaves
+out.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-EPS = (
-    2.0**-23
-)  # what torch.nn.RMSNorm takes where none is given, for float32 and, since torch 2.7, for narrower types
+# What torch.nn.RMSNorm takes where none is given, for float32 and, since torch 2.7, for narrower
+# types.
+EPS = 2.0**-23
 
 
 class CloverLMConfig(PreTrainedConfig):
@@ -17,7 +19,7 @@ class CloverLMConfig(PreTrainedConfig):
     rope_base           of the interleaved rotary embedding
     rms_norm_eps        of the norms behind each sublayer and of the last one
     residual_dtype      "float32" keeps the sum of the sublayers in float32, as training did; None: the model's own type
-    """
+    """  # noqa: E501
 
     model_type = "cloverlm"
 

@@ -1,4 +1,6 @@
-"""CloverLM's tensors into the model: BF16, or packed NVFP4 with scales in 128x4 tiles (formats.md 1.2)."""
+"""CloverLM's tensors into the model: BF16, or packed NVFP4 with scales in 128x4 tiles
+(formats.md 1.2).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ EMBEDDING, HEAD = "transformer.emb", "transformer.linear"
 
 
 def load_model(model: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Load what this rank holds; returns the names of its parameters. ValueError for missing or unknown ones."""
+    """Load what this rank holds; returns the names of its parameters. ValueError for missing or
+    unknown ones.
+    """
     projections = _projections(model)
     parameters = dict(model.named_parameters())
     parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -39,13 +43,16 @@ def load_model(model: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
     if missing:
         have = ", ".join(sorted(parts[missing[0]])) or "nothing"
         raise ValueError(
-            f"{len(missing)} weights of CloverLM are missing, the first is {missing[0]} (found of it: {have})"
+            f"{len(missing)} weights of CloverLM are missing, the first is {missing[0]} (found of"
+            f" it: {have})"
         )
     return loaded
 
 
 def _projections(model: Any) -> dict[str, tuple[str, nn.Module, int]]:
-    """Stored name of each of a block's six products -> the model's name of the layer, the layer, and which part of it."""
+    """Stored name of each of a block's six products -> the model's name of the layer, the layer,
+    and which part of it.
+    """
     found: dict[str, tuple[str, nn.Module, int]] = {}
     inner = model.transformer
     for index in range(inner.start, inner.end):
@@ -64,7 +71,9 @@ def _is_elsewhere(model: Any, stored: str) -> bool:
     if stored.startswith("transformer.blocks."):
         index = stored.split(".")[2]
         return (
-            index.isdecimal() and not inner.start <= int(index) < inner.end and int(index) < len(inner.blocks)
+            index.isdecimal()
+            and not inner.start <= int(index) < inner.end
+            and int(index) < len(inner.blocks)
         )
     if stored.startswith(f"{HEAD}."):
         return model.config.tie_word_embeddings or isinstance(model.linear, PPMissingLayer)
@@ -77,7 +86,9 @@ def _is_complete(part: dict[str, Tensor]) -> bool:
     return "weight" in part and (not is_packed(part["weight"]) or part.keys() >= set(PACKED_LEAVES))
 
 
-def _load_projection(name: str, layer: Any, part: int, stored: str, tensors: dict[str, Tensor]) -> set[str]:
+def _load_projection(
+    name: str, layer: Any, part: int, stored: str, tensors: dict[str, Tensor]
+) -> set[str]:
     method = layer.quant_method
     if isinstance(method, Quartet2LinearMethod):
         method.load(layer, part, stored, tensors)

@@ -1,7 +1,9 @@
-"""CloverLM with vLLM 0.32's layers, after the authors' formula (IST-DASLab/CloverLM 806f175; reference.py is the specification).
+"""CloverLM with vLLM 0.32's layers, after the authors' formula (IST-DASLab/CloverLM 806f175;
+reference.py is the specification).
 
-Not as in other models: no norm before a sublayer but one behind it, rotation before normalization, unit-length queries and
-keys with a learned scale per head and no other softmax scale, squared ReLU, tied embedding.
+Not as in other models: no norm before a sublayer but one behind it, rotation before normalization,
+unit-length queries and keys with a learned scale per head and no other softmax scale, squared ReLU,
+tied embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from vllm.model_executor.layers.activation import ReLUSquaredActivation
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.utils import PPMissingLayer, make_layers, maybe_prefix
 from vllm.sequence import IntermediateTensors
@@ -33,9 +38,8 @@ from nibble_kernels.vllm_plugin.cloverlm.config import CloverLMConfig
 from nibble_kernels.vllm_plugin.cloverlm.loading import load_model
 from nibble_kernels.vllm_plugin.cloverlm.projection import HeadProjection, heads_of_rank
 
-KEY_SCALE = (
-    2.0**-8
-)  # of an FP8 cache: no element of a unit vector exceeds 1, so none exceeds 256 of E4M3's 448
+# Of an FP8 cache: no element of a unit vector exceeds 1, so none exceeds 256 of E4M3's 448
+KEY_SCALE = 2.0**-8
 
 
 def config_of(vllm_config: VllmConfig) -> CloverLMConfig:
@@ -44,12 +48,16 @@ def config_of(vllm_config: VllmConfig) -> CloverLMConfig:
 
 
 def model_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """The type of the model's products; vLLM has resolved names such as "auto" by the time a model is made."""
+    """The type of the model's products; vLLM has resolved names such as "auto" by the time a
+    model is made.
+    """
     return cast(torch.dtype, vllm_config.model_config.dtype)
 
 
 class UnitKeyAttention(Attention):
-    """vLLM's attention, whose FP8 cache has a scale for keys of length 1 where vLLM would take 1.0."""
+    """vLLM's attention, whose FP8 cache has a scale for keys of length 1 where vLLM would take
+    1.0.
+    """
 
     _k_scale: Tensor
 
@@ -70,9 +78,15 @@ class CloverAttention(nn.Module):
         quant_config = vllm_config.quant_config
         ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.head_dim = config.head_dim
-        self.heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, rank, ranks)
+        self.heads = heads_of_rank(
+            config.num_attention_heads, config.num_key_value_heads, rank, ranks
+        )
         self.qkv = HeadProjection(
-            config.hidden_size, self.head_dim, self.heads, quant_config=quant_config, prefix=f"{prefix}.qkv"
+            config.hidden_size,
+            self.head_dim,
+            self.heads,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv",
         )
         self.lo = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
@@ -170,7 +184,9 @@ class CloverLMModel(nn.Module):
             prefix=maybe_prefix(prefix, "blocks"),
         )
         self.out_norm = (
-            RmsNorm(config.hidden_size, config.rms_norm_eps) if group.is_last_rank else PPMissingLayer()
+            RmsNorm(config.hidden_size, config.rms_norm_eps)
+            if group.is_last_rank
+            else PPMissingLayer()
         )
 
     def forward(
@@ -195,7 +211,9 @@ class CloverLMModel(nn.Module):
 
 
 def residual_dtype(config: CloverLMConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type in which sublayers are summed. Raises ValueError for a name that is none of the two."""
+    """The type in which sublayers are summed. Raises ValueError for a name that is none of the
+    two.
+    """
     if config.residual_dtype not in (None, "float32"):
         raise ValueError(
             f"residual_dtype of config.json is {config.residual_dtype!r}: expected float32 or null"
@@ -204,19 +222,25 @@ def residual_dtype(config: CloverLMConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 class CloverLMForCausalLM(nn.Module, SupportsPP):
-    """The model as vLLM wants it; tensors are named as in the checkpoint, except that q, k and v are one (`qkv`)."""
+    """The model as vLLM wants it; tensors are named as in the checkpoint, except that q, k and v
+    are one (`qkv`).
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = config_of(vllm_config)
         self.config = config
-        self.transformer = CloverLMModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer"))
+        self.transformer = CloverLMModel(
+            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer")
+        )
         if get_pp_group().is_last_rank:
             self.linear = ParallelLMHead(
                 config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "linear")
             )
             if config.tie_word_embeddings:
-                self.linear = self.linear.tie_weights(cast(VocabParallelEmbedding, self.transformer.emb))
+                self.linear = self.linear.tie_weights(
+                    cast(VocabParallelEmbedding, self.transformer.emb)
+                )
             self.logits_processor = LogitsProcessor(config.vocab_size)
         else:
             self.linear = PPMissingLayer()
@@ -224,7 +248,9 @@ class CloverLMForCausalLM(nn.Module, SupportsPP):
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
-        """What the rank before this one sends: the residual, in its own type whatever `dtype` is."""
+        """What the rank before this one sends: the residual, in its own type whatever `dtype`
+        is.
+        """
         shape = (batch_size, self.config.hidden_size)
         return IntermediateTensors(
             {"residual": torch.zeros(shape, dtype=self.transformer.residual_dtype, device=device)}

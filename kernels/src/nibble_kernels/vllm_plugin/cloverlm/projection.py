@@ -1,4 +1,6 @@
-"""Which part of a stored weight each rank of a layer holds, and the projection that has whole heads of q, k and v."""
+"""Which part of a stored weight each rank of a layer holds, and the projection that has whole
+heads of q, k and v.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 
 EVERYTHING = slice(None)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads of one rank, the stored key and value heads they need, and for each group of queries its place in those.
+    """Query heads of one rank, the stored key and value heads they need, and for each group of
+    queries its place in those.
 
-    vLLM's attention wants groups of one size. With 7 key heads over 2 or 4 ranks a rank's queries begin or end within a
-    group, so that its groups are halves (TP 2) or single queries (TP 4), and a key head serves several of them.
+    vLLM's attention wants groups of one size. With 7 key heads over 2 or 4 ranks a rank's queries
+    begin or end within a group, so that its groups are halves (TP 2) or single queries (TP 4), and
+    a key head serves several of them.
     """
 
     queries: range
@@ -31,10 +39,13 @@ class Heads:
 
 
 def heads_of_rank(query_heads: int, key_heads: int, rank: int, ranks: int) -> Heads:
-    """Query h attends to key head h // (query_heads / key_heads), whatever the rank. ValueError where heads do not divide."""
+    """Query h attends to key head h // (query_heads / key_heads), whatever the rank. ValueError
+    where heads do not divide.
+    """
     if query_heads % ranks or query_heads % key_heads:
         raise ValueError(
-            f"{query_heads} query heads and {key_heads} key heads cannot be shared by {ranks} tensor-parallel ranks"
+            f"{query_heads} query heads and {key_heads} key heads cannot be shared by {ranks}"
+            " tensor-parallel ranks"
         )
     ratio, count = query_heads // key_heads, query_heads // ranks
     queries = range(rank * count, (rank + 1) * count)
@@ -44,16 +55,22 @@ def heads_of_rank(query_heads: int, key_heads: int, rank: int, ranks: int) -> He
 
 
 class HeadProjection(ReplicatedLinear):
-    """q, k and v of one rank's heads in one product. vLLM's QKVParallelLinear cannot split 7 key heads over 2 ranks."""
+    """q, k and v of one rank's heads in one product. vLLM's QKVParallelLinear cannot split 7 key
+    heads over 2 ranks.
+    """
 
     def __init__(self, hidden_size: int, head_dim: int, heads: Heads, **kwargs: Any) -> None:
         query = slice(heads.queries.start * head_dim, heads.queries.stop * head_dim)
         key = slice(heads.stored.start * head_dim, heads.stored.stop * head_dim)
         self.stored_rows = (query, key, key)
         self.output_sizes = [rows.stop - rows.start for rows in self.stored_rows]
-        super().__init__(hidden_size, sum(self.output_sizes), bias=False, return_bias=False, **kwargs)
+        super().__init__(
+            hidden_size, sum(self.output_sizes), bias=False, return_bias=False, **kwargs
+        )
 
-    def weight_loader(self, param: torch.nn.Parameter, loaded_weight: Tensor, part: int = 0) -> None:
+    def weight_loader(
+        self, param: torch.nn.Parameter, loaded_weight: Tensor, part: int = 0
+    ) -> None:
         """Unquantized: the rows of q (0), k (1) or v (2)."""
         param.data.split(self.output_sizes)[part].copy_(loaded_weight[self.stored_rows[part]])
 

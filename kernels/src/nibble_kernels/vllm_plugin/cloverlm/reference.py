@@ -1,7 +1,9 @@
-"""CloverLM's forward pass in float64 (formats.md 1.1): the specification that model.py is held against.
+"""CloverLM's forward pass in float64 (formats.md 1.1): the specification that model.py is held
+against.
 
 X = E[id]
-per block:  q, k, v = Wq X, Wk X, Wv X;  q, k turned by position, then to length 1;  q times its head's scale
+per block:  q, k, v = Wq X, Wk X, Wv X;  q, k turned by position, then to length 1;  q times its
+head's scale
             a = softmax over earlier positions of q_h · k_(h // ratio);  X = X + RMSNorm(Wo a v)
             X = X + RMSNorm(W2 relu(W1 X)^2)
 logits = E RMSNorm(X)
@@ -29,7 +31,9 @@ def logits(
     eps: float = 2.0**-23,
     linear: Linear | None = None,
 ) -> Tensor:
-    """[tokens, vocabulary] in float64, of one sequence of ids [tokens]. `linear` takes the place of a block's six products."""
+    """[tokens, vocabulary] in float64, of one sequence of ids [tokens]. `linear` takes the place
+    of a block's six products.
+    """
 
     def weight(name: str) -> Tensor:
         return tensors[f"transformer.{name}"].double()
@@ -43,7 +47,8 @@ def logits(
     for block in range(blocks):
         path = f"blocks.{block}"
         q, k, v = (
-            product(f"{path}.mhsa.{name}", x).unflatten(-1, (-1, head_dim)) for name in ("lq", "lk", "lv")
+            product(f"{path}.mhsa.{name}", x).unflatten(-1, (-1, head_dim))
+            for name in ("lq", "lk", "lv")
         )
         q, k = (turned(y, base) for y in (q, k))
         q, k = (y / y.norm(dim=-1, keepdim=True).clamp(min=1e-12) for y in (q, k))
@@ -65,7 +70,9 @@ def turned(x: Tensor, base: float) -> Tensor:
         -torch.arange(0, d, 2, dtype=torch.float64) / d
     )
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(-2)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(
+        -2
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

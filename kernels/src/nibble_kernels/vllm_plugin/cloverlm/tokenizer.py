@@ -1,7 +1,9 @@
-"""--tokenizer-mode tokenmonster: a TokenMonster vocabulary file as vLLM's tokenizer (vllm 0.32 tokenizers/protocol.py).
+"""--tokenizer-mode tokenmonster: a TokenMonster vocabulary file as vLLM's tokenizer (vllm 0.32
+tokenizers/protocol.py).
 
-Only local files are read; there is no helper process and no state, so threads and forks may share one. `<eot>` in a text is
-the token that ends a document, as the authors' evaluations use it; nothing is put before a prompt.
+Only local files are read; there is no helper process and no state, so threads and forks may share
+one. `<eot>` in a text is the token that ends a document, as the authors' evaluations use it;
+nothing is put before a prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def find_vocabulary(path: Path) -> Path:
-    """The vocabulary that `path`, a file or a folder with one, stands for. Raises FileNotFoundError with what to provide."""
+    """The vocabulary that `path`, a file or a folder with one, stands for. Raises
+    FileNotFoundError with what to provide.
+    """
     if path.is_file():
         return path
     found = sorted(file for file in path.glob("*.vocab*") if file.is_file())
@@ -33,13 +37,15 @@ def find_vocabulary(path: Path) -> Path:
         return found[0]
     names = ", ".join(file.name for file in found) or "none"
     raise FileNotFoundError(
-        f"CloverLM's tokenizer needs one TokenMonster vocabulary file in {path} ({names} there): put {VOCABULARY} from"
-        f" {SOURCE} into it, or give its path with --tokenizer"
+        f"CloverLM's tokenizer needs one TokenMonster vocabulary file in {path} ({names} there):"
+        f" put {VOCABULARY} from {SOURCE} into it, or give its path with --tokenizer"
     )
 
 
 class TokenMonsterTokenizer(TokenizerLike):
-    """Tokens are strings of the vocabulary's bytes as Latin-1, so that no byte of a cut character is lost between them."""
+    """Tokens are strings of the vocabulary's bytes as Latin-1, so that no byte of a cut
+    character is lost between them.
+    """
 
     @classmethod
     def from_pretrained(
@@ -51,7 +57,9 @@ class TokenMonsterTokenizer(TokenizerLike):
         download_dir: str | None = None,
         **kwargs: Any,
     ) -> TokenMonsterTokenizer:
-        """From a folder with one .vocab file, or from the file. Raises ValueError or FileNotFoundError; downloads nothing."""
+        """From a folder with one .vocab file, or from the file. Raises ValueError or
+        FileNotFoundError; downloads nothing.
+        """
         from nibble_kernels.vllm_plugin.cloverlm.grammars import register_grammars
 
         register_grammars()  # here and not with the plugin: other models have no use for it
@@ -166,7 +174,11 @@ class TokenMonsterTokenizer(TokenizerLike):
         for index, part in enumerate(text.split(EOT)):
             ids += ([self.eot] if index else []) + self.vocabulary.encode(part)
         if truncation and max_length is not None and len(ids) > max_length:
-            return ids[len(ids) - max_length :] if self._truncation_side == "left" else ids[:max_length]
+            return (
+                ids[len(ids) - max_length :]
+                if self._truncation_side == "left"
+                else ids[:max_length]
+            )
         return ids
 
     def get_chat_template(
@@ -199,13 +211,19 @@ class TokenMonsterTokenizer(TokenizerLike):
             return vocabulary.get(tokens, self.eot)
         return [vocabulary.get(token, self.eot) for token in tokens]
 
-    def convert_ids_to_tokens(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
+    def convert_ids_to_tokens(
+        self, ids: Sequence[int], skip_special_tokens: bool = False
+    ) -> list[str]:
         return [
-            self._token(identity) for identity in ids if not (skip_special_tokens and identity == self.eot)
+            self._token(identity)
+            for identity in ids
+            if not (skip_special_tokens and identity == self.eot)
         ]
 
     def spellings(self) -> list[bytes]:
-        """For each id the bytes that it adds to any text; none for `<eot>`, nor for a token with a mark, which takes one away."""
+        """For each id the bytes that it adds to any text; none for `<eot>`, nor for a token with
+        a mark, which takes one away.
+        """
         texts = [self.vocabulary.text_of.get(identity, b"") for identity in range(self.vocab_size)]
         return [
             b"" if identity == self.eot or self.vocabulary.unmark(text) != text else text
@@ -214,7 +232,9 @@ class TokenMonsterTokenizer(TokenizerLike):
 
     @functools.cached_property
     def _outlines_vocabulary(self) -> OutlinesVocabulary:
-        """What outlines gets; vLLM's own reading knows bytes as GPT-2 writes them (vllm 0.32 structured_output/utils.py:394)."""
+        """What outlines gets; vLLM's own reading knows bytes as GPT-2 writes them (vllm 0.32
+        structured_output/utils.py:394).
+        """
         from outlines_core import Vocabulary
 
         ids: defaultdict[bytes, list[int]] = defaultdict(list)
@@ -229,7 +249,9 @@ class TokenMonsterTokenizer(TokenizerLike):
 
     def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         listed = [ids] if isinstance(ids, int) else list(ids)
-        return self.convert_tokens_to_string(self.convert_ids_to_tokens(listed, skip_special_tokens))
+        return self.convert_tokens_to_string(
+            self.convert_ids_to_tokens(listed, skip_special_tokens)
+        )
 
     def _token(self, identity: int) -> str:
         if identity == self.eot:

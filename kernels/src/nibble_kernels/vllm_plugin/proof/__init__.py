@@ -1,8 +1,9 @@
-"""What each worker proves about itself before it serves: which kernels it took, and that they compute what they should.
+"""What each worker proves about itself before it serves: which kernels it took, and that they
+compute what they should.
 
-A vLLM plugin of its own (entry point `nibble_proof`). It does something only where NIBBLE_PROOF names a folder, as nibble's
-supervisor has it: once a worker is warm, the folder has its report, `worker-PID.json`. Nothing here ends a worker; whoever reads
-the reports judges them.
+A vLLM plugin of its own (entry point `nibble_proof`). It does something only where NIBBLE_PROOF
+names a folder, as nibble's supervisor has it: once a worker is warm, the folder has its report,
+`worker-PID.json`. Nothing here ends a worker; whoever reads the reports judges them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 __all__ = ["FOLDER", "make_report", "register"]
 
 FOLDER = "NIBBLE_PROOF"
-REFERENCE_WAIT_S = 120.0  # longer than the supervisor lets a reference take (nibble/reference/command.py)
+REFERENCE_WAIT_S = (
+    120.0  # longer than the supervisor lets a reference take (nibble/cli/reference.py)
+)
 
 
 @functools.cache
@@ -43,8 +46,9 @@ def register() -> None:
         PROBES.forget()
         return times
 
-    # vllm 0.32 base_loader.py:109 is the moment when weights are as the checkpoint has them. Executors call the wrapper's
-    # methods, which hands on those it does not have itself (worker_base.py:352).
+    # vllm 0.32 base_loader.py:109 is the moment when weights are as the checkpoint has them.
+    # Executors call the wrapper's methods, which hands on those it does not have itself
+    # (worker_base.py:352).
     setattr(base_loader, name, remember_and_process)
     setattr(WorkerWrapperBase, "compile_or_warm_up_model", warm_up_and_report)  # noqa: B010
 
@@ -72,7 +76,8 @@ def make_report(worker: Any) -> dict[str, Any]:
 
 
 def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The comparison with a computed reference, or `not_compared` with the reason; None where none was handed over.
+    """The comparison with a computed reference, or `not_compared` with the reason; None where none
+    was handed over.
 
     FOLDER/references.json has files by the activations that they were computed with: fp4 or bf16.
     """
@@ -108,7 +113,9 @@ def wait_while(pending: Path) -> None:
 
 
 def write_report(worker: Any, folder: Path) -> None:
-    """worker-PID.json, all of it or nothing. A worker on another machine has no such folder; it says so and goes on."""
+    """worker-PID.json, all of it or nothing. A worker on another machine has no such folder; it
+    says so and goes on.
+    """
     from vllm.logger import init_logger
 
     logger = init_logger(f"vllm.{__name__}")

@@ -1,8 +1,9 @@
-"""Attention of a warm worker, on blocks of its own KV cache that nobody uses yet, against softmax in float32.
+"""Attention of a warm worker, on blocks of its own KV cache that nobody uses yet, against softmax
+in float32.
 
-The first request of a server takes blocks from the other end of the cache. A prompt and then one decode step are computed;
-what they read goes through the cache, so its format and scales are part of what is compared. One layer of each kind is always
-compared, further ones while there is time.
+The first request of a server takes blocks from the other end of the cache. A prompt and then one
+decode step are computed; what they read goes through the cache, so its format and scales are part
+of what is compared. One layer of each kind is always compared, further ones while there is time.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ def attention_results(worker: Any) -> Iterator[tuple[Result, Iterable[Result]]]:
                 layer, kind = layers[name], attention_kind(layers[name])
                 if kind not in seen or time.monotonic() < until:
                     seen.add(kind)
-                    yield Result("attention", kind, name), _compare(worker, group, name, layer, kind)
+                    yield (
+                        Result("attention", kind, name),
+                        _compare(worker, group, name, layer, kind),
+                    )
 
 
 def attention_kind(layer: Any) -> str:
     """Backend, heads, window and cache format."""
     backend = (
-        layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else type(layer).__name__
+        layer.get_attn_backend().get_name()
+        if hasattr(layer, "get_attn_backend")
+        else type(layer).__name__
     )
     if not isinstance(layer, Attention):
         return f"{backend} {type(layer).__name__}"
@@ -54,7 +60,9 @@ def attention_kind(layer: Any) -> str:
     return f"{backend} {heads}{window}, cache {layer.kv_cache_dtype}"
 
 
-def _compare(worker: Any, group: AttentionGroup, name: str, layer: Any, kind: str) -> Iterator[Result]:
+def _compare(
+    worker: Any, group: AttentionGroup, name: str, layer: Any, kind: str
+) -> Iterator[Result]:
     _check_known(worker, group, layer)
     tokens = min(PROMPT_TOKENS, worker.vllm_config.model_config.max_model_len - 1)
     q, k, v = random_heads(name, layer, tokens + 1)
@@ -62,8 +70,12 @@ def _compare(worker: Any, group: AttentionGroup, name: str, layer: Any, kind: st
     right = {form: softmax_attention(layer, q, *stored(layer, k, v))}
     for first, count in ((0, tokens), (tokens, 1)):
         part = slice(first, first + count)
-        y = _forward(worker, group, name, layer, [value[part].flatten(1) for value in (q, k, v)], first)
-        yield compare("attention", kind, name, y, {form: value[part] for form, value in right.items()})
+        y = _forward(
+            worker, group, name, layer, [value[part].flatten(1) for value in (q, k, v)], first
+        )
+        yield compare(
+            "attention", kind, name, y, {form: value[part] for form, value in right.items()}
+        )
 
 
 def _check_known(worker: Any, group: AttentionGroup, layer: Any) -> None:
@@ -80,7 +92,8 @@ def _check_known(worker: Any, group: AttentionGroup, layer: Any) -> None:
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise Unknown("the cache is split over ranks")
     if not (
-        layer.kv_cache_dtype in ("auto", "bfloat16", "float16") or layer.kv_cache_dtype in ("fp8", "fp8_e4m3")
+        layer.kv_cache_dtype in ("auto", "bfloat16", "float16")
+        or layer.kv_cache_dtype in ("fp8", "fp8_e4m3")
     ):
         raise Unknown(f"no reference for a cache in {layer.kv_cache_dtype}")
     if group.kernel_block_stride:
@@ -135,9 +148,12 @@ def _forward(
         return layer(*(value.to(device) for value in qkv))
 
 
-def pass_of_this_worker(config: VllmConfig, tokens: int, **context: Any) -> AbstractContextManager[None]:
-    """The context of a forward pass. Of a mixture of experts vLLM would ask all data parallel replicas for their tokens
-    (vllm 0.32 forward_context.py:317) and wait for ever: they check other layers, or, on other machines, nothing.
+def pass_of_this_worker(
+    config: VllmConfig, tokens: int, **context: Any
+) -> AbstractContextManager[None]:
+    """The context of a forward pass. Of a mixture of experts vLLM would ask all data parallel
+    replicas for their tokens (vllm 0.32 forward_context.py:317) and wait for ever: they check other
+    layers, or, on other machines, nothing.
     """
     replicas = config.parallel_config.data_parallel_size
     everywhere = torch.full((replicas,), tokens, dtype=torch.int32)
@@ -150,7 +166,9 @@ def pass_of_this_worker(config: VllmConfig, tokens: int, **context: Any) -> Abst
 def one_request(
     worker: Any, group: AttentionGroup, computed: int, count: int, room: int = PROMPT_TOKENS + 1
 ) -> CommonAttentionMetadata:
-    """`count` new tokens of a request that has `computed` in the cache's last blocks, which are taken for `room` tokens."""
+    """`count` new tokens of a request that has `computed` in the cache's last blocks, which are
+    taken for `room` tokens.
+    """
     device, size, length = worker.device, group.kv_cache_spec.block_size, computed + count
     config = worker.model_runner.kv_cache_config
     needed = math.ceil(room / size)
@@ -161,7 +179,10 @@ def one_request(
     blocks[0, :needed] = torch.arange(config.num_blocks - needed, config.num_blocks)
     places = torch.arange(computed, length)
     slots = blocks[0, places // size].long() * size + places % size
-    starts, lengths = torch.tensor([0, count], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    starts, lengths = (
+        torch.tensor([0, count], dtype=torch.int32),
+        torch.tensor([length], dtype=torch.int32),
+    )
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,

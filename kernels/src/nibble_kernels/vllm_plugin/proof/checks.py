@@ -1,4 +1,6 @@
-"""The layers of a warm worker against what `reference.py` says: linear layers, experts, routing and attention."""
+"""The layers of a warm worker against what `reference.py` says: linear layers, experts, routing
+and attention.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ def run_checks(worker: Any) -> list[dict[str, Any]]:
     config, results = worker.vllm_config, []
     with set_current_vllm_config(config), pass_of_this_worker(config, 1):
         for probe in PROBES.found:
-            results += _guarded(Result(probe.part, probe.kind, probe.name), _weights(probe, worker.device))
+            results += _guarded(
+                Result(probe.part, probe.kind, probe.name), _weights(probe, worker.device)
+            )
         for name, runner in _runners(worker):
             kind = type(runner.router).__name__
-            results += _guarded(Result("routing", kind, name), _routing(name, kind, runner, worker.device))
+            results += _guarded(
+                Result("routing", kind, name), _routing(name, kind, runner, worker.device)
+            )
     with set_current_vllm_config(config):
         for blank, found in attention_results(worker):
             results += _guarded(blank, found)
@@ -47,7 +53,9 @@ def _guarded(blank: Result, found: Iterable[Result]) -> list[Result]:
 
 
 def _weights(probe: Probe, device: torch.device) -> Iterator[Result]:
-    """The layer as it serves, one row at first and then all of them: kernels for few rows differ from those for many."""
+    """The layer as it serves, one row at first and then all of them: kernels for few rows differ
+    from those for many.
+    """
     for rows in sorted({1, len(probe.x)}):
         x, method = probe.x[:rows].to(device), probe.module.quant_method
         if probe.routing is None:
@@ -70,11 +78,17 @@ def _weights(probe: Probe, device: torch.device) -> Iterator[Result]:
 
 def _runners(worker: Any) -> Iterator[tuple[str, Any]]:
     for model in models_of(worker.model_runner):
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, MoERunner))
+        yield from (
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, MoERunner)
+        )
 
 
 def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterator[Result]:
-    """The router's choice among random logits, as weights [rows, experts] with zeros for experts that were not chosen."""
+    """The router's choice among random logits, as weights [rows, experts] with zeros for experts
+    that were not chosen.
+    """
     router, moe = runner.router, runner.moe_config
     others = ("custom_routing_function", "_hash_indices_table", "eplb_state", "bias_vl")
     is_plain = kind in PLAIN_ROUTERS and not getattr(router, "use_grouped_topk", False)
@@ -98,13 +112,17 @@ def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterato
 
 
 def route(router: Any, logits: Tensor) -> Tensor:
-    """Weights [rows, experts] of softmax or sigmoid scores, chosen by score plus bias, in float32."""
+    """Weights [rows, experts] of softmax or sigmoid scores, chosen by score plus bias, in
+    float32.
+    """
     function = {"softmax": lambda values: values.softmax(-1), "sigmoid": torch.sigmoid}.get(
         router.scoring_func
     )
     if function is None:
         raise Unknown(f"no reference for scores by {router.scoring_func}")
     scores, bias = function(logits), getattr(router, "e_score_correction_bias", None)
-    chosen = (scores if bias is None else scores + bias.float().cpu()).topk(router.top_k, dim=-1).indices
+    chosen = (
+        (scores if bias is None else scores + bias.float().cpu()).topk(router.top_k, dim=-1).indices
+    )
     weights = torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
     return weights / weights.sum(-1, keepdim=True) if router.renormalize else weights

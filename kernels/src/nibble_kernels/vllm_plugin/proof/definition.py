@@ -1,7 +1,10 @@
-"""A warm worker's model against a computed reference (`nibble reference`): the embedding, what each layer adds, and the logits.
+"""A warm worker's model against a computed reference (`nibble reference`): the embedding, what each
+layer adds, and the logits.
 
-One eager pass over the reference's longer text, in which each layer gets the reference's input in place of the layer before it:
-rounding does not add up from layer to layer, and a wrong layer is named. The products within a layer get the reference's inputs
+One eager pass over the reference's longer text, in which each layer gets the reference's input in
+place of the layer before it:
+rounding does not add up from layer to layer, and a wrong layer is named. The products within a
+layer get the reference's inputs
 too, where they are found by name. Numbers only; the supervisor judges them.
 """
 
@@ -25,12 +28,16 @@ from nibble_kernels.vllm_plugin.proof.ran import models_of
 
 ROUNDING = 2.0**-8  # of a residual stream in BF16, relative to its norm
 SAME = 0.02  # a pass that is fed its own inputs gives its own outputs, but for this
-Stream = tuple[Tensor, Tensor]  # what went into a layer and came out of it, [tokens, hidden size] in float32
+Stream = tuple[
+    Tensor, Tensor
+]  # what went into a layer and came out of it, [tokens, hidden size] in float32
 
 
 @torch.inference_mode()
 def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
-    """`embedding`: relative error; `layers`: one entry each; `logits`. Raises Unknown where this model cannot be followed."""
+    """`embedding`: relative error; `layers`: one entry each; `logits`. Raises Unknown where this
+    model cannot be followed.
+    """
     from safetensors.torch import load_file
 
     config = worker.vllm_config
@@ -61,21 +68,33 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
         "layers": compare_layers(found, fed, reference, inside),
         "cache": cache_form(worker),
         "norms": compare_norms(model, reference),
-        "logits": compare_logits(logits, reference["logits"][: len(places)]) if len(places) else None,
+        "logits": (
+            compare_logits(logits, reference["logits"][: len(places)]) if len(places) else None
+        ),
     }
 
 
 def compare_layers(
     found: list[Stream], fed: Tensor, reference: dict[str, Tensor], inside: Inside
 ) -> list[dict[str, Any]]:
-    """One entry for each layer: what it adds, its noise, and `inside` where its products were fed."""
+    """One entry for each layer: what it adds, its noise, and `inside` where its products were
+    fed.
+    """
     kept = reference["tokens"] < fed.shape[1]
     rows, column = reference["tokens"][kept], int(inside.is_complete)
     return [
         compare_layer((after - before).cpu()[rows], added[kept].float(), after.cpu()[rows])
-        | {"noise": round(float(noise[column]), 5), "inside": points if inside.is_complete else []}
+        | {
+            "noise": round(float(noise[column]), 5),
+            "inside": points if inside.is_complete else [],
+        }
         for (_, after), before, added, noise, points in zip(
-            found, fed.float()[:-1], reference["added"], reference["noise"], inside.found, strict=True
+            found,
+            fed.float()[:-1],
+            reference["added"],
+            reference["noise"],
+            inside.found,
+            strict=True,
         )
     ]
 
@@ -88,15 +107,22 @@ def cache_form(worker: Any) -> str:
 
 
 def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> dict[str, Any]:
-    """Weights of norms that the model has by the checkpoint's names: how many, and which are others.
+    """Weights of norms that the model has by the checkpoint's names: how many, and which are
+    others.
 
     Where most are, the model keeps them in another form, and none is compared.
     """
     own = dict(model.named_parameters())
     wanted = {
-        name.removeprefix("norm:"): value for name, value in reference.items() if name.startswith("norm:")
+        name.removeprefix("norm:"): value
+        for name, value in reference.items()
+        if name.startswith("norm:")
     }
-    known = {name: value for name, value in wanted.items() if name in own and own[name].shape == value.shape}
+    known = {
+        name: value
+        for name, value in wanted.items()
+        if name in own and own[name].shape == value.shape
+    }
     wrong = [
         name
         for name, value in known.items()
@@ -181,8 +207,12 @@ def _sum(hidden: Tensor, residual: Tensor | None) -> Tensor:
     return found.view(-1, found.shape[-1])  # vLLM's Transformers backend has a batch of one
 
 
-def check_followed(worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, own: list[Stream]) -> None:
-    """Raises Unknown where layers do not pass on the sum of hidden states and residual, so that feeding it means nothing."""
+def check_followed(
+    worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, own: list[Stream]
+) -> None:
+    """Raises Unknown where layers do not pass on the sum of hidden states and residual, so that
+    feeding it means nothing.
+    """
     for (_, after), (before, _) in itertools.pairwise(own):
         if relative(after, before) > SAME:
             raise Unknown("something happens between two layers")
@@ -225,8 +255,10 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 
 def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> dict[str, float]:
-    """What a layer adds to the stream [tokens, hidden size]: relative errors of the first and second half of the tokens beyond
-    BF16's rounding of the stream, the factor by which it is too large or small, and the norm of its output."""
+    """What a layer adds to the stream [tokens, hidden size]: relative errors of the first and
+    second half of the tokens beyond BF16's rounding of the stream, the factor by which it is too
+    large or small, and the norm of its output.
+    """
     if not added.isfinite().all():
         return {"early": math.inf, "late": math.inf, "factor": math.nan, "norm": math.inf}
     distance = ((added - right).norm(dim=-1) - ROUNDING * after.norm(dim=-1)).clamp(min=0)
@@ -237,12 +269,20 @@ def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> dict[str, floa
 
 
 def compare_logits(found: Tensor, right: Tensor) -> dict[str, Any]:
-    """Relative error and factor of centered logits, and the token whose logit is off most at all places, with how much."""
+    """Relative error and factor of centered logits, and the token whose logit is off most at all
+    places, with how much.
+    """
     width = min(found.shape[-1], right.shape[-1])
     values, wanted = (x.float().cpu()[:, :width] for x in (found, right))
     values, wanted = (x - x.mean(-1, keepdim=True) for x in (values, wanted))
     if not values.isfinite().all():
-        return {"error": math.inf, "factor": math.nan, "token": -1, "off": math.inf, "spread": math.inf}
+        return {
+            "error": math.inf,
+            "factor": math.nan,
+            "token": -1,
+            "off": math.inf,
+            "spread": math.inf,
+        }
     off = values - wanted
     mean = off.mean(0)
     token = int(mean.abs().argmax())

@@ -1,4 +1,6 @@
-"""Where ModelOpt's and compressed-tensors' layers keep codes and scales before repacking, and random data for them."""
+"""Where ModelOpt's and compressed-tensors' layers keep codes and scales before repacking, and
+random data for them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def codes_of(module: Any, weight: str) -> Tensor:
 
 
 def global_scales(module: Any, of: str) -> Tensor | None:
-    """Multipliers in float32 of `weight` or `input` (`w13_weight`, `w2_input`, ...) as stored; None where there are none."""
+    """Multipliers in float32 of `weight` or `input` (`w13_weight`, `w2_input`, ...) as stored;
+    None where there are none.
+    """
     multiplier = f"{of}_scale_2" if of.endswith("weight") else f"{of}_scale"
     stored = getattr(module, multiplier, None)
     if stored is not None:
@@ -39,7 +43,11 @@ def activation_arguments(module: Any) -> tuple[Any, ...]:
     """function, gated, interleaved, limit, alpha, beta for nvfp4_moe/reference.py."""
     names = (f"swiglu_{name}" for name in ("limit", "alpha", "beta"))
     found = [
-        own if (own := getattr(module, name, None)) is not None else getattr(module.moe_config, name, None)
+        (
+            own
+            if (own := getattr(module, name, None)) is not None
+            else getattr(module.moe_config, name, None)
+        )
         for name in names
     ]
     return tuple(activation_of(module.activation.value, *found))
@@ -51,7 +59,9 @@ def generator_of(name: str) -> torch.Generator:
 
 
 def random_input(name: str, rows: int, columns: int, largest_scale: Tensor | None) -> Tensor:
-    """Normal numbers [rows, columns] in the model's dtype; as large as the layer's scale for activations was made for."""
+    """Normal numbers [rows, columns] in the model's dtype; as large as the layer's scale for
+    activations was made for.
+    """
     deviation = 1.0 if largest_scale is None else float(largest_scale) * NVFP4_RANGE / SIGMAS
     values = torch.randn(rows, columns, generator=generator_of(name), dtype=torch.float32)
     return (values * deviation).to(torch.get_default_dtype())

@@ -1,7 +1,8 @@
-"""The products within a model's layers, fed with a computed reference's inputs (nibble.reference.inside keeps them).
+"""The products within a model's layers, fed with a computed reference's inputs
+(nibble.reference.inside keeps them).
 
-A kernel for FP4 activations rounds the reference's own values, so that codes near a midpoint fall as the reference's did; what
-reaches a product is compared before it is replaced.
+A kernel for FP4 activations rounds the reference's own values, so that codes near a midpoint fall
+as the reference's did; what reaches a product is compared before it is replaced.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 
 class Inside:
-    """`fed` puts it into one pass over `tokens` tokens; `found`: for each layer, entries in the order of its points.
+    """`fed` puts it into one pass over `tokens` tokens; `found`: for each layer, entries in the
+    order of its points.
 
-    `is_complete`: each point was met once, so that the noise that the reference measured with all of them fed is this pass's.
+    `is_complete`: each point was met once, so that the noise that the reference measured with all
+    of them fed is this pass's.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ def joined_names(model: nn.Module) -> dict[str, str]:
     return {part: whole for whole, parts in mapping.items() for part in parts}
 
 
-def module_of(layer: nn.Module, names: list[str], joined: dict[str, str]) -> tuple[str, nn.Module] | None:
+def module_of(
+    layer: nn.Module, names: list[str], joined: dict[str, str]
+) -> tuple[str, nn.Module] | None:
     """The first of the names that the layer has, by itself or joined with others."""
     own = dict(layer.named_modules())
     for name in names:
@@ -91,7 +96,9 @@ def module_of(layer: nn.Module, names: list[str], joined: dict[str, str]) -> tup
 
 
 def rows_in(args: Any, kwargs: Any, count: int) -> Tensor | None:
-    """The first floating tensor of a call as a view [count, width]; None where it has not `count` rows."""
+    """The first floating tensor of a call as a view [count, width]; None where it has not
+    `count` rows.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
             fits = value.numel() == count * value.shape[-1] and value.is_contiguous()

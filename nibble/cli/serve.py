@@ -1,0 +1,415 @@
+"""`nibble serve` and `nibble pull`: wishes -> plan -> model on disk -> checks -> vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.cli.pull_progress import shown
+from nibble.cli.reference import beside_the_load, references_for
+from nibble.cluster.network import resolve
+from nibble.errors import ExitCode, NibbleError
+from nibble.hub.dry_run import plan_pull, refuse_what_does_not_fit
+from nibble.hub.pull import OnProgress, Progress, PullResult, as_lines, pull
+from nibble.machine.paths import demo_models, root
+from nibble.machine.processes import stop_signals, survive_memory_pressure
+from nibble.plan.files import Fetch, beside_the_model, localize
+from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
+from nibble.plan.moe_tuning import make_folder
+from nibble.plan.plan import Plan
+from nibble.plan.reference import is_beside
+from nibble.printable import printable
+from nibble.recipes.recipe import load_recipe
+from nibble.serve.api_key import KeyDecision, resolve_api_key
+from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
+from nibble.serve.compile_cache import Use
+from nibble.serve.control import ControlServer
+from nibble.serve.crash_loop import Breaker, Verdict, plan_key
+from nibble.serve.hold import hold
+from nibble.serve.port_lock import hold_port
+from nibble.serve.prebuild import prebuilding
+from nibble.serve.preflight.machine import run_checks
+from nibble.serve.preflight.model import check_model_files
+from nibble.serve.start_times import StartTimes
+from nibble.serve.supervisor import serve as launch
+from nibble.settings.options import default_of
+
+if TYPE_CHECKING:
+    from nibble.cluster.watch import Watch
+
+
+def serve(words: Sequence[str], environ: dict[str, str]) -> int:
+    """Serve until told to stop, or start a server in the background; the exit code of the whole."""
+    asked = read_wishes(words, environ, ("--json", "--detach"))
+    settings = asked.settings
+    place = _place(asked)
+    if "--detach" in asked.command.rest:
+        return _detach(place, words, environ, "--json" in asked.command.rest)
+    if VARIABLE not in environ:
+        return _serve(asked, lambda: None)
+    code = int(ExitCode.INTERNAL)
+    with registered(
+        place, str(settings.model), settings.control_port, settings.drain_seconds
+    ) as note:
+        try:
+            code = _serve(asked, place.log.keep_rotating)
+        except NibbleError as error:
+            code = int(error.code)
+            raise
+        except SystemExit as end:  # a stop signal before the start
+            code = int(end.code or 0)
+            raise
+        finally:
+            note(code)
+    return code
+
+
+def background_place(port: int | None, environ: dict[str, str]) -> Place:
+    """Where the server of a port (None: PORT, else 8000) keeps its record and log."""
+    return _place(read_wishes([] if port is None else ["--port", str(port)], environ))
+
+
+def _place(asked: Asked) -> Place:
+    return Place(asked.cache, asked.settings.port)
+
+
+def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json: bool) -> int:
+    for_vllm = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[:for_vllm] if word not in ("--detach", "--json")]
+    record = detach(place, [*kept, *words[for_vllm:]], environ)
+    if as_json:
+        status = f"http://127.0.0.1:{record.control_port}/status"
+        print(
+            json.dumps(
+                {
+                    "pid": record.pid,
+                    "port": record.port,
+                    "status": status,
+                    "log": str(place.log.path),
+                }
+            )
+        )
+    port = f" --port {record.port}" if record.port != default_of("port") else ""
+    say(
+        f"pid {record.pid} in the background; follow it with `nibble logs -f{port}`, end it with"
+        f" `nibble stop{port}`"
+    )
+    return ExitCode.OK
+
+
+def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
+    """Hold the port from here to the end: vLLM itself takes it some seconds after its start."""
+    settings = asked.settings
+    if settings.node_rank:  # only rank 0 has an API
+        return _serve_here(asked, on_ready)
+    with hold_port(settings.host, settings.port):
+        return _serve_here(asked, on_ready)
+
+
+def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
+    accepted = dict(asked.accepted.environ)
+    plan = plan_for(asked)
+    if plan.topology.head:
+        resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
+    plan = _checked(on_disk(plan, asked), accepted)
+    settings = plan.settings
+    given = settings.api_key.get_secret_value() if settings.api_key else None
+    cache = asked.cache
+    key = resolve_api_key(settings.host, given, settings.allow_anonymous, cache)
+    link_moe_configs(plan)
+    _announce(plan)
+    if "--json" in asked.command.rest:
+        # One line, the first on stdout; a program that started us follows `status` from there.
+        start = {
+            "status": f"http://127.0.0.1:{settings.control_port}/status",
+            "plan": plan.to_json(),
+        }
+        print(json.dumps(start, default=str), flush=True)
+    record = f"{plan_key(plan, accepted)}.json"
+    breaker = Breaker(cache / "crash-loop" / record, str(settings.model), say)
+    verdict = breaker.verdict()
+    if verdict.is_tripped:
+        raise breaker.tripped(verdict)
+    if verdict.wait_s > 0:
+        if not _hold(plan, verdict):
+            return ExitCode.OK
+        # What is free has changed meanwhile, and the files may have: somebody may have mended what
+        # failed.
+        plan = _checked(on_disk(plan_for(asked), asked), accepted)
+    times = StartTimes(cache / "start-times" / record)
+    return _Run(
+        plan, accepted, key, breaker, times, on_ready, _references(plan, asked, accepted)
+    ).run()
+
+
+def _references(
+    plan: Plan, asked: Asked, environ: dict[str, str]
+) -> Callable[[], Mapping[str, Path]]:
+    """Computed references, for the canary: made before the engine starts, or while it loads."""
+    if is_beside(plan.target, plan.settings.reference):
+        return beside_the_load(lambda: references_for(plan, environ, say))
+    found = references_for(plan, environ, say, lambda: _early_phase(asked, "computing a reference"))
+    return lambda: found
+
+
+def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
+    """The plan, once everything that would stop it later was looked at."""
+    for notice in plan.notices:
+        say(notice)
+    for warning in run_checks(plan, environ):
+        say(f"warning: {warning}")
+    for line in check_model_files(plan, plan.vllm_environ(environ)):
+        say(line)
+    return plan
+
+
+def _hold(plan: Plan, verdict: Verdict) -> bool:
+    why = (
+        f"{verdict.failures} starts in a row failed, the next is in {verdict.wait_s:.0f} s; "
+        f"the last failed with: {verdict.cause}"
+    )
+    say(why)
+    waited = hold(plan.settings.control_port, verdict.wait_s, why)
+    if not waited:
+        say("told to stop while waiting: nothing was started")
+    return waited
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a plan that was checked; `on_ready` is called once it is ready."""
+
+    plan: Plan
+    environ: dict[str, str]
+    key: KeyDecision
+    breaker: Breaker
+    times: StartTimes
+    on_ready: Callable[[], None]
+    references: Callable[[], Mapping[str, Path]]
+
+    def run(self) -> int:
+        """vLLM, watched; how it ends goes on record."""
+        survive_memory_pressure()
+        ended_with: NibbleError | None = None
+        compiled = Use(self.plan.caches, say)
+        compiled.open()
+
+        def ready() -> None:
+            self.on_ready()
+            compiled.record()
+
+        self.breaker.begin()
+        try:
+            with prebuilding(self.plan, self.plan.vllm_environ(self.environ)) as compiles:
+                if compiles:
+                    say(
+                        "compiling FlashInfer's sampling kernels beside the load, for this and"
+                        " every later start"
+                    )
+                if self.plan.topology.spans_machines:
+                    return self._across(ready)
+                return self._launch(self.environ, ready)
+        except NibbleError as error:
+            ended_with = error
+            raise
+        finally:
+            self.breaker.end(ended_with)
+            compiled.close()
+
+    def _across(self, on_ready: Callable[[], None]) -> int:
+        """Several machines: the one with the API runs vLLM as ever, inside of what looks after
+        the others.
+        """
+        from nibble.cluster.across import serve_across
+        from nibble.cluster.headless import serve_headless
+
+        if self.plan.topology.is_headless:
+            return serve_headless(self.plan, self.environ, say)
+
+        def run(own: Mapping[str, str], watch: Watch, ranks_are_ready: Callable[[], None]) -> int:
+            def ready() -> None:
+                ranks_are_ready()
+                on_ready()
+
+            return self._launch(own, ready, watch)
+
+        return serve_across(self.plan, self.environ, say, run)
+
+    def _launch(
+        self, environ: Mapping[str, str], ready: Callable[[], None], watch: Watch | None = None
+    ) -> int:
+        limits, success = self.plan.memory_limits, self.breaker.clear
+        return launch(
+            self.plan, environ, self.key, limits, success, ready, self.times, watch, self.references
+        )
+
+
+def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
+    """Fetch a model, or only look with --dry-run; (what was done, whether JSON was asked for)."""
+    asked = read_wishes(words, environ, ("--json", "--dry-run"))
+    settings = asked.settings
+    if settings.model is None:
+        raise NibbleError(
+            ExitCode.USAGE,
+            "no model is given",
+            "MODEL or an argument",
+            "write `nibble pull ORG/NAME`",
+        )
+    as_json = "--json" in asked.command.rest
+    if demo := demo_models().get(settings.model):
+        say(f"{settings.model} comes with nibble: nothing is to be downloaded")
+        return _told(pull(str(demo), None, environ)), as_json
+    recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
+    revision = settings.revision or (recipe.revision if recipe else "") or None
+    if "--dry-run" in asked.command.rest:
+        plan = plan_pull(settings.model, revision, hub_environ(asked))
+        for line in () if as_json else plan.lines():
+            print(line)
+        refuse_what_does_not_fit(plan)
+        return plan.to_json() if as_json else {}, as_json
+    with shown(say) as on_progress:
+        result = pull(settings.model, revision, hub_environ(asked), on_progress)
+    if result.revision and not revision:
+        say(f"{settings.model} is at {result.revision}; NIBBLE_REVISION={result.revision} pins it")
+    return _told(result), as_json
+
+
+def _told(result: PullResult) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(result).items()
+    }
+
+
+def on_disk(plan: Plan, asked: Asked) -> Plan:
+    """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses
+    costs no download.
+    """
+    if plan.topology.is_headless and plan.settings.cluster_model == "head":
+        return _from_head(plan, asked)
+    if _is_local(plan) and not beside_the_model(plan.args):
+        return fetched(plan, asked, as_lines(say))
+    # A port in use or a GPU that is not here costs no download either
+    run_checks(plan, asked.accepted.environ)
+    with _early_phase(asked) as on_progress:
+        return fetched(plan, asked, on_progress)
+
+
+def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
+    """The plan once its files are on disk, for verbs that open no port."""
+    environ = hub_environ(asked)
+    fetch = _fetch(environ, on_progress)
+    if _is_local(plan):
+        return localize(plan, None, fetch)
+    load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
+    folder = fetch(str(plan.settings.model), plan.revision, load_format)
+
+    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        return read_checkpoint(model, revision, path=folder, environ=environ), ""
+
+    return localize(plan_for(asked, found), folder, fetch)
+
+
+def _is_local(plan: Plan) -> bool:
+    return plan.checkpoint is not None and plan.checkpoint.is_local
+
+
+def _from_head(plan: Plan, asked: Asked) -> Plan:
+    """The plan with the files that rank 0 gives to this rank."""
+    from nibble.cluster.file_server import fetch_from_head
+
+    environ = hub_environ(asked)
+    with _early_phase(asked):
+        folder = fetch_from_head(plan.settings, environ, str(plan.topology.head), say)
+
+    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        return read_checkpoint(model, revision, path=folder, environ=environ), ""
+
+    return localize(plan_for(asked, found), folder, _fetch(environ, as_lines(say)))
+
+
+def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
+    def fetch(model: str, revision: str | None, load_format: str = "auto") -> Path:
+        result = pull(model, revision, environ, on_progress, load_format)
+        for notice in result.notices:
+            say(notice)
+        return result.path
+
+    return fetch
+
+
+@contextmanager
+def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgress]:
+    """/status and signals while the model comes down or a reference is computed; the supervisor
+    takes both over after that.
+    """
+    phase = "download" if doing == "downloading" else "reference"
+    since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
+    lines = as_lines(say)
+
+    def report(now: Progress) -> None:
+        nonlocal step
+        step = now
+        lines(now)
+
+    def status() -> dict[str, Any]:
+        share = step.done_bytes / step.total_bytes if step.total_bytes else None
+        found = {
+            "state": "starting",
+            "phase": step.stage,
+            "progress": share,
+            "detail": asdict(step),
+        }
+        return found | {"since": since, "pid": os.getpid()}
+
+    def stop(signum: int) -> None:
+        """Nothing is served yet, so a stop is a stop; threads of the download would hold up an
+        ordinary exit.
+        """
+        say(f"stopped while {doing}; the next start goes on from here")
+        with suppress(OSError):
+            note_end(_place(asked), ExitCode.OK)
+        os._exit(ExitCode.OK)
+
+    control = ControlServer(asked.settings.control_port, status, lambda: False)
+    control.start()
+    try:
+        with stop_signals(stop):
+            yield report
+    finally:
+        control.close()
+
+
+def link_moe_configs(plan: Plan) -> None:
+    """Make the folder VLLM_TUNED_CONFIG_FOLDER names, where it is ours."""
+    if plan.moe_alias is None:
+        return
+    try:
+        make_folder(plan.moe_alias)
+    except OSError as error:  # vLLM then takes its own defaults, as without us
+        say(
+            f"warning: {plan.moe_alias.folder} cannot be written ({error.strerror}): no MoE tuning"
+            " for this GPU"
+        )
+
+
+def _announce(plan: Plan) -> None:
+    chosen = plan.choices["target"]
+    recipe = f"recipe {plan.recipe.id} ({plan.recipe.status})" if plan.recipe else "no recipe"
+    say(
+        f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble"
+        " plan` shows every setting"
+    )
+
+
+def say(text: str) -> None:
+    """A line of nibble's own, on stderr."""
+    print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,64 @@
+"""One at a time: a server that starts, or `nibble cluster check`, has the nodes' fixed ports and
+GPUs to itself.
+
+The head keeps the claim (`Roster.claim`) and forgets one that nobody repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+
+from nibble.cluster.agent import AgentError
+from nibble.cluster.preflight import Caller
+from nibble.cluster.roster import BEAT_S
+from nibble.errors import NibbleError
+
+
+class Claim:
+    """`what` says in words who has the nodes; given back at the end of a `with`, if not before."""
+
+    def __init__(self, caller: Caller, what: str) -> None:
+        self._caller = caller
+        self._body = {"who": secrets.token_hex(8), "what": what}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def who(self) -> str:
+        """Names the one who claims, this process and no other."""
+        return self._body["who"]
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Have the nodes from now on. Raises AgentError: 400 with who has them, the others as
+        any call.
+        """
+        if self._thread is None:
+            self._ask("/claim")
+            self._over.clear()
+            self._thread = threading.Thread(target=self._repeat, name="claim", daemon=True)
+            self._thread.start()
+
+    def release(self) -> None:
+        """Leave them to the next one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._over.set()
+            thread.join()  # what it asked after the release would be a claim of nobody's
+            with contextlib.suppress(AgentError, NibbleError):
+                self._ask("/release")
+
+    def _repeat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(AgentError, NibbleError):
+                self._ask("/claim")
+
+    def _ask(self, path: str) -> None:
+        self._caller.ask(self._caller.head, path, self._body, 3.0)

@@ -1,0 +1,131 @@
+"""Is the server really ready? Asks its API as a client would, through the gate, with our own pass.
+
+Ready means: /v1/models lists every name we serve under, and a generating model has answered one
+token. vLLM reports healthy earlier than that (peers.md 2.11), and the first request can take long
+where it compiles.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from nibble.errors import ExitCode, NibbleError
+
+INTERNAL_HEADER = "x-nibble-internal"
+_LOOK_TIMEOUT_S = 5.0
+_FIRST_TOKEN_TIMEOUT_S = 1800.0  # 30 minutes of compilation have been seen (peers.md 2.3)
+_IN_FLIGHT = re.compile(
+    r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Api:
+    """The server's address as this machine reaches it, and the token of the supervisor's own
+    requests.
+    """
+
+    host: str
+    port: int
+    internal_token: str
+    tls: bool = False
+
+    @property
+    def url(self) -> str:
+        """Base URL, as users write it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+    def call(
+        self, path: str, body: Any = None, timeout_s: float = _LOOK_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        """(status, body) of a GET, or of a POST where there is a body. OSError where nobody
+        answers.
+        """
+        connection = self._connect(timeout_s)
+        try:
+            headers = {
+                INTERNAL_HEADER: self.internal_token,
+                "Content-Type": "application/json",
+                "Connection": "close",
+            }
+            data = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(str(error)) from None
+        finally:
+            connection.close()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if not self.tls:
+            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        # Our own child on this machine; its certificate names the public host.
+        context = ssl._create_unverified_context()
+        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=context)
+
+
+def reachable_host(host: str) -> str:
+    """Where to reach a server bound to `host` from this machine."""
+    name = host.strip().removeprefix("[").removesuffix("]")
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(name, name)
+
+
+def is_healthy(api: Api) -> bool:
+    """Whether vLLM says so; it knows when its engine is dead."""
+    try:
+        return api.call("/health")[0] == 200
+    except OSError:
+        return False
+
+
+def lists_models(api: Api, names: Collection[str]) -> bool:
+    """Whether /v1/models answers with all `names`; False while nobody answers."""
+    try:
+        status, body = api.call("/v1/models")
+        found = {model["id"] for model in json.loads(body)["data"]} if status == 200 else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return set(names) <= found
+
+
+def answer_one_token(api: Api, name: str, required: bool = True) -> None:
+    """Let the model produce one token. Raises CANARY where it refuses; OSError where the connection
+    breaks.
+
+    It is a sampled one: in eager mode on an H200 the first request with top_p waited 57 s for
+    FlashInfer to compile its sampling kernels, and a server that is ready has that behind it. Not
+    `required`: a server without that route (404, an embedding model) is fine.
+    """
+    body = {
+        "model": name,
+        "prompt": "Hello",
+        "max_tokens": 1,
+        "temperature": 1,
+        "top_p": 0.9,
+        "top_k": 20,
+    }
+    status, answer = api.call("/v1/completions", body, _FIRST_TOKEN_TIMEOUT_S)
+    if status != 200 and (required or status != 404):
+        text = " ".join(answer.decode(errors="replace").split())[:300]
+        what = f"the first request, one token from {name}, was answered {status}: {text}"
+        raise NibbleError(ExitCode.CANARY, what, "200", "see the log above")
+
+
+def requests_in_flight(api: Api) -> int | None:
+    """Requests that engines hold, running or waiting, from /metrics; None where that cannot be
+    known.
+    """
+    try:
+        status, body = api.call("/metrics", timeout_s=2.0)
+    except OSError:
+        return None
+    counts = _IN_FLIGHT.findall(body.decode(errors="replace")) if status == 200 else []
+    return round(sum(float(count) for count in counts)) if counts else None

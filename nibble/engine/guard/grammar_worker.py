@@ -1,0 +1,329 @@
+"""The process in which structured outputs are compiled first: a fork of the API process, and a fork
+of it for each compile.
+
+A fork, since it has vLLM's code, configuration and tokenizer already: a fresh process would import
+vLLM for seconds and hold 400 MB. The mother runs no thread; a child that goes over its limits is
+killed, and only that compile is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import marshal
+import os
+import resource
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from nibble.engine.guard.frames import packed, unpacked
+from nibble.engine.guard.grammar_compile import (
+    Compiler,
+    NeedsBackend,
+    OutOfMemory,
+    Refusal,
+    TooSlow,
+)
+from nibble.engine.guard.grammar_fields import CHAT
+
+# Its number, the route, the fields, the monotonic time after which a compile that has not begun is
+# not begun.
+Job = tuple[int, str, dict[str, Any], float]
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NICE = 5
+_OOM_SCORE = b"1000"
+_BUSY_GRACE = (
+    3  # where other processes take the cores, a child has this many times its seconds by the clock
+)
+_CLOCK_S = 0.05  # the resolution of what a child has used
+_MIB = 1 << 20
+_STACK_BYTES = 4 << 20
+# compiles at a time: with 256 MiB each they stay within the memory that nibble keeps for the
+# machine
+_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one compile: seconds of CPU time, MiB above what the worker holds before it, bytes of
+    what is compiled.
+    """
+
+    seconds: float
+    memory_mib: int
+    input_bytes: int = 1 << 20
+
+    @property
+    def longest_seconds(self) -> float:
+        """Until the last child is dead."""
+        return self.seconds * _BUSY_GRACE
+
+
+@dataclass(slots=True)
+class Child:
+    """One compile."""
+
+    pid: int
+    job: Job
+    began: float
+    deadline: float
+    answer: bytes = b""
+
+    @property
+    def number(self) -> int:
+        """Of its job."""
+        return self.job[0]
+
+
+def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
+    """Fork the worker; its pid and our end of its socket. Call it in the main thread: the worker
+    dies with that thread.
+    """
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(parent, theirs, app, limits)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    ours.setblocking(False)
+    return pid, ours
+
+
+def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits) -> NoReturn:
+    """Drop everything of the API process that the fork copied, then serve. Never returns."""
+    try:
+        unused = _detach(parent, control)
+        worker = Worker(control, Compiler.of_app(app), limits, unused)
+        worker.run()
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            control.sendall(packed((-1, "failed", type(error).__name__)))
+    os._exit(0)
+
+
+def _detach(parent: int, control: socket.socket) -> int:
+    """No signal handler, descriptor, garbage collection or title of the API process stays.
+
+    Returns a descriptor's number that the API process did not use.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    # a collected socket or transport of the parent would write to what it shares with us
+    gc.disable()
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the API process's; we die with it
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    unused = 1 + max(int(name) for name in os.listdir("/proc/self/fd"))
+    _close_all_but(control.fileno())
+    _retitle()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(_OOM_SCORE)
+    return unused
+
+
+def _close_all_but(kept: int) -> None:
+    """A client's connection that stays open here would never end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _retitle() -> None:
+    """The supervisor takes the end of a process titled VLLM:: for the engine's
+    (processes.engine_title).
+    """
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle("nibble: grammars")
+
+
+class Worker:
+    """Reads jobs, answers (number, what, text, seconds on the event loop)."""
+
+    def __init__(
+        self, control: socket.socket, compiler: Compiler, limits: Limits, unused: int
+    ) -> None:
+        self._control, self._compiler, self._limits, self._unused = (
+            control,
+            compiler,
+            limits,
+            unused,
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._waiting: deque[Job] = deque()
+        self._children: dict[int, Child] = {}  # by the pipe that a child answers through
+        self._received = bytearray()
+
+    def run(self) -> None:
+        """Until the API process closes its end."""
+        configured = self._compiler.vllm_config.structured_outputs_config.backend
+        self._compiler.first = None if configured == "auto" else configured
+        self._compiler.warm()
+        self._build("xgrammar" if configured == "auto" else configured)
+        # The children find imported what the first request would import: once, in the mother, on
+        # harmless input.
+        self._outcome(CHAT, {"response_format": {"type": "json_object"}})
+        while True:
+            while self._waiting and len(self._children) < _SLOTS:
+                self._begin(self._waiting.popleft())
+            for key, _ in self._selector.select(self._patience()):
+                if key.fileobj is self._control:
+                    if not self._read_requests():
+                        return
+                else:
+                    self._read_answer(key.fd)
+            self._kill_late()
+
+    def _patience(self) -> float | None:
+        if not self._children:
+            return None
+        return max(0.0, min(child.deadline for child in self._children.values()) - time.monotonic())
+
+    def _read_requests(self) -> bool:
+        data = self._control.recv(1 << 20)
+        self._received += data
+        self._waiting.extend(unpacked(self._received))
+        return bool(data)
+
+    def _begin(self, job: Job) -> None:
+        number, path, fields, give_up = job
+        if time.monotonic() > give_up:
+            return self._answer(number, "busy")
+        reader, writer = os.pipe()
+        # libuv, which vLLM's event loop is, closes two descriptors in each forked child: the
+        # numbers that its pipe of signals had in the API process (libuv src/unix/signal.c,
+        # uv__signal_global_reinit).
+        kept = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, self._unused)
+        os.close(writer)
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(kept, path, fields)
+        os.close(kept)
+        self._children[reader] = Child(
+            pid, job, now := time.monotonic(), now + self._limits.seconds
+        )
+        self._selector.register(reader, selectors.EVENT_READ)
+        return None
+
+    def _become_child(self, writer: int, path: str, fields: dict[str, Any]) -> NoReturn:
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os.nice(_NICE)
+            limit_data(self._limits.memory_mib * _MIB)
+            # Half of what the threads of the API process and the engine have: what fits here fits
+            # there.
+            resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
+            os.write(writer, marshal.dumps(self._outcome(path, fields)))
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                os.write(writer, marshal.dumps(("crashed", type(error).__name__, 0.0)))
+        os._exit(0)
+
+    def _outcome(self, path: str, fields: dict[str, Any]) -> tuple[str, str, float]:
+        try:
+            backend, loop_seconds = self._compiler.check(path, fields)
+            return "served", backend or "", loop_seconds
+        except TooSlow as refusal:
+            return "slow", str(refusal), 0.0
+        except Refusal as refusal:
+            return "refused", str(refusal), 0.0
+        except NeedsBackend as needed:
+            return "needs", str(needed), 0.0
+        except (MemoryError, OutOfMemory):
+            return "memory", "", 0.0
+        except Exception as error:
+            return "refused", f"It cannot be compiled ({type(error).__name__}).", 0.0
+
+    def _read_answer(self, reader: int) -> None:
+        child = self._children[reader]
+        if data := os.read(reader, 1 << 16):
+            child.answer += data
+            return
+        status = self._bury(reader)
+        if child.answer:
+            self._judge(child, *marshal.loads(child.answer))
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS):
+            self._answer(child.number, "refused", "It nests or refers to itself too deeply.")
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT:
+            self._answer(child.number, "memory")  # std::bad_alloc in a thread, or Rust's allocator
+        else:
+            self._answer(child.number, "crashed", f"wait status {status}")
+
+    def _judge(self, child: Child, what: str, text: str, loop_seconds: float) -> None:
+        if what == "needs":
+            if problem := self._build(text):
+                return self._answer(child.number, "refused", problem)
+            return self._waiting.appendleft(child.job)
+        if what == "served" and text and self._compiler.first is None:
+            self._compiler.first = text
+        return self._answer(child.number, what, text, loop_seconds)
+
+    def _build(self, name: str) -> str:
+        try:
+            self._compiler.build(name)
+        except Exception as error:
+            return f"This server cannot use {name} ({type(error).__name__})."
+        return ""
+
+    def _kill_late(self) -> None:
+        now = time.monotonic()
+        for reader, child in list(self._children.items()):
+            if child.deadline > now:
+                continue
+            missing = self._limits.seconds - cpu_seconds(child.pid)
+            latest = child.began + self._limits.longest_seconds
+            if missing > _CLOCK_S and now < latest:
+                child.deadline = min(now + missing, latest)
+                continue
+            self._bury(reader, kill=True)
+            self._answer(child.number, "busy" if missing > _CLOCK_S else "time")
+
+    def _bury(self, reader: int, kill: bool = False) -> int:
+        child = self._children.pop(reader)
+        self._selector.unregister(reader)
+        os.close(reader)
+        if kill:
+            os.kill(child.pid, signal.SIGKILL)
+        return os.waitpid(child.pid, 0)[1]
+
+    def _answer(self, number: int, what: str, text: str = "", loop_seconds: float = 0.0) -> None:
+        self._control.sendall(packed((number, what, text, loop_seconds)))
+
+
+def limit_data(more_bytes: int) -> None:
+    """Let this process take `more_bytes` on top of what it has.
+
+    RLIMIT_DATA counts private writable memory alone (Linux 4.7), so the gigabytes of libraries and
+    shared memory that vLLM maps do not matter, as they would for RLIMIT_AS.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more_bytes, held + more_bytes))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        numbers = file.read().rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,245 @@
+"""Runs probes, each in a process of its own, over one tree.
+
+    python -m nibble.engine.patching.run --root TREE [PROBE…]      # one JSON line a probe
+
+The interpreter needs what the tree imports (vLLM's dependencies); the tree itself comes first on
+the path. A nursery process imports once what every vLLM imports and forks a child for each probe:
+most of a probe's time would be that import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nibble.engine.patching.probe import Finding, Row
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.machine.paths import cache_dir, root
+
+TIME_LIMIT_SECONDS = 120  # most take less than five; a busy two-core machine several times that
+# What a probe must not inherit: the user's plugins, a GPU, a proxy for the network.
+PROBE_ENVIRONMENT = {
+    "VLLM_PLUGINS": "",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "OMP_NUM_THREADS": "1",
+}
+# Imported before the fork where they are installed; none of them belongs to the tree. Not
+# torch.cuda's state: no GPU is touched.
+NURSERY = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+    "compressed_tensors",
+    "numba",
+    "openai.types.responses",
+    "aiohttp",
+    "fastapi",
+    "xgrammar",
+    "openai_harmony",
+    "prometheus_client",
+    "opentelemetry.sdk.trace",
+    "tvm_ffi",
+    "cv2",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one probe found; `remedy` where nibble's answer lies outside vLLM's tree. `error`:
+    the probe itself broke.
+    """
+
+    probe: str
+    finding: Finding | None
+    remedy: Finding | None
+    error: str
+    seconds: float
+
+
+def probes_folder() -> Path:
+    """Where the probes lie."""
+    return root() / "patches" / "probes"
+
+
+def probe_names() -> list[str]:
+    """All probes, in the order of their file names."""
+    return sorted(path.stem for path in probes_folder().glob("*.py") if path.stem != "__init__")
+
+
+def load(name: str) -> Any:
+    """The module of a probe; its row is `load(name).ROW`. Imports nothing heavy."""
+    patches = str(probes_folder().parent)
+    if patches not in sys.path:
+        sys.path.insert(0, patches)
+    return importlib.import_module(f"probes.{name}")
+
+
+def rows(names: Iterable[str] | None = None) -> dict[str, Row]:
+    """Probe name -> its row."""
+    return {name: load(name).ROW for name in names or probe_names()}
+
+
+def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None) -> list[Result]:
+    """Run probes side by side; their results in the order of `names`."""
+    wanted = list(probe_names() if names is None else names)
+    with tempfile.TemporaryDirectory(
+        prefix="nibble-probes-", ignore_cleanup_errors=True
+    ) as scratch:
+        words = [
+            sys.executable,
+            "-m",
+            "nibble.engine.patching.run",
+            "--root",
+            str(tree.root),
+            "--answers",
+            scratch,
+        ]
+        words += ["--jobs", str(jobs or os.cpu_count() or 1), *wanted]
+        environ = (
+            os.environ
+            | PROBE_ENVIRONMENT
+            | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        )
+        # Imports alone make folders: in an image build they would be root's, in the cache volume of
+        # another user.
+        environ |= {"HOME": scratch, "TMPDIR": scratch, "FLASHINFER_WORKSPACE_BASE": scratch}
+        environ |= {
+            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
+            "NIBBLE_CACHE_DIR": str(cache_dir()),
+        }
+        done = subprocess.run(
+            words, check=False, env=environ, cwd=scratch, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return [_read_answer(Path(scratch), name, done.stdout) for name in wanted]
+
+
+def _read_answer(folder: Path, name: str, output: str) -> Result:
+    try:
+        data = json.loads((folder / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return Result(name, None, None, f"the probe did not run: {_last_line(output)}", 0.0)
+    found = {key: Finding(**data[key]) if data[key] else None for key in ("finding", "remedy")}
+    return Result(name, found["finding"], found["remedy"], data["error"], data["seconds"])
+
+
+def _last_line(output: str) -> str:
+    return (output.strip().splitlines() or ["no output"])[-1]
+
+
+def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
+    """Import what probes share, then run them as forked children, `jobs` at a time, each with
+    its time limit.
+    """
+    for module in NURSERY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    waiting, running = list(names), dict[int, tuple[str, float]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            running[_fork(tree, name, folder)] = (name, time.monotonic())
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            name, began = running.pop(pid)
+            _finish(folder, name, status, time.monotonic() - began)
+        elif not pid:
+            for child, (_, began) in running.items():
+                if time.monotonic() - began > TIME_LIMIT_SECONDS:
+                    os.killpg(child, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def _fork(tree: Tree, name: str, folder: Path) -> int:
+    """The child of one probe; whatever it imports, prints or leaves behind is gone with it."""
+    if child := os.fork():
+        return child
+    os.setsid()
+    with (folder / f"{name}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        scratch = folder / f"{name}.scratch"
+        scratch.mkdir()
+        os.chdir(scratch)
+        os.environ |= {
+            "VLLM_CACHE_ROOT": f"{scratch}/vllm",
+            "TRITON_CACHE_DIR": f"{scratch}/triton",
+        }
+        (folder / f"{name}.json").write_text(json.dumps(_answer(tree, name)))
+        sys.stdout.flush()
+    os._exit(0)
+
+
+def _finish(folder: Path, name: str, status: int, seconds: float) -> None:
+    """Add the time to a probe's answer; write one for a probe that gave none."""
+    path = folder / f"{name}.json"
+    data: dict[str, Any] = {"finding": None, "remedy": None}
+    if path.exists():
+        data |= json.loads(path.read_text())
+    elif seconds > TIME_LIMIT_SECONDS:
+        data["error"] = f"no answer after {TIME_LIMIT_SECONDS} s"
+    else:
+        said = _last_line((folder / f"{name}.log").read_text(errors="replace"))
+        data["error"] = f"the probe ended without an answer (wait status {status}): {said}"
+    path.write_text(json.dumps(data | {"seconds": round(seconds, 2)}))
+
+
+def _answer(tree: Tree, name: str) -> dict[str, Any]:
+    """Run one probe here."""
+    sys.path.insert(0, str(tree.root))
+    if not (tree.root / "vllm" / "__pycache__").exists():
+        # An unpacked tree has no bytecode, and none is written into it: half a probe's time would
+        # be compiling it.
+        sys.pycache_prefix = str(cache_dir() / "probes" / "bytecode")
+    try:
+        module = load(name)
+        finding = module.probe(tree)
+        remedy = (
+            module.remedy(tree) if hasattr(module, "remedy") and finding.state == "defect" else None
+        )
+    except BaseException as error:
+        traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        return {"finding": None, "remedy": None, "error": " ".join(message.split())}
+    return {"finding": asdict(finding), "remedy": remedy and asdict(remedy), "error": ""}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a JSON line a probe; with --answers be the nursery that leaves a file for each in
+    that folder.
+    """
+    parser = argparse.ArgumentParser(prog="python -m nibble.engine.patching.run")
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=None)
+    parser.add_argument("probes", nargs="*")
+    args = parser.parse_args(argv)
+    tree = open_tree(args.root)
+    if args.answers:
+        _nursery(tree, args.probes, args.answers, args.jobs)
+        return
+    for result in run(tree, args.probes or None, args.jobs):
+        print(json.dumps(asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

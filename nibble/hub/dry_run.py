@@ -1,0 +1,120 @@
+"""`nibble pull --dry-run`: what a pull would fetch, whether it may and whether it fits. Fetches
+nothing but listings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.hub.access import access, is_model_id, not_an_id, not_cached
+from nibble.hub.files import COMMIT, cached_snapshot, select
+from nibble.hub.pull import MARGIN_BYTES, Pull, check_disk, list_files, missing_bytes, stall_seconds
+from nibble.machine.disk import free_bytes, gib, is_folder
+
+
+@dataclass(frozen=True)
+class PullPlan:
+    """A pull before it begins. `is_pinned`: the revision asked for is the commit itself and will
+    not move.
+    """
+
+    model: str
+    asked_revision: str | None
+    revision: str
+    is_pinned: bool
+    files: int
+    total_bytes: int
+    fetch_bytes: int
+    cache: Path
+    free_bytes: int
+    access: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cache's file system has room for it and a margin."""
+        return not self.fetch_bytes or self.fetch_bytes + MARGIN_BYTES <= self.free_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return asdict(self) | {"cache": str(self.cache), "fits": self.fits}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        moving = (
+            f"{self.asked_revision or 'main'} is now this commit; NIBBLE_REVISION={self.revision}"
+            " pins it"
+        )
+        here = self.total_bytes - self.fetch_bytes
+        room = (
+            "fits"
+            if self.fits
+            else f"{gib(self.fetch_bytes + MARGIN_BYTES - self.free_bytes)} too little"
+        )
+        return [
+            f"model     {self.model}",
+            f"revision  {self.revision} ({'pinned' if self.is_pinned else moving})",
+            f"access    {self.access}",
+            f"files     {self.files}, {gib(self.total_bytes)}, of which {gib(here)} are here",
+            f"download  {gib(self.fetch_bytes)}",
+            (
+                f"disk      {gib(self.free_bytes)} free for {self.cache}, {gib(MARGIN_BYTES)} to"
+                f" spare: {room}"
+            ),
+        ]
+
+
+def plan_pull(
+    model: str, revision: str | None, environ: Mapping[str, str], load_format: str = "auto"
+) -> PullPlan:
+    """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated
+    without access, not cached.
+    """
+    if is_folder(Path(os.path.expanduser(model))):
+        raise NibbleError(
+            ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"
+        )
+    if not is_model_id(model):
+        raise not_an_id(model)
+    hub = access(environ)
+    pinned = bool(COMMIT.fullmatch(revision or ""))
+    if hub.offline:
+        if (cached := cached_snapshot(model, revision, hub.cache, load_format)) is None:
+            raise not_cached(model, hub)
+        sizes = [path.stat().st_size for path in cached.rglob("*") if path.is_file()]
+        here = (len(sizes), sum(sizes), 0)
+        return PullPlan(
+            model,
+            revision,
+            cached.name,
+            pinned,
+            *here,
+            hub.cache,
+            free_bytes(hub.cache),
+            "offline: not asked",
+        )
+    commit, files = list_files(model, revision, hub)
+    wanted = select(files, load_format)
+    pull = Pull(model, revision, commit, wanted, hub, None, stall_seconds(environ))
+    total = sum(file.size for file in wanted)
+    return PullPlan(
+        model,
+        revision,
+        commit,
+        pinned,
+        len(wanted),
+        total,
+        missing_bytes(pull),  # asks for each file: what a gated model refuses is refused here
+        hub.cache,
+        free_bytes(hub.cache),
+        "granted to this HF_TOKEN" if hub.token else "granted without a token",
+    )
+
+
+def refuse_what_does_not_fit(plan: PullPlan) -> None:
+    """Raise NO_FIT as the pull itself would."""
+    check_disk(plan.model, plan.fetch_bytes, plan.free_bytes, plan.cache)

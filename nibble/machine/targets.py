@@ -1,0 +1,192 @@
+"""GPU targets as data: targets/*.toml, and which of them this machine is.
+
+A target names the compute capabilities it covers, what it builds for, facts about the hardware that
+must never be inferred from an architecture number, default settings with their reasons, and drivers
+known to be bad.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.paths import root
+
+MEMORY_SHARES = ("reserve", "engine", "graphs", "workspace")
+TARGET_NAMES = ("gb10", "sm120", "b200", "hopper", "cpu")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the hardware can do. `smem_bytes` is shared memory a thread block may use; 0 on the
+    CPU.
+    """
+
+    has_fp4_mma: bool
+    has_fp4_cvt: bool
+    has_fp8_mma: bool
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A product of a target: how NVML names it, its memory and its specified bandwidth."""
+
+    match: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    sm_count: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default of a target, with the sentence and the evidence that `nibble plan` prints."""
+
+    value: Any
+    reason: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """A version (prefix) known to fail on a target: of the driver, the Linux kernel, or an
+    installed package.
+    """
+
+    version: str
+    severity: Literal["error", "warning"]
+    reason: str
+    evidence: str
+    component: str = "driver"
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes of one device that a plan leaves alone or takes beside weights and KV cache, and why
+    that many.
+
+    `engine_bytes` are vLLM's processes and the CUDA context, `graphs_bytes` the captured CUDA
+    graphs, `workspace_bytes` activations and what the kernels allocate.
+    """
+
+    kind: Literal["unified", "discrete", "host"]
+    reserve_bytes: int
+    reserve_reason: str
+    engine_bytes: int
+    graphs_bytes: int
+    workspace_bytes: int
+    overhead_reason: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """One targets/NAME.toml."""
+
+    name: str
+    title: str
+    device: Literal["cuda", "cpu"]
+    capabilities: tuple[tuple[int, int], ...]
+    platforms: tuple[str, ...]
+    torch_cuda_arch_list: str
+    memory: MemoryFacts
+    features: Features
+    gpu_models: tuple[GpuModel, ...]
+    args: Mapping[str, Default]
+    env: Mapping[str, Default]
+    known_bad: tuple[KnownBad, ...]
+    expected: Mapping[
+        str, tuple[str, ...]
+    ]  # part of what runs -> names of which one has to be it (assertion.py)
+    image: Mapping[str, str]
+
+    def gpu_model(self, name: str) -> GpuModel | None:
+        """The product NVML calls `name`; the longest match wins."""
+        found = [model for model in self.gpu_models if model.match.lower() in name.lower()]
+        return max(found, key=lambda model: len(model.match), default=None)
+
+
+@cache
+def load_target(name: str) -> Target:
+    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES, and
+    without the file.
+    """
+    if name not in TARGET_NAMES:
+        what = f"there is no target {name!r}"
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "one of " + ", ".join(TARGET_NAMES),
+            "correct NIBBLE_TARGET or --target",
+        )
+    try:
+        return parse_target(root() / "targets" / f"{name}.toml")
+    except OSError as error:
+        what = f"{root()}/targets/{name}.toml cannot be read ({error.strerror})"
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "nibble's own files",
+            "unset NIBBLE_ROOT, or install nibble again",
+        ) from None
+
+
+def parse_target(path: Path) -> Target:
+    """A target file as a value; a KeyError or TypeError here is a broken installation, not user
+    input.
+    """
+    data = tomllib.loads(path.read_text())
+    capabilities = tuple(_capability(text) for text in data["capabilities"])
+    return Target(
+        name=data["name"],
+        title=data["title"],
+        device=data["device"],
+        capabilities=capabilities,
+        platforms=tuple(data["platforms"]),
+        torch_cuda_arch_list=data["torch_cuda_arch_list"],
+        memory=_memory_facts(data["memory"]),
+        features=Features(**data["features"]),
+        gpu_models=tuple(_gpu_model(entry, capabilities[0]) for entry in data.get("gpu", ())),
+        args={"--" + name: Default(**entry) for name, entry in data.get("args", {}).items()},
+        env={name: Default(**entry) for name, entry in data.get("env", {}).items()},
+        known_bad=tuple(KnownBad(**entry) for entry in data.get("known_bad", ())),
+        expected={part: tuple(names) for part, names in data.get("expected", {}).items()},
+        image=data["image"],
+    )
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _memory_facts(entry: Mapping[str, Any]) -> MemoryFacts:
+    sizes = {f"{name}_bytes": int(entry[f"{name}_gib"] * (1 << 30)) for name in MEMORY_SHARES}
+    texts = {name: entry[name] for name in ("kind", "reserve_reason", "overhead_reason")}
+    return MemoryFacts(**sizes, **texts)
+
+
+def _gpu_model(entry: Mapping[str, Any], usual: tuple[int, int]) -> GpuModel:
+    return GpuModel(
+        match=entry["match"],
+        capability=_capability(entry["capability"]) if "capability" in entry else usual,
+        memory_bytes=int(entry["memory_gib"] * (1 << 30)),
+        bandwidth_bytes_per_s=entry["bandwidth_gb_s"] * 1e9,
+        sm_count=entry["sm_count"],
+        source=entry["source"],
+    )
+
+
+def target_for_capability(capability: tuple[int, int]) -> Target | None:
+    """The target that covers a compute capability, e.g. (12, 1) -> gb10."""
+    for name in TARGET_NAMES:
+        target = load_target(name)
+        if capability in target.capabilities:
+            return target
+    return None

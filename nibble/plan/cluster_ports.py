@@ -1,0 +1,81 @@
+"""Every port of a cluster, in one place, so that a firewall rule can name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GCS_PORT = 6379
+METRICS = "--metrics-export-port"
+# Ray would choose these at random (ray 2.60 scripts.py).
+NODE_PORTS: Mapping[str, int] = {
+    "--node-manager-port": 6380,
+    "--object-manager-port": 6381,
+    "--runtime-env-agent-port": 6382,
+    "--dashboard-agent-grpc-port": 6383,
+    "--dashboard-agent-listen-port": 6384,
+    METRICS: 6385,
+    "--min-worker-port": 20000,
+    "--max-worker-port": 20999,
+}
+# Those of a Ray node that other nodes connect to; metrics are nobody's business.
+RAY_PORTS = tuple(
+    port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS
+)
+# Ports that have no flag: the head's monitor and what is left of a dashboard that is off (ray 2.60
+# autoscaler/_private/constants.py, dashboard/consts.py).
+PORT_VARIABLES: Mapping[str, int] = {"AUTOSCALER_METRIC_PORT": 6386, "DASHBOARD_METRIC_PORT": 6387}
+# nibble's own on every node: facts, checks, signs of life, the model's files.
+AGENT_PORT = 6388
+# torch.distributed's store on rank 0, for vLLM without Ray.
+MASTER_PORT = 29501
+# The same for the all-reduce before a start, with Ray and without.
+CHECK_PORT = 29502
+# Between data parallel replicas on several machines, unless --data-parallel-rpc-port says otherwise
+# (vllm 0.32 config/parallel.py:160).
+DATA_PARALLEL_PORT = 29550
+# Where torch.distributed, NCCL and vLLM's message queues meet is chosen by the kernel from
+# net.ipv4.ip_local_port_range, which a container can have to itself (docker run --sysctl).
+KERNEL_RANGE = "net.ipv4.ip_local_port_range"
+
+
+def rank_0_ports(values: Mapping[str, Any]) -> list[int]:
+    """What vLLM without Ray opens on rank 0, from its flags."""
+    ports = [int(values.get("--master-port") or MASTER_PORT)]
+    if int(values.get("--data-parallel-size") or 1) > 1:
+        ports.append(int(values.get("--data-parallel-rpc-port") or DATA_PARALLEL_PORT))
+    return ports
+
+
+def firewall_rows() -> list[tuple[str, str, str]]:
+    """(port or range, who listens, who connects), all TCP."""
+    workers = f"{NODE_PORTS['--min-worker-port']}-{NODE_PORTS['--max-worker-port']}"
+    node = ", ".join(str(port) for port in RAY_PORTS)
+    return [
+        (str(AGENT_PORT), "every node", "every node: signs of life, preflight, model files"),
+        (str(GCS_PORT), "Ray head", "Ray nodes"),
+        (node, "every Ray node", "Ray nodes"),
+        (workers, "every Ray node", "Ray nodes: worker processes"),
+        (
+            str(NODE_PORTS[METRICS]),
+            "every Ray node",
+            "nobody: metrics, without a token; leave closed",
+        ),
+        (
+            ", ".join(str(port) for port in PORT_VARIABLES.values()),
+            "Ray head",
+            "nobody: metrics, without a token; leave closed",
+        ),
+        (str(MASTER_PORT), "rank 0", "other ranks, without Ray"),
+        (
+            str(DATA_PARALLEL_PORT),
+            "rank 0",
+            "other ranks, where data parallel replicas are on several machines",
+        ),
+        (
+            str(CHECK_PORT),
+            "head (one without GPUs: the first node that has some)",
+            "every node, while the preflight's all-reduce runs",
+        ),
+        (KERNEL_RANGE, "every node", "every node: torch.distributed, NCCL, vLLM's queues"),
+    ]

@@ -1,0 +1,207 @@
+"""Where compiled code is kept, and for what it holds: the folders of a plan, each keyed by what it
+depends on. Pure.
+
+Two entries: kernels compiled for this build on this GPU, whatever the model; and graphs compiled
+for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have keys of
+their own, finer than these: ours say whose an entry is, so that it can be listed, verified and
+pruned as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nibble.checkpoint import Checkpoint
+from nibble.machine.hardware import Hardware
+from nibble.machine.targets import Target
+from nibble.plan.layers import Choice, Choices
+
+FOLDER = "engine"  # in nibble's cache
+Kind = Literal["kernels", "graphs"]
+
+# What changes nothing that is compiled: the server around the engine, text in and out, and memory
+# that depends on what is free at the moment. A flag too few here costs a compilation, one too many
+# only makes an entry serve two settings.
+OUTSIDE_FLAGS = frozenset(
+    "--" + name
+    for name in (
+        "host",
+        "port",
+        "uds",
+        "api-server-count",
+        "served-model-name",
+        "middleware",
+        "root-path",
+        "shutdown-timeout",
+        "fail-on-environ-validation",
+        "revision",
+        "code-revision",
+        "tokenizer",
+        "tokenizer-revision",
+        "tokenizer-mode",
+        "chat-template",
+        "chat-template-content-format",
+        "default-chat-template-kwargs",
+        "generation-config",
+        "override-generation-config",
+        "reasoning-parser",
+        "tool-call-parser",
+        "enable-auto-tool-choice",
+        "tool-server",
+        "max-log-len",
+        "uvicorn-log-level",
+        "log-config-file",
+        "enable-log-requests",
+        "disable-log-stats",
+        "disable-access-log-for-endpoints",
+        "otlp-traces-endpoint",
+        "max-num-queued-reqs",
+        "max-num-queued-tokens",
+        "enable-prompt-tokens-details",
+        "enable-force-include-usage",
+        "kv-cache-memory-bytes",
+        "gpu-memory-utilization",
+        "load-format",
+        "safetensors-load-strategy",
+        "safetensors-prefetch-num-threads",
+        "model-loader-extra-config",
+        "max-parallel-loading-workers",
+        "enable-flashinfer-autotune",
+    )
+)
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What one entry holds for; `parts` are plain text, in the order they are shown."""
+
+    kind: Kind
+    parts: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """The entry's folder: the kind and 16 hex digits."""
+        text = json.dumps([self.kind, dict(sorted(self.parts.items()))])
+        return f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The entries of a plan below `root`, and the variables that lead there (nothing where the
+    build is unknown).
+    """
+
+    root: Path
+    keys: tuple[CacheKey, ...] = ()
+
+    def folder(self, kind: Kind) -> Path:
+        """Where the entry of that kind lies."""
+        return self.root / next(key.name for key in self.keys if key.kind == kind)
+
+
+def plan_caches(
+    cache: Path,
+    build: str,
+    vllm: str,
+    target: Target,
+    hardware: Hardware,
+    checkpoint: Checkpoint | None,
+    model: str,
+    args: Mapping[str, Choice],
+) -> CachePlan:
+    """The entries for this build, hardware, model and flags. Without a `build` (another
+    machine's plan) there are none.
+    """
+    root = cache / FOLDER
+    if not build:
+        return CachePlan(root)
+    shared = {"build": build, "vllm": vllm, "arch": architecture(target, hardware)}
+    flags = {
+        name: _plain(choice.value) for name, choice in args.items() if name not in OUTSIDE_FLAGS
+    }
+    own = {"model": _model(checkpoint, model), "flags": json.dumps(flags, sort_keys=True)}
+    return CachePlan(root, (CacheKey("kernels", shared), CacheKey("graphs", shared | own)))
+
+
+def architecture(target: Target, hardware: Hardware) -> str:
+    """What machine code depends on: GPU and compute capability, or the vector instructions of
+    the CPU.
+    """
+    if target.device == "cpu":
+        # Inductor's C++ is compiled for the instructions found here: on another CPU it would end in
+        # SIGILL.
+        wide = sorted(
+            flag for flag in hardware.cpu_flags if flag.startswith(("avx", "amx", "sve", "asimd"))
+        )
+        return f"{hardware.cpu_arch} {hashlib.sha256(' '.join(wide).encode()).hexdigest()[:8]}"
+    gpus = {f"sm_{gpu.capability[0]}{gpu.capability[1]} {gpu.name}" for gpu in hardware.gpus}
+    return ", ".join(sorted(gpus)) or target.name
+
+
+def _model(checkpoint: Checkpoint | None, model: str) -> str:
+    if checkpoint is None:
+        return model
+    if checkpoint.revision:
+        return f"{checkpoint.id}@{checkpoint.revision}"
+    config = json.dumps(checkpoint.config, sort_keys=True, default=str)
+    return f"{checkpoint.where} {hashlib.sha256(config.encode()).hexdigest()[:12]}"
+
+
+def _plain(value: Any) -> Any:
+    return (
+        value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
+    )
+
+
+def cache_environment(caches: CachePlan, target: Target) -> Choices:
+    """Variables that put everything compiled into the plan's entries."""
+    if not caches.keys:
+        return {}
+    kernels, graphs = caches.folder("kernels"), caches.folder("graphs")
+    source = "nibble's default"
+    own = "graphs compiled for this model, GPU and these flags"
+    shared = "kernels compiled for this GPU, the same for every model"
+    env: Choices = {
+        "VLLM_CACHE_ROOT": Choice(
+            str(graphs / "vllm"), source, f"{own}: torch.compile, autotune results"
+        ),
+        # vllm 0.32 compilation/decorators.py:580 moves its own; this is for what compiles outside
+        # the model.
+        "TORCHINDUCTOR_CACHE_DIR": Choice(
+            str(graphs / "inductor"), source, f"{own}: torch.compile elsewhere"
+        ),
+        "TRITON_CACHE_DIR": Choice(str(kernels / "triton"), source, f"{shared}: Triton's"),
+    }
+    if target.device == "cuda":
+        env |= {
+            # flashinfer 0.7.0.post1 jit/env.py:66 adds .cache/flashinfer itself.
+            "FLASHINFER_WORKSPACE_BASE": Choice(str(kernels), source, f"{shared}: FlashInfer's"),
+            "HUMMING_CACHE_DIR": Choice(str(kernels / "humming"), source, f"{shared}: Humming's"),
+            "CUDA_CACHE_PATH": Choice(
+                str(kernels / "cuda"), source, f"{shared}: the driver's, made from PTX"
+            ),
+        }
+    return env
+
+
+# What docker/Dockerfile.* set below NIBBLE_CACHE_DIR: nibble's defaults for whatever else runs in
+# the image, no user's wish. docker/start.sh calls them untouched.
+_IMAGE_FOLDERS = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": ".",
+    "CUDA_CACHE_PATH": "cuda",
+}
+
+
+def is_nobodys_wish(name: str, value: str, cache: Path, in_image: bool) -> bool:
+    """Whether a cache folder is empty, as in compose files, or still what the image set."""
+    if name not in _IMAGE_FOLDERS:
+        return False
+    return not value or (in_image and Path(value) == cache / _IMAGE_FOLDERS[name])

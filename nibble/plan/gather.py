@@ -1,0 +1,264 @@
+"""From words, environment and files to a plan: the effects around `plan.make_plan`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.engine.flags import check_flags, read_flags, split_words
+from nibble.engine.installed import compiled_id, missing_gpu_kernels, vllm_version
+from nibble.engine.schema import load_schema
+from nibble.errors import ExitCode, NibbleError
+from nibble.hub.transfer import STALL_VARIABLE
+from nibble.machine.disk import is_folder
+from nibble.machine.hardware import Hardware, assume, detect
+from nibble.machine.host import has_cpp_compiler, shm_free_bytes
+from nibble.machine.paths import cache_dir, demo_models, root
+from nibble.machine.targets import TARGET_NAMES, Target, load_target, target_for_capability
+from nibble.plan.layers import Choice, Ingredients, file_flags
+from nibble.plan.models.gemma4 import has_flashinfer_compiler
+from nibble.plan.moe_tuning import installed_configs
+from nibble.plan.plan import Plan, make_plan
+from nibble.recipes.recipe import ResolvedRecipe, load_recipe, resolve
+from nibble.recipes.rules import load_rules
+from nibble.settings.command_line import CommandLine, read_command_line
+from nibble.settings.environment import Accepted, accept, check_file_environment
+from nibble.settings.options import Settings, options
+from nibble.settings.sources import Loaded, check_option, load_settings
+
+UNKNOWN_UNTIL_PULL = "unknown until pull"
+FindCheckpoint = Callable[[str, str | None], tuple[Checkpoint | None, str]]
+"""(model, revision) -> (the checkpoint, or why there is none)."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The user's wishes, read and typed, before anything is looked up."""
+
+    loaded: Loaded
+    accepted: Accepted
+    command: CommandLine
+
+    @property
+    def settings(self) -> Settings:
+        return self.loaded.settings
+
+    @property
+    def cache(self) -> Path:
+        """The folder of nibble's own state."""
+        return self.settings.cache_dir or cache_dir(self.accepted.environ)
+
+
+def read_wishes(
+    words: Sequence[str], environ: Mapping[str, str], own_switches: Sequence[str] = ()
+) -> Asked:
+    """Command line, environment and user TOML as settings. Raises NibbleError for what cannot be
+    read.
+    """
+    schema = load_schema()
+    accepted = accept(environ, schema.envs, in_image="NIBBLE_IMAGE" in environ)
+    command = read_command_line(words, own_switches, schema)
+    loaded = load_settings(command.values, accepted.environ)
+    return Asked(loaded, accepted, command)
+
+
+def local_model(model: str) -> Path | None:
+    """The folder a model argument names: a path, or an embedded demo by its name."""
+    if demo := demo_models().get(model):
+        return demo
+    path = Path(os.path.expanduser(model))
+    looks_like_path = model.startswith((".", "/", "~")) or is_folder(path)
+    return path if looks_like_path else None
+
+
+def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Plan:
+    """The plan for what was asked; without a `find_checkpoint` of the caller's, from what can be
+    read of the model.
+    """
+    settings = asked.settings
+    if settings.model is None:
+        what = "no model is given"
+        raise NibbleError(
+            ExitCode.USAGE,
+            what,
+            "MODEL or an argument",
+            "try `nibble serve nibble-demo-nvfp4`, the embedded demo",
+        )
+    here = detect(asked.accepted.environ)
+    target, choice = choose_target(settings, asked, here)
+    folder = local_model(settings.model)
+    recipe, hardware = _recipe_and_hardware(settings, folder, target, choice, here)
+    revision = settings.revision or (recipe.revision if recipe else "") or None
+    if folder is not None:
+        checkpoint, note = read_checkpoint(str(folder)), ""
+    else:
+        checkpoint, note = (find_checkpoint or _checkpoint_if_here(asked))(settings.model, revision)
+    schema = load_schema()
+    check_flags(asked.accepted.flags, "the environment", schema)
+    check_flags(file_flags(asked.loaded), str(settings.config), schema)
+    check_file_environment(asked.loaded.file_env, str(settings.config), schema.envs)
+    extra = read_flags(
+        split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", schema
+    )
+    for flags, source in (
+        (extra, "VLLM_EXTRA_ARGS"),
+        (file_flags(asked.loaded), str(settings.config)),
+    ):
+        _check_limits(flags, source)
+    for_vllm = {**asked.loaded.file_env, **asked.accepted.environ}
+    parts = Ingredients(
+        loaded=asked.loaded,
+        accepted=asked.accepted,
+        cli_flags=asked.command.flags,
+        extra_flags=extra,
+        hardware=hardware,
+        target=target,
+        target_choice=choice,
+        checkpoint=checkpoint,
+        checkpoint_note=note,
+        recipe=recipe,
+        is_demo=folder is not None
+        and folder.resolve() in [demo.resolve() for demo in demo_models().values()],
+        tuned_configs=installed_configs() if target.device == "cuda" else None,
+        rules=load_rules(root()),
+        build="" if hardware.assumed else compiled_id(),
+        vllm=vllm_version(),
+        can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
+        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(for_vllm),
+        shm_free_bytes=None if hardware.assumed else shm_free_bytes(),
+        without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
+    )
+    return make_plan(parts)
+
+
+def _check_limits(flags: Mapping[str, Any], source: str) -> None:
+    """Flags of vLLM that are options of ours have the same limits wherever they are written."""
+    for field, option in options().items():
+        if option.vllm and option.vllm in flags:
+            check_option(field, flags[option.vllm], f"{option.vllm} in {source}")
+
+
+def hub_environ(asked: Asked) -> dict[str, str]:
+    """The environment for the Hub, with HF_TOKEN and the patience of downloads from wherever
+    they were given.
+    """
+    token = asked.settings.hf_token
+    kept = {
+        name: value for name, value in asked.accepted.environ.items() if name != "HF_TOKEN_FILE"
+    }
+    kept[STALL_VARIABLE] = str(asked.settings.download_stall_seconds)
+    return kept | ({"HF_TOKEN": token.get_secret_value()} if token else {})
+
+
+def _checkpoint_if_here(asked: Asked) -> FindCheckpoint:
+    """Finds a checkpoint in the local Hugging Face cache, or its head on the Hub; otherwise says
+    why it is unknown.
+    """
+
+    def find(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
+        try:
+            return read_checkpoint(model, revision, environ=hub_environ(asked)), ""
+        except NibbleError as error:
+            if error.unreachable:
+                return None, f"{UNKNOWN_UNTIL_PULL} ({error.what})"
+            raise
+
+    return find
+
+
+def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Target, Choice]:
+    """NIBBLE_TARGET, else the image's own, else what NVML finds, else the CPU."""
+    if settings.target != "auto":
+        return load_target(settings.target), Choice(
+            settings.target, str(asked.loaded.origins["target"]), "asked for"
+        )
+    image = asked.accepted.environ.get("NIBBLE_IMAGE")
+    if not here.gpus:
+        reason = _why_no_gpu(here, asked.accepted.environ.get("CUDA_VISIBLE_DEVICES", "").strip())
+        if image and image != "cpu":
+            what = f"this image is for {image} and {reason}"
+            raise NibbleError(
+                ExitCode.NO_HARDWARE,
+                what,
+                "a GPU in the container",
+                "run with --gpus all and the NVIDIA Container Toolkit",
+            )
+        return load_target("cpu"), Choice("cpu", "this machine", reason)
+    return _target_of_gpus(here, image)
+
+
+def _why_no_gpu(here: Hardware, selection: str) -> str:
+    """Raises NO_HARDWARE where `selection`, of CUDA_VISIBLE_DEVICES, names GPUs and none of
+    those that are here.
+    """
+    if here.nvml_error:
+        return f"the GPU driver does not answer: {here.nvml_error}"
+    if not here.hidden_gpus:
+        return "no GPU was found"
+    what = f"CUDA_VISIBLE_DEVICES={selection} leaves none of {here.hidden_gpus} GPUs"
+    if selection in ("", "-1", "NoDevFiles"):
+        return what
+    expected = "indices or UUIDs from `nvidia-smi -L`, a MIG device's excepted"
+    raise NibbleError(ExitCode.NO_HARDWARE, what, expected, "correct or unset CUDA_VISIBLE_DEVICES")
+
+
+def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
+    first = here.gpus[0]
+    major, minor = first.capability
+    if image == "cpu":
+        return load_target("cpu"), Choice(
+            "cpu", "image", f"the cpu image does not use the {first.name}"
+        )
+    if mixed := [gpu for gpu in here.gpus if gpu.capability != first.capability]:
+        what = f"{first.name} and {mixed[0].name} differ in compute capability"
+        raise NibbleError(
+            ExitCode.NO_HARDWARE, what, "GPUs of one kind", "choose some with CUDA_VISIBLE_DEVICES"
+        )
+    target = target_for_capability(first.capability)
+    if target is None:
+        known = ", ".join(name for name in TARGET_NAMES if name != "cpu")
+        what = f"{first.name} has compute capability {major}.{minor}, which nibble does not support"
+        raise NibbleError(
+            ExitCode.NO_HARDWARE,
+            what,
+            f"one of the targets {known}",
+            "set NIBBLE_TARGET=cpu to serve on the CPU",
+        )
+    # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
+    if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
+        what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"
+        raise NibbleError(
+            ExitCode.NO_HARDWARE, what, f"the {target.name} image", f"run nibble:{target.name}"
+        )
+    return target, Choice(
+        target.name, "this machine", f"{first.name}, compute capability {major}.{minor}"
+    )
+
+
+def _recipe_and_hardware(
+    settings: Settings, folder: Path | None, target: Target, choice: Choice, here: Hardware
+) -> tuple[ResolvedRecipe | None, Hardware]:
+    """The recipe for the GPUs that are here, or for those a plan for another machine assumes."""
+    found = None
+    if settings.recipe == "auto" and folder is None and settings.model:
+        found = load_recipe(settings.model, root())
+    is_here = target.device == "cpu" or any(
+        gpu.capability in target.capabilities for gpu in here.gpus
+    )
+    if is_here and target.device == "cuda":
+        gpus = here.gpus[: settings.num_gpus] if settings.num_gpus else here.gpus
+        hardware = replace(here, gpus=gpus)
+        return (
+            found and resolve(found, target.name, len(gpus), [gpu.name for gpu in gpus]),
+            hardware,
+        )
+    if is_here:
+        return found and resolve(found, target.name, 0), assume(target, 0, here)
+    asked_count = settings.num_gpus or settings.tensor_parallel_size
+    recipe = found and resolve(found, target.name, asked_count)
+    count = asked_count or (recipe.gpus if recipe else None) or 1
+    return recipe, assume(target, count, here)

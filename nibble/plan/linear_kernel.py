@@ -1,0 +1,139 @@
+"""--linear-kernel: whose kernel multiplies NVFP4 weights with BF16 activations, where `auto` leaves
+that to nibble. Pure.
+
+The vLLM plugin is told `nibble` or nothing, which is vLLM's choice (nvfp4_options.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.nvfp4 import dense_weights
+from nibble.engine.flags import merge
+from nibble.plan.layers import Choice, Choices, Ingredients
+from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
+from nibble.plan.startup import SPECULATIVE
+from nibble.recipes.rules import in_effect
+
+# Rows: up to the first nibble's kernel was the faster one in every product that was measured, with
+# the second slower on average.
+MOST_ROWS, TOO_MANY_ROWS = 16, 24
+CROSSOVER = (
+    f"on an H200 nibble's kernel is faster than vLLM's choice up to {MOST_ROWS} rows and slower"
+    f" with {TOO_MANY_ROWS} (benchmarks/results/nvfp4_linear_h200.json)"
+)
+# Where it has run; without a product of FP4 there, W4A4 is served weight-only, too
+TARGETS = ("hopper",)
+ROW_MULTIPLE = (
+    8  # of a weight's rows on each GPU, kernels/src/nibble_kernels/nvfp4_linear/weight.py
+)
+
+
+def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choice | None:
+    """`vllm` or `nibble`, and why; None on the CPU and for a checkpoint that is not NVFP4.
+    `args` are all that matter to it.
+    """
+    checkpoint = parts.checkpoint
+    if parts.target.device != "cuda" or not _may_be_nvfp4(checkpoint):
+        return None
+    values = {name: choice.value for name, choice in args.items()}
+    if "linear_kernel" in asked(values):
+        return Choice(asked(values)["linear_kernel"], args[FLAG].source, "asked for")
+    if _has_only_nibbles(parts) and in_effect("--linear-backend", values) == "auto":
+        return Choice(
+            "nibble", INVARIANT, "vLLM has no kernel for weights alone that adds in one order"
+        )
+    wish, source = parts.loaded.settings.linear_kernel, str(parts.loaded.origins["linear_kernel"])
+    if wish != "auto":
+        return Choice(wish, source, "asked for")
+    if obstacle := _obstacle(parts, values):
+        return Choice("vllm", source, obstacle)
+    if is_batch_invariant(parts.environ):
+        return Choice(
+            "nibble",
+            INVARIANT,
+            "for W4A4 vLLM has only its slow emulation here that adds in one order",
+        )
+    rows = rows_of_a_step(checkpoint, values)
+    if rows is None:
+        return Choice(
+            "vllm", source, f"how many rows a decode step has is left to vLLM; {CROSSOVER}"
+        )
+    kernel = "nibble" if rows <= MOST_ROWS else "vllm"
+    return Choice(kernel, source, f"a decode step has up to {rows} rows; {CROSSOVER}")
+
+
+def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
+    if checkpoint is None:
+        return True
+    return checkpoint.scheme.is_nvfp4 or checkpoint.scheme.vllm_quantization == "quartet2"
+
+
+def _has_only_nibbles(parts: Ingredients) -> bool:
+    """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may
+    not depend on the batch.
+    """
+    if not is_batch_invariant(parts.environ) or parts.checkpoint is None:
+        return False
+    return kernels_in_one_order(parts.checkpoint, parts.target) == {"nibble"}
+
+
+def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
+    """What tells the plugin, where it is not told yet."""
+    if chosen is None or chosen.value != "nibble":
+        return {}
+    ours, given = {"nibble": {"linear_kernel": "nibble"}}, args.get(FLAG)
+    if given is None:
+        return {FLAG: Choice(ours, chosen.source, REASON)}
+    if "linear_kernel" in asked({FLAG: given.value}):
+        return {}
+    return {FLAG: Choice(merge(given.value, ours), f"{given.source} + {chosen.source}", REASON)}
+
+
+def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> int | None:
+    """The most rows of a decode step: a token and its drafts of each sequence. None where vLLM
+    decides, and for diffusion models, whose steps are whole canvases.
+    """
+    sequences, drafts = args.get("--max-num-seqs"), _drafts(args)
+    is_diffusion = checkpoint is not None and checkpoint.config.get("canvas_length") is not None
+    if sequences is None or drafts is None or is_diffusion or "--diffusion-config" in args:
+        return None
+    return int(sequences) * (1 + drafts)
+
+
+def _drafts(args: Mapping[str, Any]) -> int | None:
+    """Tokens drafted for each sequence; None where the draft's own configuration says it."""
+    if not any(name in args for name in SPECULATIVE):
+        return 0
+    config = args.get("--speculative-config")
+    given = config if isinstance(config, Mapping) else {}
+    keys = {name.replace("-", "_"): value for name, value in given.items()}
+    found = args.get("--spec-tokens", keys.get("num_speculative_tokens"))
+    return None if found is None else int(found)
+
+
+def _obstacle(parts: Ingredients, args: Mapping[str, Any]) -> str:
+    """Why it is not to be nibble's kernel, however few rows there are; or nothing."""
+    checkpoint, target = parts.checkpoint, parts.target
+    if target.name not in TARGETS:
+        return f"nibble's kernel has run on {' and '.join(TARGETS)} only"
+    if (backend := in_effect("--linear-backend", args)) != "auto":
+        return f"--linear-backend {backend} names another"
+    if parts.without_gpu_kernels:
+        return parts.without_gpu_kernels
+    if checkpoint is None:
+        return "the checkpoint is unknown until pull"
+    if checkpoint.scheme.vllm_quantization == "quartet2":
+        return ""  # each product's rows are columns of another one, whole groups of 16 on every GPU
+    if checkpoint.weights is None:
+        return ""
+    dense = dense_weights(checkpoint.nvfp4)
+    if not dense:
+        return "only experts are NVFP4; NIBBLE_MOE_KERNEL is about those"
+    split = ROW_MULTIPLE * int(args.get("--tensor-parallel-size", 1))
+    if odd := next((weight for weight in dense if weight.rows % split), None):
+        return f"{odd.module} has {odd.rows} rows, which is no multiple of {split}"
+    return ""

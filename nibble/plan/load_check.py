@@ -1,0 +1,55 @@
+"""`--model-loader-extra-config`: vLLM looks for weights that no tensor filled, where a checkpoint
+seems to lack some. Pure.
+
+vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be
+in memory (model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of
+fused weights too (whole_load.py); this flag is for a vLLM without it, which compares names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.missing import some_of
+from nibble.engine.flags import merge
+from nibble.plan.layers import Choice, Choices
+
+FLAG, KEY = "--model-loader-extra-config", "enable_weights_track"
+# Those of vLLM's default loader; the others refuse the key (vllm 0.32 model_loader/__init__.py:50).
+_FORMATS = (
+    "auto",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "safetensors",
+)
+
+
+def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
+    """The flag joined with the user's own, or nothing."""
+    if checkpoint is None or not checkpoint.missing:
+        return {}
+    given, load_format = args.get(FLAG), args.get("--load-format")
+    if load_format is not None and load_format.value not in _FORMATS:
+        return {}
+    if given is not None and (not isinstance(given.value, Mapping) or KEY in given.value):
+        return {}
+    reason = f"the checkpoint seems to lack {some_of(checkpoint.missing)}"
+    source = f"nibble's default + {given.source}" if given else "nibble's default"
+    return {FLAG: Choice(merge({KEY: True}, given.value if given else {}), source, reason)}
+
+
+def load_check_notices(
+    checkpoint: Checkpoint | None, args: Mapping[str, Choice]
+) -> tuple[str, ...]:
+    """What seems to be missing, and whether vLLM will look."""
+    if checkpoint is None or not checkpoint.missing:
+        return ()
+    given = args[FLAG].value if FLAG in args else None
+    looks = isinstance(given, Mapping) and given.get(KEY) is True
+    end = "vLLM ends the load where a weight is left empty" if looks else "vLLM is not told to look"
+    return (f"{checkpoint.id} seems to lack {some_of(checkpoint.missing)}; {end}",)

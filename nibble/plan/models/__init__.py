@@ -1,0 +1,1 @@
+"""Models with rules of their own."""

@@ -1,0 +1,151 @@
+"""--nvfp4-activations, --quantize-lm-head, --linear-kernel, --moe-kernel, --act-scale-mode: what
+the vLLM plugin is told. Pure.
+
+The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`. Here
+is which models and targets rule them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.nvfp4 import GROUP_SIZE
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.targets import Target
+
+FLAG = "--additional-config"
+OPTIONS = ("nvfp4_activations", "quantize_lm_head", "linear_kernel", "moe_kernel", "act_scale_mode")
+REASON = "for nibble's vLLM plugin"
+
+
+def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the plugin will be told, by option."""
+    config = args.get(FLAG)
+    ours = config.get("nibble") if isinstance(config, Mapping) else None
+    return ours if isinstance(ours, Mapping) else {}
+
+
+def check_nvfp4_options(
+    checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
+) -> None:
+    """Raise CONFIG for an option that this model or target rules out."""
+    if not isinstance(given := args.get(FLAG, {}), Mapping):
+        raise NibbleError(
+            ExitCode.CONFIG, f"{FLAG} is {given!r}", "a JSON object", f"correct or drop {FLAG}"
+        )
+    wanted = asked(args)
+    for part in ("linear", "moe"):
+        if wanted.get(f"{part}_kernel") == "nibble":
+            _check_our_kernel(part, checkpoint, target, args)
+    if checkpoint is None:
+        return
+    is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
+    if "act_scale_mode" in wanted and not is_quartet2:
+        what = (
+            f"NIBBLE_ACT_SCALE_MODE is for CloverLM, and {checkpoint.id} is"
+            f" {checkpoint.scheme.name}"
+        )
+        action = "unset NIBBLE_ACT_SCALE_MODE or drop --act-scale-mode"
+        raise NibbleError(ExitCode.CONFIG, what, "a checkpoint of Quartet II", action)
+    if wanted.get("nvfp4_activations") == "bf16" and not (
+        checkpoint.scheme.is_nvfp4 or is_quartet2
+    ):
+        what = (
+            f"NIBBLE_NVFP4_ACTIVATIONS=bf16 is for NVFP4 checkpoints, and {checkpoint.id} is"
+            f" {checkpoint.scheme.name}"
+        )
+        action = "unset NIBBLE_NVFP4_ACTIVATIONS or drop --nvfp4-activations"
+        raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", action)
+    if wanted.get("quantize_lm_head") == "nvfp4" and (problem := _head_problem(checkpoint)):
+        what = f"the output head of {checkpoint.id} cannot be quantized: {problem}"
+        action = "unset NIBBLE_QUANTIZE_LM_HEAD or drop --quantize-lm-head"
+        raise NibbleError(ExitCode.CONFIG, what, "an unquantized output head of its own", action)
+
+
+def _check_our_kernel(
+    part: str, checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
+) -> None:
+    """`part`: linear or moe."""
+    option = f"NIBBLE_{part.upper()}_KERNEL"
+    off, ours = f"unset {option} or drop --{part}-kernel", f"{option}=nibble"
+    if target.device != "cuda":
+        what = f"{ours} is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
+        raise NibbleError(ExitCode.CONFIG, what, "a GPU target", off)
+    if (backend := args.get(f"--{part}-backend", "auto")) != "auto":
+        what = f"{ours} and --{part}-backend {backend} ask for two kernels"
+        raise NibbleError(ExitCode.CONFIG, what, "one of them", off)
+    if checkpoint is None:
+        return
+    scheme = checkpoint.scheme
+    if not (scheme.is_nvfp4 or (part == "linear" and scheme.vllm_quantization == "quartet2")):
+        what = f"{ours} is for NVFP4 checkpoints, and {checkpoint.id} is {scheme.name}"
+        raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", off)
+    if part == "moe" and not checkpoint.num_experts:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{ours} is for experts, and {checkpoint.id} has none",
+            "a mixture of experts",
+            off,
+        )
+    is_weight_only = (
+        asked(args).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
+    )
+    if target.features.has_fp4_mma and not is_weight_only:
+        what = (
+            f"{ours} leaves activations in BF16, and {checkpoint.id} has them in FP4 on"
+            f" {target.name}"
+        )
+        action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {off}"
+        raise NibbleError(ExitCode.CONFIG, what, "activations in BF16", action)
+
+
+def with_served_activations(
+    checkpoint: Checkpoint | None, args: Mapping[str, Any]
+) -> Checkpoint | None:
+    """The checkpoint with the activations it is served with: what is known about W4A4 kernels is
+    then about W4A16.
+    """
+    if checkpoint is None or asked(args).get("nvfp4_activations") != "bf16":
+        return checkpoint
+    scheme = checkpoint.scheme
+    served = dict.fromkeys(
+        "bf16" if kind == "fp4" else kind for kind in scheme.activations.split("+")
+    )
+    return replace(checkpoint, scheme=replace(scheme, activations="+".join(served)))
+
+
+def _head_problem(checkpoint: Checkpoint) -> str:
+    """Why it cannot, or nothing."""
+    heads = [name for name in checkpoint.tensors if name.split(".")[-2:-1] == ["lm_head"]]
+    stored = next(
+        (
+            checkpoint.tensors[name].dtype
+            for name in heads
+            if name.endswith((".weight", ".weight_packed"))
+        ),
+        None,
+    )
+    if is_tied(checkpoint) or (checkpoint.tensors and stored is None):
+        return (
+            "it is the embedding (tie_word_embeddings)"
+            if is_tied(checkpoint)
+            else "it has none of its own"
+        )
+    if stored is not None and stored not in ("BF16", "F16", "F32"):
+        return f"it is quantized already ({stored})"
+    if checkpoint.hidden_size is not None and checkpoint.hidden_size % GROUP_SIZE:
+        return f"its hidden size {checkpoint.hidden_size} is no multiple of {GROUP_SIZE}"
+    return ""
+
+
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """Whether embedding and output head are one weight, by config.json: the text model's key
+    counts before the outer one.
+    """
+    for config in (checkpoint.text_config, checkpoint.config):
+        if isinstance(found := config.get("tie_word_embeddings"), bool):
+            return found
+    return False

@@ -1,0 +1,160 @@
+"""Where the ranks of one model run: in this machine, on several through Ray, or on several
+without. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan.cluster_ports import MASTER_PORT
+from nibble.settings.options import Settings
+
+Mode = Literal["machine", "mp", "ray"]
+BACKEND = "--distributed-executor-backend"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks there are and where.
+
+    `ranks` counts all of them (tensor x pipeline x data parallel), `ranks_here` those of this
+    machine (for Ray, which places them itself, as many as GPUs are here). `nodes` is known without
+    Ray only. `reason` says why `mode` is what it is.
+    """
+
+    mode: Mode
+    ranks: int
+    ranks_here: int
+    nodes: int | None
+    node_rank: int
+    head: str | None
+    reason: str
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether this machine has ranks of the model and no API."""
+        return self.mode == "mp" and self.node_rank > 0
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether other machines are needed."""
+        return self.mode != "machine"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return asdict(self)
+
+
+def sizes(values: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(tensor, pipeline, data) parallel sizes of vLLM's flags."""
+    names = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
+    tensor, pipeline, data = (int(values.get(name) or 1) for name in names)
+    return tensor, pipeline, data
+
+
+def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int | None) -> Topology:
+    """The topology that settings and vLLM's flags ask for; `gpus_here` is None on a CPU, where
+    ranks are processes.
+
+    Raises USAGE for an address or a number that is missing, CONFIG for contradictions.
+    """
+    tensor, pipeline, data = sizes(values)
+    if data < 1:
+        what = f"--data-parallel-size is {data}"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "1 or more", "correct or drop --data-parallel-size"
+        )
+    ranks = tensor * pipeline * data
+    nodes, rank = int(values.get("--nnodes") or 1), int(values.get("--node-rank") or 0)
+    backend = values.get(BACKEND)
+    # vLLM's replicas through Ray would start a cluster of their own here where none is named (vllm
+    # 0.32 v1/engine/utils.py:547).
+    if settings.cluster == "ray" or "ray" in (backend, values.get("--data-parallel-backend")):
+        return _on_ray(settings, ranks, nodes, gpus_here, "asked for")
+    if nodes > 1:
+        return _without_ray(settings, ranks, nodes, rank)
+    if rank:
+        what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is not set"
+        raise NibbleError(
+            ExitCode.USAGE, what, "both", "set NIBBLE_NNODES to the number of machines"
+        )
+    here = tensor * pipeline * replicas_here(values)
+    fits = here <= (1 if gpus_here is None else gpus_here)
+    if settings.head_ip and not fits and "--nnodes" not in values:
+        if settings.cluster == "mp":
+            what = f"NIBBLE_CLUSTER is mp and the {here} ranks do not fit this machine"
+            action = "set it to the number of machines, on all of them"
+            raise NibbleError(ExitCode.USAGE, what, "NIBBLE_NNODES", action)
+        if backend is None:
+            reason = "HEAD_IP is set and the ranks do not fit this machine"
+            return _on_ray(settings, ranks, nodes, gpus_here, reason)
+    reason = (
+        "all ranks are on this machine"
+        if here == ranks
+        else "other replicas are servers of their own"
+    )
+    return Topology("machine", ranks, here, 1, 0, None, reason)
+
+
+def replicas_here(values: Mapping[str, Any]) -> int:
+    """Data parallel replicas that one server's own flags put on its machine (vllm 0.32
+    engine/arg_utils.py:2410-2494).
+    """
+    if "--data-parallel-rank" in values:
+        return 1
+    given = values.get("--data-parallel-size-local") or values.get("--data-parallel-size") or 1
+    return max(1, int(given))  # vLLM allows 0 local ones: an API alone
+
+
+def _on_ray(
+    settings: Settings, ranks: int, nodes: int, gpus_here: int | None, reason: str
+) -> Topology:
+    if nodes > 1:
+        what = "NIBBLE_NNODES is set and the cluster is Ray's"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one of them", "unset NIBBLE_NNODES or set NIBBLE_CLUSTER=mp"
+        )
+    if not settings.head_ip:
+        what = "serving through Ray needs the head's address"
+        raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
+    here = min(ranks, gpus_here) if gpus_here is not None else 1
+    return Topology("ray", ranks, here, None, 0, settings.head_ip, reason)
+
+
+def _without_ray(settings: Settings, ranks: int, nodes: int, rank: int) -> Topology:
+    if not settings.head_ip:
+        what = "several machines without Ray need the address of the one with rank 0"
+        raise NibbleError(
+            ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to the same address on all of them"
+        )
+    if rank >= nodes:
+        what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is {nodes}"
+        raise NibbleError(
+            ExitCode.USAGE, what, f"a rank from 0 to {nodes - 1}", "correct NIBBLE_NODE_RANK"
+        )
+    if ranks % nodes:
+        what = f"{ranks} ranks cannot be divided over {nodes} machines"
+        action = "change TENSOR_PARALLEL_SIZE, NIBBLE_PIPELINE_PARALLEL_SIZE or NIBBLE_NNODES"
+        raise NibbleError(ExitCode.CONFIG, what, f"a multiple of {nodes}", action)
+    return Topology(
+        "mp", ranks, ranks // nodes, nodes, rank, settings.head_ip, f"NIBBLE_NNODES is {nodes}"
+    )
+
+
+def topology_flags(topology: Topology) -> dict[str, tuple[Any, str]]:
+    """vLLM's flags for `topology`: name -> (value, why)."""
+    if topology.mode == "ray":
+        return {BACKEND: ("ray", topology.reason)}
+    if topology.mode == "machine":
+        return {}
+    flags: dict[str, tuple[Any, str]] = {
+        BACKEND: ("mp", "vLLM's own way over several machines"),
+        "--master-addr": (topology.head, "HEAD_IP: the machine of rank 0"),
+        "--master-port": (MASTER_PORT, "fixed, so that a firewall can name it"),
+    }
+    if topology.is_headless:
+        flags["--headless"] = (True, f"rank {topology.node_rank} has no API")
+    return flags

@@ -1,0 +1,208 @@
+"""What cannot work, found before anything starts: pure functions from the ingredients of a plan
+to one error.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.hardware import Hardware
+from nibble.machine.targets import Target
+from nibble.plan.topology import Topology
+from nibble.recipes.recipe import ResolvedRecipe
+from nibble.settings.options import Settings, token_count
+
+# vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR
+# #38479 (GSM8K, 200 questions, Qwen3-4B, 0.900 with a BF16 cache). Their numbers, not measured
+# here.
+TURBOQUANT_COST: Mapping[str, str] = {
+    "turboquant_k8v4": "perplexity +1.17 %, GSM8K 0.90 -> 0.86, cache 2.6x smaller",
+    "turboquant_4bit_nc": "perplexity +2.71 %, GSM8K 0.90 -> 0.84, cache 3.8x smaller",
+    "turboquant_k3v4_nc": "perplexity +10.63 %, GSM8K 0.90 -> 0.78, cache 4.3x smaller",
+    "turboquant_3bit_nc": "perplexity +20.59 %, GSM8K 0.90 -> 0.72, cache 4.9x smaller",
+}
+
+
+RUST_FRONTEND = (  # vllm 0.32 entrypoints/cli/serve.py:65; it takes no --middleware
+    "VLLM_USE_RUST_FRONTEND"
+)
+
+
+def check_request(settings: Settings) -> None:
+    """What the settings alone rule out."""
+    if settings.cute_wo_split != 1:
+        what = (
+            f"CUTE_WO_SPLIT={settings.cute_wo_split} needs the CuTe attention kernel with a split"
+            " output projection"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "CUTE_WO_SPLIT=1 until nibble ships that kernel",
+            "unset CUTE_WO_SPLIT",
+        )
+    if settings.tq is not None and settings.tq not in TURBOQUANT_COST:
+        what = f"there is no TurboQuant preset {settings.tq!r}"
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "one of " + ", ".join(TURBOQUANT_COST),
+            "correct --tq or NIBBLE_TQ",
+        )
+    if settings.port == settings.control_port:
+        what = f"PORT and NIBBLE_CONTROL_PORT are both {settings.port}"
+        raise NibbleError(ExitCode.CONFIG, what, "two different ports", "change one of them")
+
+
+def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
+    """A model that is known not to run on this target."""
+    if recipe is not None and recipe.status == "unsupported":
+        reason = ("; ".join(recipe.notes) or recipe.evidence).strip().rstrip(".")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{recipe.id} is not supported on {target.name}: {reason}",
+            "",
+            "see `nibble recipes show`",
+        )
+
+
+def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
+    """What checkpoint and target rule out together."""
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, args)
+        _check_context(checkpoint, args.get("--max-model-len"))
+    _check_turboquant(checkpoint, target, str(args.get("--kv-cache-dtype", "")))
+    _check_remote_code(checkpoint, args)
+
+
+def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
+    """What a checkpoint rules out by itself, on every target."""
+    scheme = checkpoint.scheme
+    if scheme.unsupported_reason:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}",
+            "",
+            "choose another quantization of this model",
+        )
+    with_draft = drafts_from_itself(args.get("--speculative-config"))
+    for problem in checkpoint.problems:
+        if with_draft or not problem.is_draft:
+            raise problem.error(checkpoint.where)
+
+
+def drafts_from_itself(speculative_config: Any) -> bool:
+    """Whether --speculative-config makes the checkpoint's own MTP layers the draft."""
+    config = speculative_config if isinstance(speculative_config, Mapping) else {}
+    return "mtp" in str(config.get("method")) and "model" not in config
+
+
+def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
+    limit, tokens = checkpoint.max_model_len, token_count(asked)
+    if limit is not None and tokens is not None and tokens > limit:
+        what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
+        raise NibbleError(
+            ExitCode.CONFIG, what, f"at most {limit}", "lower MAX_MODEL_LEN or --max-model-len"
+        )
+
+
+def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dtype: str) -> None:
+    if not kv_cache_dtype.startswith("turboquant_"):
+        return
+    where = None
+    if target.device == "cpu":
+        where = "on the CPU"
+    elif checkpoint is not None and any(layer.kind == "mla" for layer in checkpoint.layers or ()):
+        where = f"with multi-head latent attention ({checkpoint.id})"
+    if where:
+        what = f"the KV cache dtype {kv_cache_dtype} does not work {where}"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a GPU and ordinary attention", "drop --tq or --kv-cache-dtype"
+        )
+
+
+def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> None:
+    if args.get("--trust-remote-code") is not True or (
+        checkpoint is not None and checkpoint.is_local
+    ):
+        return
+    if not re.fullmatch(r"[0-9a-f]{40}", str(args.get("--revision", ""))):
+        what = (
+            "--trust-remote-code runs code from the model's repository, and its revision is not"
+            " pinned"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "a revision of 40 hex digits",
+            "set NIBBLE_REVISION to the commit you have read",
+        )
+
+
+def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology) -> None:
+    """What leaves no HTTP API behind nibble's gate; vLLM's other servers let in everybody,
+    before ready and without a key.
+    """
+    other = next((name for name in ("--grpc", "--headless") if args.get(name) is True), "")
+    servers = args.get("--api-server-count")
+    if environ.get(RUST_FRONTEND, "0").strip() not in ("", "0"):
+        what, action = f"{RUST_FRONTEND} serves without nibble's gate", f"unset {RUST_FRONTEND}"
+    elif other == "--grpc":
+        what, action = "--grpc serves another API, without nibble's gate", "drop --grpc"
+    elif (other or (servers is not None and int(servers) < 1)) and not topology.is_headless:
+        what = f"{other or f'--api-server-count {servers}'} starts engines without an API"
+        action = (
+            "drop it; for a rank on another machine set NIBBLE_NNODES and NIBBLE_NODE_RANK"
+            " (docs/cluster.md)"
+        )
+    elif str(args.get("--ssl-cert-reqs")) == str(ssl.CERT_REQUIRED.value):
+        what = (
+            "--ssl-cert-reqs 2 lets nobody in without a certificate of their own, nibble's own"
+            " requests neither"
+        )
+        action = "drop it, and ask for certificates in a proxy in front"
+    else:
+        return
+    raise NibbleError(ExitCode.CONFIG, what, "vLLM's HTTP API", action)
+
+
+def _divisors(heads: int) -> str:
+    """The tensor parallel sizes for so many heads, in words: those of one machine, which has 16
+    GPUs at most.
+    """
+    *rest, last = [str(size) for size in range(1, min(heads, 16) + 1) if heads % size == 0]
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def check_parallel(
+    checkpoint: Checkpoint | None,
+    hardware: Hardware,
+    target: Target,
+    tensor_parallel: int,
+    topology: Topology,
+) -> None:
+    """Tensor parallel size against the heads of the model, ranks against the GPUs of the
+    machine.
+    """
+    heads = checkpoint.num_attention_heads if checkpoint else None
+    if heads and heads % tensor_parallel:
+        what = (
+            f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of"
+            f" {checkpoint.id if checkpoint else ''}"
+        )
+        raise NibbleError(ExitCode.CONFIG, what, _divisors(heads), "change TENSOR_PARALLEL_SIZE")
+    wanted = topology.ranks_here
+    if target.device == "cuda" and wanted > len(hardware.gpus):
+        what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what,
+            "at most the GPUs of this machine",
+            "lower TENSOR_PARALLEL_SIZE or --data-parallel-size, or serve on several machines"
+            " (docs/cluster.md)",
+        )

@@ -1,0 +1,409 @@
+"""`nibble recipes lint`: every name and value of every recipe and every known risk against the
+installed vLLM.
+
+A recipe is data written by people for one vLLM version; vLLM drops variables and flags without
+notice (a dead VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds
+what would be refused or ignored, and `lint(live=True)` asks the installed vLLM itself, whose own
+parser also reads every command line a recipe leads to.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nibble.engine.flags import OWNED, write_flag
+from nibble.engine.schema import Schema, closest, drift, live_schema, load_schema
+from nibble.errors import NibbleError
+from nibble.machine.targets import TARGET_NAMES
+from nibble.recipes.recipe import (
+    STATUSES,
+    Problem,
+    Recipe,
+    ResolvedRecipe,
+    Section,
+    canonical,
+    load_recipe,
+    read_toml,
+    resolve,
+    shape_problems,
+)
+from nibble.recipes.rules import Rule, Situation, applying, hits, in_effect, load_rules
+from nibble.settings.environment import DEAD_VARIABLES
+
+# Set by nibble at run time, never by a recipe: what vllm_args.OWNED lists, and the shape of a
+# cluster.
+OWNED_BY_NIBBLE = frozenset(OWNED) | {
+    "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+    "--tokenizer-revision", "--code-revision", "--fail-on-environ-validation",
+    "--ssl-keyfile", "--ssl-certfile", "--grpc", "--grpc-port",
+}  # fmt: skip
+# Names that are other projects' own, so that nobody here can say whether they exist.
+ECOSYSTEM_PREFIXES = (
+    "NCCL_", "HF_", "PYTORCH_", "TORCH_", "CUDA_", "CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_",
+    "OMP_", "RAY_", "TRITON_", "UCX_", "GLOO_", "SAFETENSORS_", "TOKENIZERS_", "CUBLAS_",
+)  # fmt: skip
+# Load formats whose package is not in nibble's image (vllm 0.32 names them, and fails at load
+# without it).
+MISSING_PACKAGES: Mapping[str, str] = {
+    "fastsafetensors": "fastsafetensors",
+    "instanttensor": "instanttensor",
+    "runai_streamer": "runai-model-streamer",
+    "tensorizer": "tensorizer",
+}
+_HEX40 = re.compile(r"[0-9a-f]{40}")
+_PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
+
+
+def lint(
+    root: Path, ids: Sequence[str] = (), live: bool = True, python: str = sys.executable
+) -> list[Problem]:
+    """Problems of the named recipes (ids or paths), or of all; empty when clean. `root` holds
+    recipes/ and benchmarks/.
+
+    live: check against the vLLM that `python` imports (and report where it differs from the
+    snapshot) instead of the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
+    """
+    files = _files(root, ids)
+    if not live:
+        schema = load_schema()
+        found = [] if ids else lint_rules(root, schema)
+        return found + [p for file in files for p in lint_file(file, root, schema)]
+    argvs = _command_lines(files, root)
+    schema, refusals = live_schema(python, [argv for _, _, argv in argvs])
+    problems = [
+        Problem("nibble/engine/schema.json", "", difference)
+        for difference in drift(load_schema(), schema)
+    ]
+    problems += [] if ids else lint_rules(root, schema)
+    problems += [p for file in files for p in lint_file(file, root, schema)]
+    told = {p.file for p in problems}
+    # Where a rule above already names the mistake, the parser's long answer adds nothing.
+    for (file, where, _), refusal in zip(argvs, refusals, strict=True):
+        if refusal and file not in told:
+            problems.append(
+                Problem(file, where, f"vLLM's own parser refuses the command: {refusal}")
+            )
+    return problems
+
+
+def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
+    """Problems of one recipe file."""
+    file = path.relative_to(root).as_posix()
+    try:
+        data = read_toml(path)
+    except NibbleError as error:
+        return [Problem(file, "", error.what)]
+    shape = list(shape_problems(data, file))
+    if shape:
+        return shape  # the rest reads what has the wrong shape
+    model_id = path.relative_to(root / "recipes").with_suffix("").as_posix()
+    recipe = load_recipe(model_id, root)
+    if recipe is None:
+        return [
+            Problem(
+                file,
+                "",
+                f"the path is no Hugging Face id ({model_id!r}): recipes/<org>/<repo>.toml",
+            )
+        ]
+    problems = [*_model_problems(recipe, data["model"], schema), *_layer_problems(recipe, schema)]
+    for name, section in recipe.targets.items():
+        problems += _target_problems(name, section, root)
+    problems += _resolved_problems(recipe)
+    problems += _risky_values(recipe, _rules(root))
+    return [Problem(file, key, message, hint) for key, message, hint in problems]
+
+
+def lint_rules(root: Path, schema: Schema) -> list[Problem]:
+    """Problems of rules/backends.toml; none where the folder has no rules."""
+    file = "rules/backends.toml"
+    try:
+        rules = _rules(root)
+    except NibbleError as error:
+        return [Problem(file, "", error.what)]
+    found = ((rule.id, finding) for rule in rules for finding in _rule_problems(rule, schema))
+    return [Problem(file, f"{id}.{key}", message, hint) for id, (key, message, hint) in found]
+
+
+def _rules(root: Path) -> tuple[Rule, ...]:
+    return load_rules(root) if (root / "rules").is_dir() else ()
+
+
+Finding = tuple[str, str, str]  # key path, message, suggestion
+
+
+def _rule_problems(rule: Rule, schema: Schema) -> Iterator[Finding]:
+    values = [("force", name, [value]) for name, value in rule.force.items()]
+    values += [("forbid", name, [*many]) for name, many in rule.forbid.items()]
+    values += [("warn", name, [*many]) for name, many in rule.warn.items()]
+    for verb, name, wanted in values:
+        for value in wanted:
+            yield from _flag_problems(f"{verb}.{name}", name, value, schema)
+    for name in rule.env:
+        yield from _env_problems(f"env.{name}", name, schema)
+    for name in rule.when.targets:
+        if name not in TARGET_NAMES:
+            yield "when.targets", f"there is no target {name!r}", closest(name, TARGET_NAMES)
+    if not values and not rule.env:
+        yield "when", "nothing follows: give it force, forbid, warn or env", ""
+    if not rule.reason or not rule.reference:
+        yield "reason", "a rule says why, and where that is known from", ""
+
+
+def _risky_values(recipe: Recipe, rules: Sequence[Rule]) -> Iterator[Finding]:
+    """Values a rule refuses or overrides; what a checkpoint alone would tell counts as so."""
+    for where, resolved in resolutions(recipe):
+        size = resolved.args.get("--tensor-parallel-size")
+        ranks = size if isinstance(size, int) else 1
+        situation = Situation(
+            resolved.target, recipe.id, tensor_parallel=ranks, quantization=recipe.scheme
+        )
+        for rule in applying(rules, situation):
+            for flag, value in hits(rule.forbid, resolved.args, recipe.scheme):
+                yield (
+                    f"{where}args.{flag[2:]}",
+                    f"{value} is refused by the rule {rule.id}: {rule.reason}",
+                    "",
+                )
+            for name, value in rule.force.items():
+                found = in_effect(f"--{name}", resolved.args)
+                if found not in ("auto", value) and rule.beats_recipe(resolved.status):
+                    message = f"{found} is replaced by the rule {rule.id}: {rule.reason}"
+                    yield f"{where}args.{name}", message, str(value)
+
+
+def _model_problems(recipe: Recipe, model: Mapping[str, Any], schema: Schema) -> Iterator[Finding]:
+    if model["id"] != recipe.id:
+        yield "model.id", f"is {model['id']!r}, but the path says {recipe.id!r}", ""
+    if recipe.revision and not _HEX40.fullmatch(recipe.revision):
+        yield (
+            "model.revision",
+            f"{recipe.revision!r} is no commit of 40 hex digits (or leave it empty)",
+            "",
+        )
+    if not recipe.source:
+        yield "model.source", "is missing: a recipe carries only facts with a source", ""
+    schemes = [*_choices(schema, "--quantization"), "bf16"]
+    if recipe.scheme and recipe.scheme not in schemes:
+        yield (
+            "model.scheme",
+            f"{recipe.scheme!r} is no quantization of vLLM",
+            closest(recipe.scheme, schemes),
+        )
+
+
+def _choices(schema: Schema, flag: str) -> tuple[str, ...]:
+    spec = schema.flag(flag)
+    return spec.choices if spec else ()
+
+
+def _layers(recipe: Recipe) -> Iterator[tuple[str, Section]]:
+    """Every part of a file that has args and env, with its key path."""
+    yield "", Section(args=recipe.args, env=recipe.env)
+    for name, section in recipe.targets.items():
+        yield f"target.{name}.", section
+        for index, variant in enumerate(section.variants):
+            yield f"target.{name}.variants[{index}].", variant
+
+
+def _layer_problems(recipe: Recipe, schema: Schema) -> Iterator[Finding]:
+    for where, layer in _layers(recipe):
+        for flag, value in layer.args.items():
+            yield from _flag_problems(f"{where}args.{flag}", flag, value, schema)
+        for name in layer.env:
+            yield from _env_problems(f"{where}env.{name}", name, schema)
+        for kind, kernel in layer.expected.items():
+            yield from _kernel_problems(f"{where}expected.{kind}", kind, kernel, schema)
+
+
+def _flag_problems(key: str, flag: str, value: Any, schema: Schema) -> Iterator[Finding]:
+    name = canonical(flag)
+    spec = schema.flag(name)
+    if name in OWNED_BY_NIBBLE:
+        yield key, f"{name} is set by nibble itself and belongs in no recipe", OWNED.get(name, "")
+    elif spec is None:
+        yield key, f"vLLM {schema.version} has no flag {name}", schema.suggest(name)
+    elif spec.name != name:
+        yield key, f"{name} is not the long name of the flag", spec.name.removeprefix("--")
+    elif isinstance(value, dict):
+        yield from ((key, problem, "") for problem in schema.check_json(name, value))
+    elif problem := schema.check_value(name, value):
+        yield key, problem, ""
+    elif name == "--load-format" and value in MISSING_PACKAGES:
+        yield (
+            key,
+            (
+                f"load format {value} needs the package {MISSING_PACKAGES[value]}, which the image"
+                " lacks"
+            ),
+            "auto",
+        )
+
+
+def _env_problems(key: str, name: str, schema: Schema) -> Iterator[Finding]:
+    if name in DEAD_VARIABLES:
+        flags = DEAD_VARIABLES[name].flags("1") or {}
+        yield (
+            key,
+            f"{name} is a dead variable: vLLM {schema.version} does not read it",
+            " ".join(flags),
+        )
+    elif name.startswith("VLLM_"):
+        if not schema.env_exists(name):
+            yield key, f"vLLM {schema.version} has no variable {name}", closest(name, schema.envs)
+    elif not name.startswith(ECOSYSTEM_PREFIXES):
+        prefixes = ", ".join(ECOSYSTEM_PREFIXES)
+        yield (
+            key,
+            f"{name} is neither vLLM's variable nor has a known prefix ({prefixes})",
+            closest(name, schema.envs),
+        )
+
+
+def _kernel_problems(key: str, kind: str, kernel: str, schema: Schema) -> Iterator[Finding]:
+    known = {
+        "moe": schema.moe_kernels,
+        "linear": schema.linear_kernels,
+        "attention": schema.attention_backends,
+    }[kind]
+    if kernel not in known:
+        yield (
+            key,
+            f"vLLM {schema.version} logs no {kind} kernel called {kernel!r}",
+            closest(kernel, known),
+        )
+
+
+def _target_problems(name: str, section: Section, root: Path) -> Iterator[Finding]:
+    where = f"target.{name}"
+    if name not in TARGET_NAMES:
+        yield where, f"there is no target {name!r}", closest(name, TARGET_NAMES)
+    if not section.status:
+        yield f"{where}.status", f"is missing; one of {', '.join(STATUSES)}", ""
+    if not section.evidence:
+        yield f"{where}.evidence", "is missing: a target section says where its facts are from", ""
+    for at, part in [
+        (where, section),
+        *((f"{where}.variants[{i}]", v) for i, v in enumerate(section.variants)),
+    ]:
+        if part.status and part.status not in STATUSES:
+            yield (
+                f"{at}.status",
+                f"{part.status!r} is none of {', '.join(STATUSES)}",
+                closest(part.status, STATUSES),
+            )
+        if part.status == "verified" and not _is_result(part.evidence, root):
+            yield (
+                f"{at}.evidence",
+                "verified needs the path of an existing file under benchmarks/results",
+                "",
+            )
+    yield from _variant_problems(where, section.variants)
+
+
+def _is_result(evidence: str, root: Path) -> bool:
+    paths = re.findall(r"benchmarks/results/[\w./-]+", evidence)
+    return any((root / path.rstrip(".")).is_file() for path in paths)
+
+
+def _variant_problems(where: str, variants: Sequence[Section]) -> Iterator[Finding]:
+    seen: set[tuple[str, int | None]] = set()
+    for index, variant in enumerate(variants):
+        keys = (variant.gpu.lower(), variant.gpus)
+        if keys == ("", None):
+            yield f"{where}.variants[{index}]", "matches everything; give it gpu or gpus", ""
+        elif keys in seen:
+            yield f"{where}.variants[{index}]", "has the same gpu and gpus as another variant", ""
+        seen.add(keys)
+
+
+def _resolved_problems(recipe: Recipe) -> Iterator[Finding]:
+    """Rules about what a machine would really get: after all layers are laid on each other."""
+    for where, resolved in resolutions(recipe):
+        if resolved.args.get("--trust-remote-code") and not _HEX40.fullmatch(recipe.revision):
+            yield (
+                f"{where}args.trust-remote-code",
+                "without model.revision (40 hex digits) any later code would run",
+                "",
+            )
+        draft = _speculative(resolved).get("model", "")
+        if draft and draft != recipe.draft:
+            yield (
+                f"{where}args.speculative-config",
+                f"names the draft {draft!r}, model.draft is {recipe.draft!r}",
+                draft,
+            )
+        processes = _processes(resolved)
+        if resolved.status != "unknown" and processes > 1 and processes != resolved.gpus:
+            yield (
+                f"{where}gpus",
+                f"is {resolved.gpus}, but the flags use {processes} GPUs",
+                str(processes),
+            )
+
+
+def _processes(resolved: ResolvedRecipe) -> int:
+    """How many GPUs the flags ask for; a size that is no number counts once (`_flag_problems`
+    tells).
+    """
+    sizes = [resolved.args.get(flag, 1) for flag in _PARALLEL]
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
+def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
+    value = resolved.args.get("--speculative-config", {})
+    return value if isinstance(value, Mapping) else {}
+
+
+def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
+    """Everything the recipe can come to: each target on its evidence's machine, each variant on
+    its own.
+    """
+    for name, section in recipe.targets.items():
+        yield (
+            f"target.{name}.",
+            resolve(recipe, name, section.gpus, [section.gpu] if section.gpu else []),
+        )
+        for index, variant in enumerate(section.variants):
+            gpu = variant.gpu or section.gpu
+            count = variant.gpus if variant.gpus is not None else section.gpus
+            yield (
+                f"target.{name}.variants[{index}].",
+                resolve(recipe, name, count, [gpu] if gpu else []),
+            )
+    if not recipe.targets:
+        yield "", resolve(recipe, "")
+
+
+def _files(root: Path, names: Iterable[str]) -> list[Path]:
+    """The recipe files of ids or of paths (`recipes/org/repo.toml`); all files where none is
+    named.
+    """
+    folder = root / "recipes"
+    ids = [re.sub(r"^(.*/)?recipes/|\.toml$", "", name) for name in names]
+    return [folder / f"{name}.toml" for name in ids] or sorted(folder.glob("**/*.toml"))
+
+
+def _command_lines(files: Iterable[Path], root: Path) -> list[tuple[str, str, list[str]]]:
+    """(file, key path, argv of `vllm serve`) of every resolution of the recipes whose shape is
+    right.
+    """
+    lines = []
+    for path in files:
+        file = path.relative_to(root).as_posix()
+        model_id = path.relative_to(root / "recipes").with_suffix("").as_posix()
+        try:
+            recipe = load_recipe(model_id, root)
+        except NibbleError:
+            continue  # lint_file tells
+        for where, resolved in resolutions(recipe) if recipe else ():
+            words = [
+                word for flag, value in resolved.args.items() for word in write_flag(flag, value)
+            ]
+            lines.append((file, where.rstrip("."), [model_id, *words]))
+    return lines

@@ -1,0 +1,403 @@
+"""Recipes: what is known, with its source, about serving one model on one target with so many GPUs.
+
+A recipe is `recipes/<hf_org>/<hf_repo>.toml`; its path is the Hugging Face id. `[args]` and `[env]`
+hold what belongs to the model everywhere (parsers, mostly), `[target.NAME]` what was reported for a
+target, and `[[target.NAME.variants]]` what differs for a number or a kind of GPU. A target without
+a section is unknown. `nibble recipes lint` (lint.py) checks names and values against the installed
+vLLM; this module checks the shape.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nibble.engine.flags import merge
+from nibble.errors import ExitCode, NibbleError
+
+STATUSES = ("verified", "reported", "unsupported")
+EXPECTED_KEYS = ("moe", "linear", "attention")
+
+# key -> types of its value; the whole vocabulary of a recipe file.
+MODEL_KEYS: Mapping[str, tuple[type, ...]] = {
+    "id": (str,),
+    "revision": (str,),  # 40 hex digits, or "" for: resolve, print, suggest pinning
+    # vLLM's quantization name (modelopt_fp4, compressed-tensors, mxfp4, ...); "" where no source says  # noqa: E501
+    "scheme": (str,),
+    "min_memory_gb": (int, float),  # GB of all GPUs together, as the source reports it
+    "download_bytes": (int,),
+    "draft": (str,),  # id of the draft model that speculative-config names
+    "note": (str,),
+    "source": (str, list),
+}
+SECTION_KEYS: Mapping[str, tuple[type, ...]] = {
+    "status": (str,),
+    "evidence": (str,),
+    "note": (str,),
+    "gpu": (str,),  # part of the NVML name the evidence is for
+    "gpus": (int,),  # how many GPUs the evidence is for
+    "args": (dict,),
+    "env": (dict,),
+    "expected": (dict,),
+    "min_acceptance": (
+        int,
+        float,
+    ),  # share of drafted tokens that has to be accepted before the server is ready
+    "remove": (list,),  # inherited flags or variables to drop
+    "variants": (list,),
+}
+VARIANT_KEYS = {key: types for key, types in SECTION_KEYS.items() if key != "variants"}
+TOP_KEYS: Mapping[str, tuple[type, ...]] = {
+    "model": (dict,),
+    "args": (dict,),
+    "env": (dict,),
+    "target": (dict,),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong in a recipe file: where (`target.gb10.args.moe-backend`), what, and what to
+    write instead.
+    """
+
+    file: str
+    key: str
+    message: str
+    suggestion: str = ""
+
+    def line(self) -> str:
+        hint = f"; did you mean {self.suggestion}?" if self.suggestion else ""
+        return (
+            f"{self.file}: {self.key}: {self.message}{hint}"
+            if self.key
+            else f"{self.file}: {self.message}{hint}"
+        )
+
+
+@dataclass(frozen=True)
+class Section:
+    """`[target.NAME]` or one of its variants. An empty status or evidence is inherited by a
+    variant.
+    """
+
+    status: str = ""
+    evidence: str = ""
+    note: str = ""
+    gpu: str = ""
+    gpus: int | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, str] = field(default_factory=dict)
+    min_acceptance: float | None = None
+    remove: tuple[str, ...] = ()
+    variants: tuple[Section, ...] = ()
+
+    @property
+    def specificity(self) -> int:
+        """The kind of GPU says more than their number; both together say most."""
+        return 2 * bool(self.gpu) + (self.gpus is not None)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe file. `args` are long vLLM flags without dashes; tables are JSON-valued flags."""
+
+    id: str
+    path: Path
+    revision: str = ""
+    scheme: str = ""
+    min_memory_gb: float | None = None
+    download_bytes: int | None = None
+    draft: str = ""
+    note: str = ""
+    source: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    targets: Mapping[str, Section] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe for one target and machine. `args` has canonical names (`--max-model-len`);
+    `origins` says per flag and variable which part of the file it is from. `gpus` is the number the
+    evidence is for, None where no source says. status "unknown": nothing is reported for this
+    hardware, and only what holds for the model everywhere (`[args]`, `[env]`) is given.
+    """
+
+    id: str
+    target: str
+    status: str
+    evidence: str
+    revision: str
+    gpus: int | None
+    args: Mapping[str, Any]
+    env: Mapping[str, str]
+    expected: Mapping[str, str]
+    origins: Mapping[str, str]
+    notes: tuple[str, ...]
+    min_acceptance: float | None = None
+
+
+def list_recipes(root: Path) -> list[str]:
+    """Ids of all recipes under `root`/recipes, sorted."""
+    folder = root / "recipes"
+    return sorted(
+        path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.toml")
+    )
+
+
+def load_recipe(model_id: str, root: Path) -> Recipe | None:
+    """The recipe of a Hugging Face id, or None. Raises CONFIG where the file is not what this
+    module describes.
+    """
+    path = recipe_path(model_id, root)
+    if path is None or not path.is_file():
+        return None
+    data = read_toml(path)
+    for problem in shape_problems(data, path.relative_to(root).as_posix()):
+        action = (
+            f"did you mean {problem.suggestion}?"
+            if problem.suggestion
+            else "`nibble recipes lint` lists all problems"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG, f"{problem.file}: {problem.key}: {problem.message}", "", action
+        )
+    return _recipe(model_id, path, data)
+
+
+def recipe_path(model_id: str, root: Path) -> Path | None:
+    """Where the recipe of an id would be; None for what is no id (a local path)."""
+    org, _, name = model_id.partition("/")
+    if not org or not name or "/" in name or org.startswith(".") or name.startswith("."):
+        return None
+    return root / "recipes" / org / f"{name}.toml"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML recipe", "correct it"
+        ) from None
+
+
+def _recipe(model_id: str, path: Path, data: Mapping[str, Any]) -> Recipe:
+    model = data["model"]
+    source = model.get("source", ())
+    return Recipe(
+        id=model_id,
+        path=path,
+        revision=model.get("revision", ""),
+        scheme=model.get("scheme", ""),
+        min_memory_gb=model.get("min_memory_gb"),
+        download_bytes=model.get("download_bytes"),
+        draft=model.get("draft", ""),
+        note=model.get("note", ""),
+        source=(source,) if isinstance(source, str) else tuple(source),
+        args=data.get("args", {}),
+        env=data.get("env", {}),
+        targets={name: _section(section) for name, section in data.get("target", {}).items()},
+    )
+
+
+def _section(raw: Mapping[str, Any]) -> Section:
+    plain = {key: value for key, value in raw.items() if key not in ("remove", "variants")}
+    variants = tuple(_section(variant) for variant in raw.get("variants", ()))
+    return Section(**plain, remove=tuple(raw.get("remove", ())), variants=variants)
+
+
+# --- shape
+# --------------------------------------------------------------------------------------------------
+
+
+def shape_problems(data: Mapping[str, Any], file: str) -> Iterator[Problem]:
+    """Unknown keys and values of a wrong type, wherever they stand in the file."""
+    yield from _keys(data, TOP_KEYS, file, "")
+    if not isinstance(data.get("model"), dict):
+        yield Problem(file, "model", "the table is missing")
+        return
+    yield from _keys(data["model"], MODEL_KEYS, file, "model")
+    if not data["model"].get("id"):
+        yield Problem(file, "model.id", "is missing")
+    yield from _env_types(data.get("env", {}), file, "env")
+    targets = data.get("target", {})
+    for name, section in targets.items() if isinstance(targets, dict) else ():
+        where = f"target.{name}"
+        if not isinstance(section, dict):
+            yield Problem(file, where, "is no table")
+            continue
+        yield from _section_shape(section, SECTION_KEYS, file, where)
+        for index, variant in enumerate(section.get("variants", ())):
+            yield from _section_shape(variant, VARIANT_KEYS, file, f"{where}.variants[{index}]")
+
+
+def _section_shape(
+    section: Any, keys: Mapping[str, tuple[type, ...]], file: str, where: str
+) -> Iterator[Problem]:
+    if not isinstance(section, dict):
+        yield Problem(file, where, "is no table")
+        return
+    yield from _keys(section, keys, file, where)
+    yield from _env_types(section.get("env", {}), file, f"{where}.env")
+    yield from _keys(
+        section.get("expected", {}), dict.fromkeys(EXPECTED_KEYS, (str,)), file, f"{where}.expected"
+    )
+
+
+def _keys(
+    table: Any, known: Mapping[str, tuple[type, ...]], file: str, where: str
+) -> Iterator[Problem]:
+    if not isinstance(table, dict):
+        return  # its own key already told
+    for key, value in table.items():
+        at = f"{where}.{key}" if where else key
+        if key not in known:
+            near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), "")
+            yield Problem(
+                file,
+                at,
+                "unknown key" if near else f"unknown key; known are {', '.join(known)}",
+                near,
+            )
+        elif not isinstance(value, known[key]) or (
+            isinstance(value, bool) and bool not in known[key]
+        ):
+            names = " or ".join(kind.__name__ for kind in known[key])
+            yield Problem(file, at, f"is {type(value).__name__}, not {names}")
+
+
+def _env_types(env: Any, file: str, where: str) -> Iterator[Problem]:
+    for name, value in env.items() if isinstance(env, dict) else ():
+        if not isinstance(value, str):
+            yield Problem(
+                file,
+                f"{where}.{name}",
+                f"is {type(value).__name__}; environment values are strings",
+            )
+
+
+# --- resolution
+# -----------------------------------------------------------------------------------------------
+
+
+def resolve(
+    recipe: Recipe, target: str, gpu_count: int | None = None, gpu_names: Sequence[str] = ()
+) -> ResolvedRecipe:
+    """What the recipe says for this target and these GPUs; without a count and names, for the
+    evidence's own machine.
+
+    Layers, each over the one before: [args], the target's section, then its matching variants, the
+    most specific last. JSON-valued flags merge key by key. `remove` drops inherited names before
+    its own layer is laid on.
+    """
+    layers = [("[args]", Section(args=recipe.args, env=recipe.env))]
+    section = recipe.targets.get(target)
+    notes = [recipe.note] if recipe.note else []
+    if section is None:
+        known = ", ".join(sorted(recipe.targets)) or "none"
+        return _merged(
+            recipe,
+            target,
+            layers,
+            "unknown",
+            [*notes, f"no source reports this model on {target} (known: {known})"],
+        )
+    count = section.gpus if gpu_count is None else gpu_count
+    fitting = (v for v in section.variants if _matches(v, section, count, gpu_names))
+    matching = sorted(fitting, key=lambda v: v.specificity)
+    if (
+        section.status != "unsupported"
+        and not matching
+        and not _covers(section, gpu_count, gpu_names)
+    ):
+        return _merged(recipe, target, layers, "unknown", [*notes, _other_hardware(section)])
+    layers += [(f"[target.{target}]", section)]
+    layers += [(f"[target.{target}] variant {_described(v)}", v) for v in matching]
+    notes += [layer.note for _, layer in layers if layer.note]
+    return _merged(recipe, target, layers, "", notes)
+
+
+def _matches(variant: Section, section: Section, count: int | None, names: Sequence[str]) -> bool:
+    """A variant's own GPU must be here; a GPU it inherits must only not be contradicted."""
+    right_count = variant.gpus is None or variant.gpus == count
+    right_kind = all(_named(variant.gpu or section.gpu, name) for name in names)
+    return right_count and right_kind and (bool(names) or not variant.gpu)
+
+
+def _covers(section: Section, count: int | None, names: Sequence[str]) -> bool:
+    """Whether the section's own evidence is for such a machine; more GPUs than it used do no
+    harm.
+    """
+    enough = section.gpus is None or count is None or count >= section.gpus
+    return enough and (not section.gpu or all(_named(section.gpu, n) for n in names))
+
+
+def _named(part: str, name: str) -> bool:
+    return part.lower() in name.lower()
+
+
+def _described(section: Section) -> str:
+    return " ".join(
+        p for p in (f"{section.gpus}x" if section.gpus is not None else "", section.gpu) if p
+    )
+
+
+def _other_hardware(section: Section) -> str:
+    known = [_described(s) for s in (section, *section.variants) if _described(s)]
+    return (
+        f"reported only for {', '.join(dict.fromkeys(known))}; nothing is known about this machine"
+    )
+
+
+def _merged(
+    recipe: Recipe,
+    target: str,
+    layers: Sequence[tuple[str, Section]],
+    status: str,
+    notes: Sequence[str],
+) -> ResolvedRecipe:
+    args: Mapping[str, Any] = {}
+    env: dict[str, str] = {}
+    expected: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    evidence, gpus, acceptance = "", None, None
+    for origin, layer in layers:
+        for name in layer.remove:
+            args = {flag: value for flag, value in args.items() if flag != canonical(name)}
+            env.pop(name, None)
+        args = merge(args, {canonical(name): value for name, value in layer.args.items()})
+        env |= layer.env
+        expected |= layer.expected
+        origins |= dict.fromkeys([*map(canonical, layer.args), *layer.env], origin)
+        evidence, gpus = layer.evidence or evidence, layer.gpus if layer.gpus is not None else gpus
+        acceptance = layer.min_acceptance if layer.min_acceptance is not None else acceptance
+    found = status or next(
+        (layer.status for _, layer in reversed(layers) if layer.status), "unknown"
+    )
+    kept = {name: origin for name, origin in origins.items() if name in args or name in env}
+    return ResolvedRecipe(
+        recipe.id,
+        target,
+        found,
+        evidence,
+        recipe.revision,
+        gpus,
+        args,
+        env,
+        expected,
+        kept,
+        tuple(notes),
+        acceptance,
+    )
+
+
+def canonical(flag: str) -> str:
+    """`max_model_len` or `max-model-len` as `--max-model-len`."""
+    return "--" + flag.removeprefix("--").replace("_", "-")

@@ -1,0 +1,222 @@
+"""Known risks of vLLM's backends as data: rules/backends.toml, and where each of them applies.
+
+A rule names the machines and models it is for and what follows for a plan: a flag to force, values
+to forbid, values to warn about, variables to set. `precedence.py` and `plan.py` carry that out,
+`rules.py` refuses, `lint.py` holds rules and recipes against each other and against the installed
+vLLM.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, StrictBool, StrictInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nibble.checkpoint import Checkpoint
+from nibble.errors import ExitCode, NibbleError
+
+Words = tuple[str, ...]
+STRICT = ConfigDict(extra="forbid")
+
+# Flags that a key of a JSON-valued flag sets too; vLLM takes the flag itself first, unless it is
+# `auto` (vllm 0.32 engine/arg_utils.py:2757).
+NESTED: Mapping[str, tuple[str, str]] = {
+    "--moe-backend": ("--kernel-config", "moe_backend"),
+    "--linear-backend": ("--kernel-config", "linear_backend"),
+    "--attention-backend": ("--attention-config", "backend"),
+    "--gdn-prefill-backend": ("--additional-config", "gdn_prefill_backend"),
+}
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class Condition:
+    """Where a rule applies: all that is given must hold, and what is unknown before the download
+    counts as so.
+
+    models              parts of the model's id; with `families` they stand in for the family while
+                        that is unknown
+    activations         what some of the quantized layers are multiplied in; an unknown NVFP4
+                        checkpoint is taken for fp4
+    k_multiple          some 4-bit weight that tensor parallelism splits has a K per rank that is no
+                        multiple of this;
+    k_unknown_from_tp   while the shapes are unknown: from this tensor parallel size on
+    """
+
+    targets: Words = ()
+    families: Words = ()
+    models: Words = ()
+    quantization: Words = ()
+    nvfp4: StrictBool | None = None
+    moe: StrictBool | None = None
+    activations: Literal["", "fp4", "fp8", "bf16"] = ""
+    k_multiple: StrictInt = 0
+    k_unknown_from_tp: StrictInt = 0
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class Rule:
+    """One entry of rules/backends.toml; flags are written as vLLM writes them, without dashes."""
+
+    id: str
+    effect: Literal["wrong output", "crash", "no start", "slow start", "unmeasured"]
+    reason: str
+    reference: str
+    when: Condition
+    row: str = ""
+    force: Mapping[str, str | StrictBool] = field(default_factory=dict)
+    forbid: Mapping[str, Words] = field(default_factory=dict)
+    warn: Mapping[str, Words] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """The reason with its source, as notices and errors print it."""
+        return f"{self.reason} ({self.reference})"
+
+    def beats_recipe(self, status: str) -> bool:
+        """Whether a forced value goes above a recipe's own: never above one that nibble has
+        measured.
+        """
+        return self.effect == "wrong output" and status != "verified"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What conditions are held against. `quantization` is vLLM's name for what the checkpoint or
+    a recipe declares.
+    """
+
+    target: str
+    model: str
+    checkpoint: Checkpoint | None = None
+    tensor_parallel: int = 1
+    quantization: str = ""
+
+
+def load_rules(root: Path) -> tuple[Rule, ...]:
+    """The rules of `root`/rules/backends.toml. Raises CONFIG for a file that is not what this
+    module describes.
+    """
+    return parse_rules(root / "rules" / "backends.toml")
+
+
+@cache
+def parse_rules(path: Path) -> tuple[Rule, ...]:
+    """A file of rules; ids are unique."""
+    try:
+        data = tomllib.loads(path.read_text())
+        rules = TypeAdapter(dict[Literal["rule"], list[Rule]]).validate_python(data)["rule"]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path}: {where}: {first['msg']}", "", "correct it"
+        ) from None
+    except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML file of rules", "correct it"
+        ) from None
+    ids = [rule.id for rule in rules]
+    if repeated := {name for name in ids if ids.count(name) > 1}:
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path}: the id {min(repeated)} is given twice", "", "rename one"
+        )
+    return tuple(rules)
+
+
+def accepted_risks(text: str, rules: Iterable[Rule]) -> frozenset[str]:
+    """The ids in NIBBLE_ALLOW_RISK. Raises CONFIG for one that no rule has."""
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    known = sorted(rule.id for rule in rules)
+    if unknown := sorted(names - set(known)):
+        what = f"there is no known risk {unknown[0]!r} to allow"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one of " + ", ".join(known), "correct NIBBLE_ALLOW_RISK"
+        )
+    return names
+
+
+def applying(
+    rules: Iterable[Rule], situation: Situation, without: Collection[str] = ()
+) -> tuple[Rule, ...]:
+    """The rules whose conditions hold, except those named in `without`."""
+    return tuple(rule for rule in rules if rule.id not in without and holds(rule.when, situation))
+
+
+def holds(when: Condition, situation: Situation) -> bool:
+    """Whether all of a condition is so, or not known to be otherwise."""
+    checkpoint = situation.checkpoint
+    found = [
+        not when.targets or situation.target in when.targets,
+        _is_family(when, situation),
+        not when.k_multiple or _unaligned(when, situation),
+    ]
+    if when.nvfp4 is not None:
+        found.append(_is_nvfp4(situation) == when.nvfp4)
+    if when.moe is not None and checkpoint is not None:
+        found.append((checkpoint.num_experts is not None) == when.moe)
+    if when.quantization and situation.quantization:
+        found.append(situation.quantization in when.quantization)
+    if when.activations:
+        known = checkpoint.scheme.activations if checkpoint else "fp4"
+        found.append(when.activations in known.split("+"))
+    return all(found)
+
+
+def _is_family(when: Condition, situation: Situation) -> bool:
+    checkpoint = situation.checkpoint
+    if when.families and checkpoint is not None:
+        return bool(
+            {checkpoint.model_type, checkpoint.text_config.get("model_type")} & set(when.families)
+        )
+    named = any(part.lower() in situation.model.lower() for part in when.models)
+    return named or not (when.families or when.models)
+
+
+def _is_nvfp4(situation: Situation) -> bool:
+    if situation.checkpoint is not None:
+        return situation.checkpoint.scheme.is_nvfp4
+    return situation.quantization == "modelopt_fp4" or "nvfp4" in situation.model.lower()
+
+
+def _unaligned(when: Condition, situation: Situation) -> bool:
+    size = situation.tensor_parallel
+    if situation.checkpoint is None or situation.checkpoint.weights is None:
+        return bool(when.k_unknown_from_tp) and size >= when.k_unknown_from_tp
+    return any(k % (size * when.k_multiple) for k in situation.checkpoint.weights.split_inputs)
+
+
+def in_effect(flag: str, args: Mapping[str, Any], declared_quantization: str = "") -> str:
+    """The value of a flag that vLLM will see, `auto` where nobody says; in vLLM's spelling."""
+    own = _spelled(flag, args.get(flag))
+    if own not in ("", "auto"):
+        return own
+    if flag == "--quantization":
+        return declared_quantization
+    outer, key = NESTED.get(flag, ("", ""))
+    config = args.get(outer)
+    return _spelled(flag, config.get(key) if isinstance(config, Mapping) else None) or "auto"
+
+
+def _spelled(flag: str, value: Any) -> str:
+    """Backends as vLLM compares them, whatever their case and hyphens (vllm 0.32
+    engine/arg_utils.py:1806).
+    """
+    text = "" if value is None else str(value)
+    return text.lower().replace("-", "_") if flag in NESTED else text
+
+
+def hits(
+    values: Mapping[str, Collection[str]], args: Mapping[str, Any], declared_quantization: str = ""
+) -> Iterator[tuple[str, str]]:
+    """(flag, value) for each flag of `values` whose value in effect is among those named."""
+    for name, wanted in values.items():
+        value = in_effect(f"--{name}", args, declared_quantization)
+        if value in {_spelled(f"--{name}", one) for one in wanted}:
+            yield f"--{name}", value

@@ -1,0 +1,126 @@
+"""The control port: /status and /ready on loopback, answered from the first second whatever the
+engine does.
+
+For health checks and people on the same machine. It never leaves 127.0.0.1 and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.serve.json_http import JsonHandler, Server
+
+ADDRESS = "127.0.0.1"
+# A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header
+# gives it away.
+_HOST_NAMES = ("127.0.0.1", "localhost")
+_READ_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not.
+    All run in request threads.
+    """
+
+    status: Callable[[], dict[str, Any]]
+    is_ready: Callable[[], bool]
+    why: Callable[[], str] = str
+
+
+class ControlServer:
+    """Binds at once; answers after `start`. Raises NibbleError(CONFIG) where the port is taken."""
+
+    def __init__(
+        self,
+        port: int,
+        status: Callable[[], dict[str, Any]],
+        is_ready: Callable[[], bool],
+        why: Callable[[], str] = str,
+    ) -> None:
+        try:
+            self._server = _Server((ADDRESS, port), _Handler)
+        except OSError as error:
+            what = f"control port {port} cannot be opened on {ADDRESS} ({error.strerror or error})"
+            raise NibbleError(
+                ExitCode.CONFIG, what, "a free port", "set NIBBLE_CONTROL_PORT to another one"
+            ) from None
+        self.answers = Answers(status, is_ready, why)
+
+    @property
+    def answers(self) -> Answers:
+        """What /status and /ready answer with now. The port stays open while they change."""
+        return self._server.answers
+
+    @answers.setter
+    def answers(self, answers: Answers) -> None:
+        self._server.answers = answers
+
+    @property
+    def port(self) -> int:
+        """The port in use, also where 0 was asked for."""
+        return self._server.server_address[1]
+
+    def start(self) -> None:
+        """Answer in a thread of its own."""
+        self._server.start("control")
+
+    def close(self) -> None:
+        """Stop answering and free the port. Only after `start`."""
+        self._server.stop()
+
+
+class Turn:
+    """A ControlServer that stays open over several runs, for the time of one: `close` gives the
+    answers back to its owner.
+    """
+
+    def __init__(self, server: ControlServer, answers: Answers) -> None:
+        self._server, self._own, self._before = server, answers, server.answers
+
+    def start(self) -> None:
+        """Answer for this run."""
+        self._server.answers = self._own
+
+    def close(self) -> None:
+        """The owner answers again."""
+        self._server.answers = self._before
+
+
+class _Server(Server):
+    answers: Answers
+
+
+class _Handler(JsonHandler):
+    server: _Server
+
+    timeout = _READ_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        self.reply(*self._answer())
+
+    def do_HEAD(self) -> None:
+        self.reply(*self._answer(), with_body=False)
+
+    def _answer(self) -> tuple[int, dict[str, Any]]:
+        if not self._host_is_local():
+            return 403, {"error": "the Host header must be localhost or 127.0.0.1"}
+        path, answers = self.path.partition("?")[0], self.server.answers
+        if path == "/status":
+            return 200, answers.status()
+        if path == "/ready":
+            ready = answers.is_ready()
+            return (
+                (200, {"ready": True})
+                if ready
+                else (503, {"ready": False, "reason": answers.why()})
+            )
+        return 404, {"error": "only /status and /ready are here"}
+
+    def _host_is_local(self) -> bool:
+        name = self.headers.get("Host", "").rpartition(":")
+        host = name[0] if name[1] and name[2].isdigit() else self.headers.get("Host", "")
+        return host.strip().lower() in _HOST_NAMES

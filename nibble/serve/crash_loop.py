@@ -1,0 +1,242 @@
+"""The crash-loop breaker: a plan that failed three times waits before it tries again, and after six
+is not started.
+
+A restart policy would go on for ever, and restarts have brought whole machines down (about 35 of
+them, eugr#257). `judge` is pure. The record is a small file for each plan in nibble's cache, so
+that another model or another setting is not punished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nibble import __version__
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.processes import started_ticks
+from nibble.plan.memory import KV, SOURCE, UTILIZATION
+from nibble.printable import printable
+
+if TYPE_CHECKING:
+    from nibble.plan.plan import Plan
+
+# failures further apart are no loop; a first start of 18 minutes (peers.md 2.3) fits three times
+WINDOW_S = 3600.0
+HOLDS_S = (60.0, 300.0, 900.0)  # after the third, fourth and fifth failure
+FIRST_HELD = 3
+# MODEL here is a load that vLLM ended for it; what is refused before a run never comes here.
+COUNTED = (ExitCode.ENGINE_DIED, ExitCode.MODEL, ExitCode.NO_FIT, ExitCode.CANARY)
+SILENT_END = "the start before ended without a word: the machine was reset or nibble was killed"
+OF_THE_PLACE = ("VLLM_HOST_IP", "VLLM_PORT")  # of a container, whose next one has others
+_KEPT = 20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed start: seconds since 1970, exit code and the line that was shown.
+
+    `process` is set while a start still runs and names it; one that is found there later ended
+    without a word.
+    """
+
+    at_s: float
+    code: int
+    cause: str
+    process: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with the next start: wait `wait_s` (0: go), or nothing at all where
+    `is_tripped`.
+    """
+
+    failures: int
+    wait_s: float
+    is_tripped: bool
+    cause: str
+
+
+def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
+    """Failures oldest first. A record of six holds until somebody removes it; fewer are
+    forgotten after WINDOW_S.
+    """
+    run: list[Failure] = []
+    for failure in failures:
+        if run and failure.at_s - run[-1].at_s > WINDOW_S and len(run) < FIRST_HELD + len(HOLDS_S):
+            run = []
+        run.append(failure)
+    cause = run[-1].cause if run else ""
+    if len(run) >= FIRST_HELD + len(HOLDS_S):
+        return Verdict(len(run), 0.0, True, cause)
+    since_s = max(0.0, now_s - run[-1].at_s) if run else WINDOW_S + 1  # a clock that was set back
+    if len(run) < FIRST_HELD or since_s > WINDOW_S:
+        return Verdict(len(run), 0.0, False, cause)
+    return Verdict(len(run), max(0.0, HOLDS_S[len(run) - FIRST_HELD] - since_s), False, cause)
+
+
+def plan_key(plan: Plan, environ: Mapping[str, str]) -> str:
+    """The same for the same model and settings on the same versions, whatever is free and whichever
+    port is used.
+
+    `environ` is the user's: vLLM's own variables count as settings, and so does what a start may
+    end for.
+    """
+    ours = (SOURCE, "nibble's default")
+    args = {
+        name: str(choice.value)
+        for name, choice in plan.args.items()
+        if name not in ("--host", "--port")
+        and not (name in (KV, UTILIZATION) and choice.source in ours)
+    }
+    env = {name: str(choice.value) for name, choice in plan.env.items()}
+    for name, value in plan.vllm_environ(environ).items():
+        if name.startswith("VLLM_") and name not in OF_THE_PLACE:
+            env[name] = value
+    ours_too = [
+        plan.settings.memory_reserve_gib,
+        plan.settings.kernel_assertion,
+        plan.settings.canary,
+    ]
+    parts: list[Any] = [
+        __version__,
+        plan.target.name,
+        plan.model,
+        plan.revision,
+        args,
+        env,
+        ours_too,
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def this_process() -> str:
+    """Names this process among all starts that may share a cache: boot, host (a container's is
+    its own), pid, start.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{boot} {socket.gethostname()} {os.getpid()} {started_ticks(os.getpid())}"
+
+
+def ended_without_a_word(process: str, me: str) -> bool:
+    """Whether a start that never told its end is surely over: the machine booted since, or here is
+    no such process.
+
+    Of a process on another host (another container) of this boot nothing is known.
+    """
+    boot, host, pid, started = ([*process.split(" "), "", "", "", ""])[:4]
+    my_boot, my_host, *_ = me.split(" ")
+    return boot != my_boot or (host == my_host and started_ticks(pid) != started)
+
+
+class Breaker:
+    """The record of one plan. Where the cache cannot be written it warns once through `say` and
+    never holds.
+    """
+
+    def __init__(self, path: Path, model: str, say: Callable[[str], None]) -> None:
+        self.path, self._model, self._say = path, model, say
+        self._me = this_process()
+        self._can_write = True
+
+    def verdict(self) -> Verdict:
+        """What the failures so far say about a start now."""
+        return judge([one for one in self._others() if not one.process], time.time())
+
+    def begin(self) -> None:
+        """A start begins; a start that never comes back counts as failed."""
+        running = Failure(time.time(), 0, SILENT_END, self._me)
+        self._write([*self._others(), running])
+
+    def end(self, error: NibbleError | None) -> None:
+        """It ended: with `error`, which counts where it is of a counted kind, or in order."""
+        failed = error is not None and error.code in COUNTED
+        others = self._others()
+        if failed and error is not None:
+            others.append(Failure(time.time(), int(error.code), error.what))
+        self._write(others)
+
+    def clear(self) -> None:
+        """A success: nothing is held against this plan any more. Starts that still run somewhere
+        else stay on record.
+        """
+        self._write([one for one in self._others() if one.process])
+
+    def tripped(self, verdict: Verdict) -> NibbleError:
+        """The end of a crash loop."""
+        what = f"{verdict.failures} starts in a row failed, the last with: {verdict.cause}"
+        action = f"mend that and remove {self.path}; with other settings it starts at once"
+        return NibbleError(ExitCode.CRASH_LOOP, what, "", action)
+
+    def _others(self) -> list[Failure]:
+        """The record without this start. Only starts that may still run somewhere else have a
+        `process`.
+
+        A damaged record is dropped.
+        """
+        try:
+            found = [_failure(one) for one in json.loads(self.path.read_text())["failures"]]
+        except OSError:  # none yet, or a cache that cannot be used: writing says so
+            return []
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:  # the last one: nested without end
+            self._say(f"warning: {self.path} is damaged and is dropped ({type(error).__name__})")
+            self._remove()
+            return []
+        others = [one for one in found if one.process != self._me]
+        return [
+            replace(one, process="") if ended_without_a_word(one.process, self._me) else one
+            for one in others
+        ]
+
+    def _write(self, failures: Sequence[Failure]) -> None:
+        if not failures:
+            return self._remove()
+        if not self._can_write:
+            return None
+        text = json.dumps(
+            {"model": self._model, "failures": [asdict(one) for one in failures[-_KEPT:]]}, indent=1
+        )
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with scratch.open("w") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a machine that wedges is one of the reasons for this file
+            scratch.replace(self.path)
+        except OSError as error:
+            self._can_write = False
+            self._say(
+                f"warning: {self.path} cannot be written ({error.strerror}): crash loops are not"
+                " noticed"
+            )
+        return None
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def _failure(entry: Any) -> Failure:
+    return Failure(
+        float(entry["at_s"]),
+        int(entry["code"]),
+        printable(str(entry["cause"])),
+        str(entry["process"]),
+    )

@@ -1,0 +1,129 @@
+"""A stop: wait until vLLM runs no request any more, tell it, wait until it has ended. Signals
+and deaths in between end it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from nibble.engine.log import DrainReader
+from nibble.engine.process import Ended, Event, Stop
+from nibble.errors import ExitCode
+from nibble.machine.processes import signal_name
+from nibble.serve.unread import Unread
+from nibble.settings.options import Settings
+
+# After the last answer; vLLM took 4.5 s on two cores, and 60 s are allowed by compose and units.
+TEARDOWN_S = 10.0
+Next = Callable[[float], Event | None]
+"""The next event, or None after so many seconds without one."""
+_POLL_S = 0.1
+_LONGEST_POLL_S = 1.0
+
+
+def drain(
+    event: Stop,
+    settings: Settings,
+    next_event: Next,
+    in_flight: Callable[[], int | None],
+    terminate: Callable[[], None],
+    log: DrainReader,
+    say: Callable[[str], None],
+) -> ExitCode | Ended:
+    """Let running requests finish, then end vLLM; how it ended where it did so by itself before
+    it was told.
+    """
+    limit_s = settings.drain_seconds
+    say(
+        f"{signal_name(event.signum)}: new requests get 503, running ones may finish for"
+        f" {limit_s} s"
+    )
+    deadline = time.monotonic() + limit_s
+    left = until_none_runs(next_event, in_flight, deadline)
+    if isinstance(left, Ended):
+        return left
+    cut = ""
+    if isinstance(left, Stop):
+        cut = f"{signal_name(left.signum)} again"
+    elif left:
+        cut = f"{left} request(s) still ran after {limit_s} s"
+    else:
+        terminate()
+        unread = Unread(settings.port)
+        end = until_it_ends(next_event, log, deadline + TEARDOWN_S, unread, deadline)
+        cut = _unfinished(end, log, unread.clients(time.monotonic()), limit_s)
+    say(f"ended before the drain was done: {cut}" if cut else "drained and stopped")
+    return ExitCode.TERMINATED if cut else ExitCode.OK
+
+
+def _unfinished(end: Ended | Stop | None, log: DrainReader, clients: str, limit_s: float) -> str:
+    """What was not done when vLLM ended, or was given up; empty where all was."""
+    if isinstance(end, Stop):
+        return f"{signal_name(end.signum)} again"
+    if log.cut:
+        return f"vLLM ended with {log.cut} request(s) unfinished"
+    if end is not None or log.http_is_down:
+        return ""
+    if clients:
+        return f"clients have not read their answers: {clients}"
+    return f"vLLM had not closed its connections {limit_s + TEARDOWN_S:.0f} s after the signal"
+
+
+def until_none_runs(
+    next_event: Next, in_flight: Callable[[], int | None], deadline: float
+) -> int | Ended | Stop:
+    """Until the engines hold no request: 0, or how many at the deadline (monotonic); or what came
+    in between.
+
+    vLLM's own drain covers neither several API processes (each drops its engine connection at
+    SIGTERM, vllm 0.32 launcher.py handle_shutdown) nor requests that come in parts (beam search,
+    tool loops), so the signal goes out when nothing runs any more. Twice zero: a request may be on
+    its way from the API process to the engine. 0 also where /metrics does not answer (None); vLLM's
+    drain is then all there is.
+    """
+    zeros = unknown = count = 0
+    pause_s = _POLL_S
+    while zeros < 2 and unknown < 3:
+        if (now := time.monotonic()) >= deadline:
+            return count
+        event = next_event(min(pause_s, deadline - now))
+        if isinstance(event, Ended | Stop):
+            return event
+        found = in_flight()
+        unknown = unknown + 1 if found is None else 0
+        zeros = zeros + 1 if found == 0 else 0
+        count = found or 0
+        # Longer pauses while requests run: each look is a line in vLLM's access log.
+        pause_s = _POLL_S if zeros else min(pause_s * 1.5, _LONGEST_POLL_S)
+    return 0
+
+
+def until_it_ends(
+    next_event: Next,
+    log: DrainReader,
+    deadline: float,
+    unread: Unread | None = None,
+    unread_until: float = 0.0,
+) -> Ended | Stop | None:
+    """The child's end, another signal, or None at the deadline (or once vLLM gave its own drain
+    up).
+
+    None also from `unread_until` on where all that is left are clients which do not read: vLLM
+    would wait for them.
+    """
+    looked_at = float("-inf")
+    while (left_s := deadline - (now := time.monotonic())) > 0:
+        event = next_event(min(left_s, _POLL_S))
+        if isinstance(event, Ended | Stop):
+            return event
+        # Its engine killed at --shutdown-timeout, vLLM 0.32 waits for the broken streams without
+        # end.
+        if log.gave_up:
+            return None
+        if unread is not None and not log.http_is_down and now - looked_at >= _LONGEST_POLL_S:
+            looked_at = now
+            unread.look(now)
+            if now >= unread_until and unread.clients(now):
+                return None
+    return None

@@ -1,0 +1,99 @@
+"""How an engine's end is told: one line with what happened, why as far as it is known, and what
+to do. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nibble.checkpoint.missing import SHOWN, some_of
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.processes import signal_name
+from nibble.plan.memory import Limits, Step, show_gib
+
+# vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/{whole_load,layers}.py
+_EMPTY = "Following weights were not initialized from checkpoint: "
+_MISFIT = re.compile(
+    r"TensorError: (\S+) \((\w+ of shape \[[\d, ]*\])\) does not fit the model \((.*)"
+)
+_UNSCALED = re.compile(r"ScaleError: (\S+) was not loaded")
+SKIP = """--model-loader-extra-config '{"enable_weights_track": false}'"""
+
+
+def engine_died(
+    phase: str, how: str, cause: str, lost: str, memory_ladder: Sequence[Step] | None
+) -> NibbleError:
+    """vLLM ended by itself.
+
+    `cause` is the last error it logged, `lost` its process that ended first where that was not the
+    API server; `memory_ladder` is given where the kernel's OOM killer struck just before.
+    """
+    if names := _not_loaded(cause):
+        is_cut = _EMPTY in cause and not cause.endswith("}")  # a cause is cut at some length
+        shown = f"{', '.join(names[:SHOWN])} and more" if is_cut else some_of(names)
+        what = f"vLLM ended the load: no tensor of the checkpoint fills {shown}"
+        action = "download the model again"
+        if _EMPTY in cause:
+            action += f"; if it is whole, skip this check with {SKIP}"
+        return NibbleError(ExitCode.MODEL, what, "a whole checkpoint", action)
+    if match := _MISFIT.search(cause):
+        what = f"vLLM ended the load: {match[1]}, {match[2]}, does not fit the model ({match[3]}"
+        action = "download the model again, or correct config.json"
+        return NibbleError(ExitCode.MODEL, what, "the tensors that config.json describes", action)
+    what = f"vLLM ended by itself in phase {phase} ({how})"
+    what += f": {cause}" if cause else ""
+    what += f"; {lost} ended first" if lost else ""
+    if memory_ladder is None:
+        return NibbleError(ExitCode.ENGINE_DIED, what, "", "see the log above")
+    what += "; the kernel's OOM killer struck just then"
+    return NibbleError(ExitCode.ENGINE_DIED, what, "", f"to need less: {steps(memory_ladder)}")
+
+
+def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
+    """The hang watch ended vLLM. `what` did not move, `gpus` is what NVML says."""
+    told = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
+    action = "see the stacks in the log above; NIBBLE_HANG_SECONDS sets how long to wait"
+    return NibbleError(ExitCode.ENGINE_DIED, told, "", action)
+
+
+def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
+    """What a node knows of the end of `process`, one of vLLM's; the server on another node tells
+    it.
+
+    `cause` is the last error that was logged, `code` its exit code (negative: of a signal) where
+    that is known.
+    """
+    if kernel_has_killed:
+        return f"{process} was killed by the kernel for want of memory"
+    if code is not None and code < 0:
+        return f"{process} was killed by {signal_name(-code)}"
+    if cause:
+        return f"{process} ended by itself: {cause}"
+    return f"{process} ended by itself and logged no error: something killed it, or it crashed"
+
+
+def _not_loaded(cause: str) -> list[str]:
+    """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused
+    layer's scales.
+    """
+    if match := _UNSCALED.search(cause):
+        return [match[1]]
+    return sorted(re.findall(r"'([^']+)'", cause.partition(_EMPTY)[2]))
+
+
+def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Step]) -> NibbleError:
+    """The watchdog stopped the engine."""
+    what = f"stopped the engine in phase {phase}: {why}, {kept(limit)}"
+    expected = f"at least {show_gib(limit.stop_below_bytes)}"
+    return NibbleError(ExitCode.NO_FIT, what, expected, f"to need less: {steps(ladder)}")
+
+
+def kept(limit: Limits) -> str:
+    """The reserve, as part of a sentence."""
+    return f"{show_gib(limit.reserve_bytes)} are kept for the rest of the machine"
+
+
+def steps(ladder: Sequence[Step]) -> str:
+    """What to turn down, in order."""
+    return ", ".join(str(step) for step in ladder)

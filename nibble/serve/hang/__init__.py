@@ -1,0 +1,1 @@
+"""A vLLM that stands still."""

@@ -1,0 +1,57 @@
+"""Small HTTP servers that answer in JSON, one connection a request: the control port, and the
+agent of a cluster's node.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Server(ThreadingHTTPServer):
+    """Binds at once; answers after `start`."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def start(self, name: str) -> None:
+        """Answer in a thread of that name."""
+        serve = self.serve_forever
+        threading.Thread(
+            target=serve, kwargs={"poll_interval": 0.1}, name=name, daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Stop answering and free the port. Only after `start`."""
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """For subclasses: `reply` answers a request. `timeout` (seconds) is theirs to set."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "nibble"
+    sys_version = ""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Health checks and beats every second would fill the log."""
+
+    def reply(self, status: int, data: Mapping[str, Any], with_body: bool = True) -> None:
+        """A JSON answer; the connection ends with it."""
+        body = json.dumps(data, default=str).encode() + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+        self.close_connection = True

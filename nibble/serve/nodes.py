@@ -1,0 +1,45 @@
+"""What a run of vLLM asks of a server that spans several machines (nibble/cluster/watch.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from nibble.errors import NibbleError
+from nibble.serve.control import Answers, Turn
+
+
+class Nodes(Protocol):
+    """The other machines of one run. Called from the supervisor's threads."""
+
+    def control(self, answers: Answers) -> Turn:
+        """The control port for this run; it stays open between runs."""
+        ...
+
+    def feed(self, line: str) -> None:
+        """A line of vLLM's log."""
+        ...
+
+    def reports(self) -> Mapping[str, list[Mapping[str, Any]]]:
+        """Node -> what its workers report."""
+        ...
+
+    def told_to_stop(self) -> None:
+        """Called in a signal handler: a lost node is no reason for another run from now on."""
+        ...
+
+    def died_here(self) -> None:
+        """A process of vLLM's ended on this machine."""
+        ...
+
+    def run(
+        self,
+        fail: Callable[[NibbleError], None],
+        drain: Callable[[str], None],
+        over: threading.Event,
+    ) -> None:
+        """Until `over`: `fail` gets the error of a lost node, `drain` the reason of a leaving
+        head.
+        """
+        ...

@@ -1,0 +1,81 @@
+"""What nibble says when the server is ready: address, a command to paste, and where the key is.
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nibble.serve.api_key import KeyDecision
+
+QUESTION = "What is NVFP4?"
+
+
+def ready_lines(
+    url: str,
+    names: Sequence[str],
+    generates: bool,
+    key: KeyDecision,
+    seconds: float,
+    facts: Mapping[str, float],
+    on_terminal: bool,
+) -> list[str]:
+    """Lines for the user. `url` is the server's base as this machine reaches it; `facts` as
+    PhaseReader collects them.
+
+    A key is shown only on a terminal and only when this start made it; otherwise its file is named.
+    """
+    lines = [f"ready in {seconds:.1f} s: {url}/v1"]
+    if numbers := describe_facts(facts):
+        lines.append(f"serving {', '.join(names)}: {numbers}")
+    else:
+        lines.append(f"serving {', '.join(names)}")
+    lines += key_lines(key, on_terminal)
+    lines.append(f"try: {curl(url, names, generates, key)}")
+    return lines
+
+
+def describe_facts(facts: Mapping[str, float]) -> str:
+    """Numbers from the engine's log, in words; empty where it told none."""
+    parts = []
+    weights = facts.get("weights_gib") or facts.get("checkpoint_gib")
+    if weights:
+        parts.append(f"{weights:.2f} GiB of weights")
+    if tokens := facts.get("kv_cache_tokens"):
+        room = f" ({facts['kv_cache_gib']:.2f} GiB)" if "kv_cache_gib" in facts else ""
+        parts.append(f"KV cache for {tokens:,.0f} tokens{room}")
+    if graphs := facts.get("graphs_gib"):
+        parts.append(f"{graphs:.2f} GiB of CUDA graphs")
+    return ", ".join(parts)
+
+
+def key_lines(key: KeyDecision, on_terminal: bool) -> list[str]:
+    """Where the key is, where one is asked for."""
+    if key.key is None:
+        return [] if key.source == "loopback" else [f"no key is asked for: {key.reason}"]
+    if key.path is None:
+        return ["clients need the key that was given (NIBBLE_API_KEY)"]
+    lines = [f"clients need the key in {key.path} ({key.reason})"]
+    if key.source == "generated" and on_terminal:
+        lines.append(f"the key, shown this once: {key.key}")
+    return lines
+
+
+def curl(url: str, names: Sequence[str], generates: bool, key: KeyDecision) -> str:
+    """A command that works when pasted, as long as its shell reaches the key."""
+    words = ["curl", "-s", f"{url}/v1/chat/completions" if generates else f"{url}/v1/models"]
+    line = shlex.join(words)
+    if key.key is not None:
+        line += f' -H "Authorization: Bearer {_key_in_shell(key.path)}"'
+    if generates:
+        name = "default" if "default" in names else names[0]
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
+        line += f" -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return line
+
+
+def _key_in_shell(path: Path | None) -> str:
+    return "$NIBBLE_API_KEY" if path is None else f"$(cat {shlex.quote(str(path))})"

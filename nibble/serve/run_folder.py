@@ -1,0 +1,41 @@
+"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Whoever makes
+it removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nibble.errors import ExitCode, NibbleError
+
+if TYPE_CHECKING:
+    from nibble.plan.plan import Plan
+
+# A socket's path has 107 bytes at most (unix(7)), of which vLLM's name takes 37 (vllm 0.32
+# utils/network_utils.py:177).
+LONGEST_SOCKET_FOLDER = 70
+
+
+def make_run_folder() -> Path:
+    """A new one. Raises CONFIG where nothing temporary can be written."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="nibble-"))
+    except OSError as error:
+        what = f"no folder for temporary files can be written ({error.strerror or error})"
+        raise NibbleError(
+            ExitCode.CONFIG, what, "a writable /tmp", "mount a tmpfs on /tmp or set TMPDIR"
+        ) from None
+
+
+def socket_environ(plan: Plan, folder: Path) -> dict[str, str]:
+    """Where vLLM's processes make the sockets they meet at: those of a vLLM that was killed go with
+    our folder.
+
+    Ray hands VLLM_* on to machines that do not have it (vllm 0.32 ray/ray_env.py:56).
+    """
+    if plan.topology.mode == "ray" or len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:
+        return {}
+    return {"VLLM_RPC_BASE_PATH": str(folder)}

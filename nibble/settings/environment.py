@@ -1,0 +1,279 @@
+"""Which environment variables are ours, which are vLLM's, which are dead, and which only look like
+ours.
+
+`accept` runs before settings are resolved. It refuses misspelled names, translates variables that
+old guides set and vLLM 0.32 no longer has, and drops what Kubernetes injects for services named
+`nibble` or `vllm`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.settings.options import closest, options
+
+# Names with our prefix that are not options of the server: installer, image build, and the
+# supervisor's own hand-over to the processes it starts.
+OTHER_NIBBLE_NAMES: Mapping[str, str] = {
+    "NIBBLE_VLLM_CPU_WHEEL": "installer: URL or path of the official CPU wheel, with #sha256=…",
+    "NIBBLE_TORCH_INDEX": "installer: index that has the CPU build of torch",
+    "NIBBLE_KERNELS_WHEEL": (
+        "installer: path of a nibble-kernels wheel to take instead of compiling"
+    ),
+    "NIBBLE_KERNELS_COMPILE": "installer: 0 leaves nibble-kernels at plain torch code",
+    "NIBBLE_RUNTIME": "installer: auto, cpu or cuda",
+    "NIBBLE_BUILD_NETWORK": "build.sh: network of the image build, such as host",
+    "NIBBLE_BUILD_WHEELS": "build.sh: folder of wheels that no index has",
+    "NIBBLE_ENGINE_DIR": "setup/docker_engine.sh: where the engine keeps its data",
+    "NIBBLE_ENGINE_SOCKET": "setup/docker_engine.sh: the engine's socket",
+    "NIBBLE_RUN_IMAGE": "scripts/serve*.sh: image to run instead of nibble:TARGET",
+    "NIBBLE_ROOT": "folder that holds targets/, recipes/, rules/ and models/",
+    "NIBBLE_IMAGE": "set in an image to its target",
+    "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
+    "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
+    "NIBBLE_PROOF": "supervisor to vLLM's workers: the folder of their reports of what ran",
+    "NIBBLE_PULSE": "supervisor to vLLM's processes: the folder where they tell how far they are",
+    "NIBBLE_RUN": "supervisor to vLLM's processes: marks those of one run",
+    "NIBBLE_DETACHED": (
+        "`nibble serve --detach` to the server it starts: keep a record and rotate the log"
+    ),
+}
+
+# A Service called "nibble" makes Kubernetes set these in every pod of the namespace
+# (enableServiceLinks).
+_SERVICE_LINK = re.compile(
+    r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+_SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
+
+
+@dataclass(frozen=True)
+class Successor:
+    """What replaced a dead variable: the flags that `value` means today, or None where nothing
+    does.
+    """
+
+    flags: Callable[[str], dict[str, object] | None]
+    note: str = ""
+
+
+def _flag(name: str) -> Successor:
+    return Successor(lambda value: {name: value.lower().replace("-", "_")})
+
+
+def _when_on(flags: dict[str, object], note: str = "") -> Successor:
+    return Successor(
+        lambda value: flags if value.strip().lower() in ("1", "true", "yes", "on") else {}, note
+    )
+
+
+def _gone(note: str) -> Successor:
+    return Successor(lambda value: None, note)
+
+
+# None of these names occurs in vllm 0.32's envs.py (peers.md 0.2; a test compares with the schema
+# of the installed package). In the order they are applied: a name that says a backend outright wins
+# over a switch for one.
+DEAD_VARIABLES: Mapping[str, Successor] = {
+    "VLLM_USE_FLASHINFER_MOE_FP4": _when_on(
+        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+    ),
+    "VLLM_USE_FLASHINFER_MOE_FP8": _when_on(
+        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+    ),
+    "VLLM_USE_FLASHINFER_MOE_FP16": _when_on(
+        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+    ),
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on(
+        {"--moe-backend": "flashinfer_trtllm"}, "0 is today's automatic choice"
+    ),
+    "VLLM_FLASHINFER_MOE_BACKEND": Successor(
+        lambda value: {
+            "--moe-backend": (
+                {
+                    "throughput": "flashinfer_cutlass",
+                    "latency": "flashinfer_trtllm",
+                }.get(value, value)
+            )
+        }
+    ),
+    # Seed 002: it forces the MoE backend; the dense GEMM had the variable below.
+    "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin"}, "0 forced nothing"),
+    "VLLM_USE_NVFP4_CT_EMULATIONS": _when_on({"--linear-backend": "emulation"}, "0 forced nothing"),
+    "VLLM_NVFP4_GEMM_BACKEND": _flag("--linear-backend"),
+    "VLLM_ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
+    "VLLM_USE_TRTLLM_ATTENTION": Successor(
+        lambda value: {
+            "--attention-config": {"use_trtllm_attention": value.strip().lower() in ("1", "true")}
+        }
+    ),
+    "VLLM_USE_V1": Successor(
+        lambda value: {} if value.strip() == "1" else None, "the V1 engine is the only one"
+    ),
+    "VLLM_NVFP4_SPARSE_V7": _gone("the 2:4 sparse kernel of that guide is not part of vLLM"),
+    "VLLM_RPC_TIMEOUT": _gone("the multiprocessing front end it belonged to is gone"),
+    "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),
+}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """`environ` without what must not reach the settings or vLLM; flags that dead variables
+    became; notices.
+    """
+
+    environ: Mapping[str, str]
+    flags: Mapping[str, object]
+    flag_origins: Mapping[str, str]
+    notices: tuple[str, ...]
+
+
+def accept(
+    environ: Mapping[str, str], known_vllm_names: Collection[str], in_image: bool
+) -> Accepted:
+    """Sort the environment. Raises USAGE for a misspelled name, CONFIG for a dead variable
+    without a successor.
+    """
+    kept = dict(environ)
+    notices: list[str] = []
+    flags: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for name in sorted(environ):
+        if not name.startswith(("NIBBLE_", "VLLM_")):
+            continue
+        if is_service_link(name, environ[name]):
+            del kept[name]
+            notices.append(
+                f"{name} is a Kubernetes service link and is ignored (enableServiceLinks: false"
+                " avoids it)"
+            )
+        elif name not in DEAD_VARIABLES and not _is_known(name, known_vllm_names):
+            raise _unknown_name(name, known_vllm_names)
+    for name in DEAD_VARIABLES:
+        if (value := kept.pop(name, "")).strip():
+            new = _translate(name, value)
+            flags |= new
+            origins |= dict.fromkeys(new, name)
+            notices.append(_translation_notice(name, value, new))
+    if (host := kept.get("HOST")) and not in_image and not _is_address(host):
+        # zsh, tcsh and many shells export HOST=<machine name>; natively that is no wish of the
+        # user's.
+        del kept["HOST"]
+        notices.append(
+            f"HOST={host} is not an address and is ignored; use --host to listen somewhere else"
+        )
+    return Accepted(kept, flags, origins, tuple(notices))
+
+
+def check_file_environment(
+    names: Collection[str], file: str, known_vllm_names: Collection[str]
+) -> None:
+    """The [env] table of the user's TOML file is for vLLM and its ecosystem, and it is shown by
+    `nibble plan`.
+
+    Raises CONFIG for a secret or another option of ours, a dead variable, and a name vLLM does not
+    have.
+    """
+    secrets = {
+        "HUGGING_FACE_HUB_TOKEN",
+        *(name for o in options().values() if o.secret for name in o.env),
+    }
+    for name in sorted(names):
+        if name in secrets:
+            action = "give it in the environment or as a file"
+            raise NibbleError(
+                ExitCode.CONFIG,
+                f"[env] of {file} holds the secret {name}",
+                "no secret there",
+                action,
+            )
+        if name in nibble_names() or name.startswith("NIBBLE_"):
+            what = f"[env] of {file} has {name}, which is not for vLLM"
+            raise NibbleError(
+                ExitCode.CONFIG, what, "", "write the option itself at the top of the file"
+            )
+        if name in DEAD_VARIABLES:
+            action = (
+                "set it in the environment to have it translated, or write today's flag in [args]"
+            )
+            raise NibbleError(
+                ExitCode.CONFIG,
+                f"[env] of {file} has {name}, which vLLM no longer reads",
+                "",
+                action,
+            )
+        if name.startswith("VLLM_") and not _is_known(name, known_vllm_names):
+            raise _unknown_name(name, known_vllm_names)
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes set this variable for a Service, whatever the Service is called."""
+    if name in nibble_names() and not _SERVICE_URL.match(value):
+        return False
+    return bool(_SERVICE_LINK.search(name)) or (
+        name.endswith("_PORT") and bool(_SERVICE_URL.match(value))
+    )
+
+
+def nibble_names() -> set[str]:
+    """Every variable with our prefix (and every alias of an option) that means something."""
+    names = {name for option in options().values() for name in option.env}
+    secrets = {
+        f"{name}_FILE" for option in options().values() if option.secret for name in option.env
+    }
+    return names | secrets | set(OTHER_NIBBLE_NAMES)
+
+
+def _is_known(name: str, known_vllm_names: Collection[str]) -> bool:
+    # Without a schema of vLLM (never the case in a release) its names cannot be judged, so they
+    # pass.
+    if name.startswith("VLLM_") and (name in known_vllm_names or not known_vllm_names):
+        return True
+    return name in nibble_names()
+
+
+def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
+    if name.startswith("NIBBLE_"):
+        hint = closest(name, sorted(nibble_names()))
+        return NibbleError(
+            ExitCode.USAGE, f"unknown variable {name}", "a name from `nibble serve --help`", hint
+        )
+    hint = closest(name, sorted(known_vllm_names))
+    return NibbleError(
+        ExitCode.CONFIG,
+        f"vLLM 0.32 has no variable {name}",
+        "one of vLLM's own",
+        f"unset it; {hint}",
+    )
+
+
+def _translate(name: str, value: str) -> dict[str, object]:
+    successor = DEAD_VARIABLES[name]
+    flags = successor.flags(value)
+    if flags is None:
+        what = f"{name}={value} has no effect since vLLM 0.32 and no successor: {successor.note}"
+        raise NibbleError(ExitCode.CONFIG, what, "", f"unset {name}")
+    return flags
+
+
+def _translation_notice(name: str, value: str, flags: Mapping[str, object]) -> str:
+    if not flags:
+        return (
+            f"{name}={value} is no longer read by vLLM; nothing to do ({DEAD_VARIABLES[name].note})"
+        )
+    shown = " ".join(f"{flag} {content}" for flag, content in flags.items())
+    return f"{name}={value} is no longer read by vLLM; using {shown}"
+
+
+def _is_address(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,207 @@
+"""Where the value of each option comes from: command line, environment, the user's TOML file,
+nibble's default.
+
+Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > known risk (rules/) >
+recipe > target > nibble's default > vLLM's default. This module resolves nibble's own options and
+keeps the origin of every value.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, TomlConfigSettingsSource
+
+from nibble.errors import ExitCode, NibbleError
+from nibble.settings.options import Settings, closest, options
+from nibble.settings.secrets import read_secret
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: the layer, and the exact name the user wrote (`PORT`, `--port`,
+    `nibble.toml`).
+    """
+
+    layer: Literal["command line", "environment", "file", "default"]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.layer == "default" else f"{self.layer} {self.name}"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, the origin of every field, and the [args] / [env] tables of the user's TOML
+    file.
+    """
+
+    settings: Settings
+    origins: Mapping[str, Origin]
+    file_args: Mapping[str, Any]
+    file_env: Mapping[str, str]
+    notices: tuple[str, ...]
+
+
+DEFAULT = Origin("default", "nibble's default")
+
+
+class _Layer(PydanticBaseSettingsSource):
+    """One layer of already collected values, as a source of pydantic-settings."""
+
+    def __init__(self, cls: type[BaseSettings], values: Mapping[str, Any]) -> None:
+        super().__init__(cls)
+        self.values = dict(values)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self.values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self.values
+
+
+def load_settings(
+    cli: Mapping[str, Any], environ: Mapping[str, str], notices: tuple[str, ...] = ()
+) -> Loaded:
+    """Resolve all layers.
+
+    `cli` maps field names to values given on the command line (absent when not given). `environ`
+    has already been through `environment.accept`. Raises NibbleError(USAGE) for a value that does
+    not fit, with the name the user wrote; CONFIG for contradictions (two names or X and X_FILE with
+    different values).
+    """
+    from_env, env_names = _environment_layer(environ)
+    path = cli.get("config") or from_env.get("config")
+    from_file, file_args, file_env = _file_layer(Path(path)) if path else ({}, {}, {})
+    origins = dict.fromkeys(Settings.model_fields, DEFAULT)
+    origins |= {name: Origin("file", str(path)) for name in from_file}
+    origins |= {name: Origin("environment", env_names[name]) for name in from_env}
+    origins |= {name: Origin("command line", _cli_name(name)) for name in cli}
+    _reject_two_models(cli, from_env)
+
+    class Bound(Settings):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls: type[BaseSettings], *_: Any, **__: Any):  # type: ignore[override]
+            return tuple(_Layer(settings_cls, layer) for layer in (cli, from_env, from_file))
+
+    try:
+        settings = Bound()
+    except ValidationError as error:
+        raise _usage_error(error, origins) from None
+    return Loaded(settings, origins, file_args, file_env, notices)
+
+
+def check_option(field: str, value: Any, written: str) -> None:
+    """Hold a value that came as a flag of vLLM to the limits of our option for it. `written`
+    names it in the error.
+    """
+    try:
+        Settings.__pydantic_validator__.validate_assignment(
+            Settings.model_construct(), field, value
+        )
+    except ValidationError as error:
+        raise _usage_error(error, {field: Origin("command line", written)}) from None
+
+
+def _cli_name(field: str) -> str:
+    return options()[field].flag or "argument"
+
+
+def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Field -> value and field -> the name used. An empty variable counts as unset, as in
+    compose files.
+    """
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for field, option in options().items():
+        found: dict[str, str] = {}
+        for name in option.env:
+            value = read_secret(name, environ) if option.secret else environ.get(name)
+            if value is not None and value.strip() != "":
+                found[name] = value
+        if len(set(found.values())) > 1:
+            shown = " and ".join(
+                found if option.secret else [f"{n}={v!r}" for n, v in found.items()]
+            )
+            raise NibbleError(
+                ExitCode.CONFIG,
+                f"{shown} differ",
+                "one of them, or the same value",
+                "unset one of them",
+            )
+        if found:
+            names[field], values[field] = next(iter(found.items()))
+    return values, names
+
+
+def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The options, [args] and [env] of the user's TOML file."""
+
+    try:
+        table = (
+            TomlConfigSettingsSource(Settings, toml_file=path).toml_data if path.is_file() else None
+        )
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise NibbleError(
+            ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line"
+        ) from None
+    except PermissionError:
+        table = None
+    if table is None:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            f"the settings file {path} cannot be read",
+            "a TOML file",
+            "check NIBBLE_CONFIG",
+        )
+    args, env = table.pop("args", {}), table.pop("env", {})
+    for key, value in (("args", args), ("env", env)):
+        if not isinstance(value, dict):
+            what = f"{key} in {path} is {value!r}"
+            raise NibbleError(
+                ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line"
+            )
+    for key in table:
+        if key not in Settings.model_fields:
+            hint = closest(key, [*Settings.model_fields, "args", "env"])
+            raise NibbleError(
+                ExitCode.CONFIG, f"{path} has the unknown key {key!r}", "an option of nibble", hint
+            )
+        if options()[key].secret:
+            action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
+            raise NibbleError(
+                ExitCode.CONFIG,
+                f"{path} holds the secret {key!r}",
+                "no secret in a settings file",
+                action,
+            )
+    return table, dict(args), {name: str(value) for name, value in env.items()}
+
+
+def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> None:
+    given, variable = cli.get("model"), from_env.get("model")
+    if given and variable and given != variable:
+        what = (
+            f"the model is given twice: {given!r} as an argument and {variable!r} in the"
+            " environment"
+        )
+        raise NibbleError(
+            ExitCode.CONFIG, what, "one model", "unset MODEL and HF_MODEL or drop the argument"
+        )
+
+
+def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> NibbleError:
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    option, origin = options()[field], origins[field]
+    written = f"{field} in {origin.name}" if origin.layer == "file" else origin.name
+    shown = "not usable" if option.secret else repr(str(first["input"]))
+    return NibbleError(
+        ExitCode.USAGE, f"{written} is {shown}", option.expected, f"correct or unset {written}"
+    )
