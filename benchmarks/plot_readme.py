@@ -62,7 +62,12 @@ def step_bars() -> list[tuple[str, float, float]]:
 
 
 def panel(
-    left: int, width: int, title: str, unit: str, axis: str, bars: Sequence[tuple[str, float, float]]
+    left: int,
+    width: int,
+    title: str,
+    unit: str,
+    axis: str,
+    bars: Sequence[tuple[str, float, float]],
 ) -> list[str]:
     """One panel: a pair of bars for each entry, the figure above each bar."""
     scale = (BOTTOM - TOP - 18) / max(max(vllm, nibble) for _, vllm, nibble in bars)
@@ -78,7 +83,13 @@ def panel(
         places = (middle - BAR - GAP // 2, middle + GAP // 2)
         for kind, value, x in zip(("vllm", "nibble"), pair, places, strict=True):
             height = round(value * scale, 1)
-            figure = f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+            figure = (
+                f"{value:.0f}"
+                if value >= 100
+                else f"{value:.1f}"
+                if value >= 10
+                else f"{value:.2f}"
+            )
             lines += [
                 f'<rect class="{kind}" x="{x}" y="{round(BOTTOM - height, 1)}" width="{BAR}" height="{height}"/>',
                 f'<text class="value" x="{x + BAR // 2}" y="{round(BOTTOM - height - 5, 1)}">{figure}</text>',
@@ -121,12 +132,16 @@ def picture() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="compare with the file, change nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the file, change nothing"
+    )
     fresh = picture()
     if not parser.parse_args().check:
         PICTURE.write_text(fresh)
     elif not PICTURE.is_file() or PICTURE.read_text() != fresh:
-        sys.exit(f"{PICTURE.relative_to(REPOSITORY)} is stale; run `python benchmarks/plot_readme.py`")
+        sys.exit(
+            f"{PICTURE.relative_to(REPOSITORY)} is stale; run `python benchmarks/plot_readme.py`"
+        )
 
 
 if __name__ == "__main__":

@@ -169,7 +169,9 @@ def main() -> int:
     paths = tracked()
     shipped = frozenset(Path(path).name for path in paths if path.endswith(".md"))
     chosen = options.files or [path for path in paths if is_checked(path, options.python)]
-    problems = [problem for path in chosen for problem in check(path, (ROOT / path).read_text(), shipped)]
+    problems = [
+        problem for path in chosen for problem in check(path, (ROOT / path).read_text(), shipped)
+    ]
     print(*problems, sep="\n", end="\n" if problems else "")
     if problems:
         print(f"{len(problems)} problems of style; see the top of {__file__}", file=sys.stderr)

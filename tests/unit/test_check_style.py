@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.paths import root
+from nibble.machine.paths import root
 
 PROGRAM = root() / "scripts" / "check_style.py"
 SHIPPED = frozenset({"README.md", "patches.md", "canary.md"})
@@ -101,12 +101,16 @@ def test_a_marked_line_is_exempt() -> None:
 def test_the_program_names_file_line_and_problem(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Fine.\nNobody.\n")
-    done = subprocess.run([sys.executable, PROGRAM, page], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, PROGRAM, page], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert done.stdout.startswith(f"{page}:2: 'Nobody'; write: name the actor")
 
 
 def test_the_picture_of_the_readme_shows_the_results() -> None:
     plot = root() / "benchmarks" / "plot_readme.py"
-    done = subprocess.run([sys.executable, plot, "--check"], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, plot, "--check"], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
