@@ -43,7 +43,7 @@ WORDS = {
     r"of (?:its|their|your|our|his|her|one's) own": "separate, private, or nothing",
     r"without a word": "without a message",
     r"(?:its|their) books": "state, records",
-    r"(?:as|where|than) (?:it|that|they|this) (?:errs?|comes?)(?: less)?": "name the case",
+    r"as (?:it|they) comes?(?! (?:from|with|in)\b)|(?:where|than) (?:it|that) errs?": "name the case",
     r"excepted": "except",
     rf"{NUMBER} ?({UNIT}) for {NUMBER} ?\1(?!\w)": "write a ratio: 2.2x faster (104 s vs 234 s)",
     r"leases?|leased": "a GPU machine without a network",

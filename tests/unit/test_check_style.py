@@ -27,6 +27,10 @@ def _load():
 style = _load()
 
 
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True)
+
+
 def found(path: str, text: str) -> list[str]:
     return [problem.what for problem in style.check(path, text, SHIPPED)]
 
