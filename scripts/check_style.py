@@ -39,7 +39,7 @@ COMPARATIVES = "longer|more|less|larger|smaller|faster|slower|later|earlier"
 WORDS = {
     r"(?:un)?mend(?:s|ed|ing)?": "fix",
     r"nobody(?:'s)?|whoever|somebody(?:'s)?": "name the actor: user, client, process",
-    rf"(?:is|are|was|were) no (?!(?:{COMPARATIVES})\b)\w+": "is not, has no",
+    rf"(?<!there )(?:is|are|was|were) no (?!(?:{COMPARATIVES})\b)\w+": "is not, has no",
     r"of (?:its|their|your|our|his|her|one's) own": "separate, private, or nothing",
     r"without a word": "without a message",
     r"(?:its|their) books": "state, records",

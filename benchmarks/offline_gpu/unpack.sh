@@ -27,7 +27,7 @@ python3 - <<'PYTHON'
 import importlib.metadata as m, sys, torch
 import nibble_kernels
 print(torch.__version__, m.version("vllm"), m.version("ray"), nibble_kernels.implementations(), torch.cuda.device_count(), "GPUs")
-# Tests look for a build of their own: this is it.
+# Tests look for a separate build: this is it.
 sys.path[:0] = ["tests/kernels", "tests/fixtures"]
 import pathlib, conftest
 folder = conftest.build_folder()

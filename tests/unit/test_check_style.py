@@ -66,7 +66,7 @@ def test_a_forbidden_sentence_is_found_in_every_kind_of_file(sentence: str) -> N
 @pytest.mark.parametrize(
     "sentence",
     [
-        "It is no longer there, and is no larger than that.",
+        "It is no longer there, and there is no flag for it.",
         "It waits 10 s for 64 streams.",
         "[The table](patches.md) and README.md have more.",
         "An amendment recommends a release, please.",
