@@ -1,7 +1,8 @@
 """Draw README's plot from the measured results, as an SVG that reads on light and dark pages.
 
-`python benchmarks/plot_readme.py` writes docs/images/results.svg from the JSON files that docs/benchmarks.md names;
-with `--check` it compares instead, and exits 1 where the picture is stale. It needs the standard library alone.
+`python benchmarks/plot_readme.py` writes docs/images/results.svg from the JSON files of
+benchmarks/results. With `--check` it compares instead, and exits 1 where the picture is stale. It
+needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -90,9 +91,11 @@ def panel(
                 if value >= 10
                 else f"{value:.2f}"
             )
+            top = BOTTOM - height
+            size = f'y="{top:.1f}" width="{BAR}" height="{height}"'
             lines += [
-                f'<rect class="{kind}" x="{x}" y="{round(BOTTOM - height, 1)}" width="{BAR}" height="{height}"/>',
-                f'<text class="value" x="{x + BAR // 2}" y="{round(BOTTOM - height - 5, 1)}">{figure}</text>',
+                f'<rect class="{kind}" x="{x}" {size}/>',
+                f'<text class="value" x="{x + BAR // 2}" y="{top - 5:.1f}">{figure}</text>',
             ]
     return lines
 
@@ -108,11 +111,11 @@ def legend(x: int, y: int) -> list[str]:
 
 def picture() -> str:
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-        ' role="img" aria-labelledby="title"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        f' width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title"'
         " font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif\">",
-        '<title id="title">Start time and decode step of a Qwen3-8B shape in NVFP4 on one H200, with vLLM 0.32.0'
-        " alone and with nibble</title>",
+        '<title id="title">Start time and decode step of a Qwen3-8B shape in NVFP4 on one H200,'
+        " with vLLM 0.32.0 alone and with nibble</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
         *panel(40, 300, "Start to first answer", "seconds, lower is better", "", start_bars()),

@@ -19,7 +19,7 @@ ROW = Row(
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
         "Never in a release: the method arrived in #34492, was reverted in #34683 and redone in"
-        " #34697 within five days; the seed pins a commit between them."
+        " #34697 within five days; dgx-vllm pins a commit between them."
     ),
     instead="nothing to change; nibble does not build from commits between releases",
     references=(

@@ -18,7 +18,10 @@ ROW = Row(
     ),
     instead="nothing to change; builds and installs are asserted to carry 120f (N19)",
     references=(
-        "seed cutlass_nvfp4/nvfp4_tcgen05_ptx_v2.cuh:167, 206; cutlass_nvfp4/nvfp4_types.cuh:81",
+        (
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 cutlass_nvfp4/nvfp4_tcgen05_ptx_v2.cuh:167,"
+            " 206; cutlass_nvfp4/nvfp4_types.cuh:81"
+        ),
         "vllm 0.32 csrc/quantization/fp4/nvfp4_scaled_mm_sm120_kernels.cu",
         "vllm 0.32 CMakeLists.txt:995",
     ),
