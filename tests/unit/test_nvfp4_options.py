@@ -13,10 +13,10 @@ import pytest
 from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
+from nibble.engine import installed as installed_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
-from nibble.serve.preflight import nvfp4 as nvfp4_checks
 from nibble.serve.preflight.nvfp4 import check_nvfp4, check_plugin
 
 FLAG = "--additional-config"
@@ -201,7 +201,7 @@ def with_plugin(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     point = importlib.metadata.EntryPoint(
         "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
     )
-    monkeypatch.setattr(nvfp4_checks, "entry_points", lambda **_: [point] if installed else [])
+    monkeypatch.setattr(installed_module, "entry_points", lambda **_: [point] if installed else [])
 
 
 def test_without_the_plugin_nvfp4_is_refused_on_the_cpu_and_warned_of_on_a_gpu(
