@@ -8,8 +8,8 @@ The reference dequantizes weights (and rounds activations, for W4A4) and multipl
 transformers. Every path is a separate vLLM that scores the same tokens; the same emulation in
 BF16 arithmetic is there as a yardstick. For each position the whole distribution is compared: the
 largest difference of a log-probability among tokens above 0.1 %, the mean Kullback-Leibler
-divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with an output
-separate head: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
+divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with a
+separate output head: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
 """
 
 from __future__ import annotations

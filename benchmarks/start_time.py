@@ -1,5 +1,5 @@
-"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with caches of
-its own, in turn.
+"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with separate
+caches, in turn.
 
     python benchmarks/start_time.py --write FOLDER
     python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import bisect
 import io
 import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ BANNED = [
 ]
 CITATION = re.compile(r"\bpatches\.md \d[\d.]*|(?<![\w*{}])[\w-]+\.md\b|\.\./shared\b")
 ADDRESS = re.compile(r"https?://\S+")
-NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)")
+NOT_PROSE = re.compile(r"`[^`]{1,300}`|\]\([^)]*\)")
 
 
 class Problem(NamedTuple):
@@ -68,32 +69,65 @@ class Problem(NamedTuple):
         return f"{self.path}:{self.line}: {self.what}"
 
 
-def problems_of(line: str, shipped: frozenset[str]) -> Iterator[str]:
-    """Banned words of one line of prose, and files that it names and that do not ship."""
-    text = ADDRESS.sub(" ", line)
-    prose = NOT_PROSE.sub(" ", text)
+def blank(match: re.Match[str]) -> str:
+    """As many blanks, so that what follows keeps its place."""
+    return " " * len(match[0])
+
+
+def scan(path: str, block: list[tuple[int, str]], shipped: frozenset[str]) -> Iterator[Problem]:
+    """Problems of consecutive lines, read as one text: a phrase may go over the end of a line."""
+    starts, text = [], ""
+    for _, line in block:
+        starts.append(len(text))
+        text += line.strip() + " "
+    text = ADDRESS.sub(blank, text)
+    prose = NOT_PROSE.sub(blank, text)
     for pattern, advice in BANNED:
         for match in pattern.finditer(prose):
-            yield f"'{match[0]}'; write: {advice}"
+            number = block[bisect.bisect(starts, match.start()) - 1][0]
+            yield Problem(path, number, f"'{match[0]}'; write: {advice}")
     for match in CITATION.finditer(text):
         if match[0] not in shipped:
-            yield f"'{match[0]}' is not in the repository; cite a file that ships, or the source"
+            number = block[bisect.bisect(starts, match.start()) - 1][0]
+            what = f"'{match[0]}' is not in the repository; cite a file that ships, or the source"
+            yield Problem(path, number, what)
 
 
-def page(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
-    """Problems of a Markdown page."""
+def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Lines with text in a row; an empty one, and a jump in the numbers, end a block."""
+    block: list[tuple[int, str]] = []
+    for number, line in lines:
+        if block and (not line.strip() or number > block[-1][0] + 1):
+            yield block
+            block = []
+        if line.strip():
+            block.append((number, line))
+    if block:
+        yield block
+
+
+def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of a Markdown page outside of code and generated tables, each with its number."""
     fenced = generated = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             fenced = not fenced
         generated = line.startswith("<!-- generated:") or (generated and line != "<!-- end -->")
-        if fenced or generated or IGNORE in line or line.startswith(("```", "    ", "<!--")):
-            continue
+        skipped = fenced or generated or IGNORE in line
+        if not skipped and not line.startswith(("```", "    ", "<!--")):
+            yield number, line
+
+
+def page(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
+    """Problems of a Markdown page."""
+    lines = list(prose_of_page(text))
+    for number, line in lines:
         # A row of a table, a picture and a link cannot be broken.
         unbreakable = line.lstrip().startswith(("|", "![", "["))
         if len(line) > PROSE_COLUMNS and not unbreakable and not path.endswith("CHANGELOG.md"):
             yield Problem(path, number, f"{len(line)} columns; break prose at {PROSE_COLUMNS}")
-        yield from (Problem(path, number, what) for what in problems_of(line, shipped))
+    for block in blocks(lines):
+        yield from scan(path, block, shipped)
 
 
 def changelog(path: str, text: str) -> Iterator[Problem]:
@@ -111,27 +145,32 @@ def changelog(path: str, text: str) -> Iterator[Problem]:
 
 def plain(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
     """Problems of shell, TOML, YAML, Dockerfiles and Makefiles: comments and strings alike."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if IGNORE not in line:
-            yield from (Problem(path, number, what) for what in problems_of(line, shipped))
+    lines = enumerate(text.splitlines(), 1)
+    kept = [(number, line.strip().lstrip("#")) for number, line in lines if IGNORE not in line]
+    for block in blocks(kept):
+        yield from scan(path, block, shipped)
 
 
-def sentences(text: str) -> Iterator[tuple[int, str]]:
-    """Lines of docstrings and other strings with a blank, and comments, each with its number."""
+def sentences(text: str) -> Iterator[list[tuple[int, str]]]:
+    """Blocks of lines: docstrings and other strings with a blank, and comments."""
+    exempt = {number for number, line in enumerate(text.splitlines(), 1) if IGNORE in line}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield from enumerate(node.value.splitlines(), node.lineno)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+            lines = enumerate(node.value.splitlines(), node.lineno)
+            yield from blocks(each for each in lines if each[0] not in exempt)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [
+        (token.start[0], token.string.lstrip("#: "))
+        for token in tokens
+        if token.type == tokenize.COMMENT and token.start[0] not in exempt
+    ]
+    yield from blocks(comments)
 
 
 def python(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
-    """Problems of a Python file."""
-    lines = ["", *text.splitlines()]
-    for number, sentence in sorted(sentences(text)):
-        if number >= len(lines) or IGNORE not in lines[number]:
-            yield from (Problem(path, number, what) for what in problems_of(sentence, shipped))
+    """Problems of a Python file, in the order of its lines."""
+    problems = (problem for block in sentences(text) for problem in scan(path, block, shipped))
+    yield from sorted(problems, key=lambda problem: problem.line)
 
 
 def check(path: str, text: str, shipped: frozenset[str]) -> list[Problem]:

@@ -79,6 +79,13 @@ def test_a_plain_sentence_passes(sentence: str) -> None:
     assert found("docs/page.md", sentence) == []
 
 
+def test_a_phrase_is_found_over_the_end_of_a_line() -> None:
+    assert found("docs/page.md", "Each has a folder of\nits own.") != []
+    assert found("a.sh", "# Each has a folder of\n# its own.\n") != []
+    assert found("a.py", '"""Each has a folder of\n    its own.\n"""') != []
+    assert found("a.py", "x = 1\n# Each has a folder of\n# its own.\n") != []
+
+
 def test_prose_is_broken_at_100_columns() -> None:
     long = "word " * 21
     assert found("docs/page.md", long.strip()) == ["104 columns; break prose at 100"]
