@@ -127,9 +127,7 @@ class Host:
         self.environ["PYTHONPATH"] = ":".join(filter(None, importable))
 
     def command(self, words: Sequence[str], inside: int | None = None) -> list[str]:
-        """`words` in the namespace, beside process `inside` where it is given, else in mounts of
-        its own.
-        """
+        """`words` in the namespace, with the mounts of process `inside`, else with separate ones."""
         if not self.number:
             return list(words)
         if inside is not None:
