@@ -12,7 +12,7 @@ from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="7",
-    title="FlashInfer's JIT fails on GB10 for want of E2M1 conversions: convert in software",
+    title=("FlashInfer's JIT fails on GB10 for lack of E2M1 conversions: convert in software"),
     how="nvcc: FlashInfer's quantization_utils.cuh and its CUTLASS's float_subbyte.h",
     expect={"0.32.0": "sound"},
     verdict=(

@@ -15,9 +15,9 @@ ROW = Row(
     how="nvcc: CUDA's own header for sm_121a, its conversions run on the CPU",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "CUDA 13.0 has them. dgx-vllm's header has other values: code 1 is 0.25 instead of 0.5, 4.5"
-        " becomes 6 instead of 4; who includes it gets wrong numbers, who includes both gets a"
-        " redefinition."
+        "CUDA 13.0 has them. dgx-vllm's header has other values: code 1 is 0.25 instead of 0.5,"
+        " 4.5 becomes 6 instead of 4. A program that includes it gets wrong numbers, and one that"
+        " includes both gets a redefinition."
     ),
     instead="uses <cuda_fp4.h> as CUDA ships it",
     references=(

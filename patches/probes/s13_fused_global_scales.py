@@ -18,9 +18,8 @@ ROW = Row(
     ),
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
     verdict=(
-        "The one published claim that still describes a live defect as stated. The reviewer of"
-        " #41769 asked for rescaled block scales; the follow-up never came. W4A4 and W4A16 share"
-        " the code (N8)."
+        "The merge takes the largest scale and leaves the block scales of the other parts. W4A4"
+        " and W4A16 share the code (N8)."
     ),
     instead=(
         "nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is"

@@ -26,9 +26,9 @@ ROW = Row(
     how="the tree's own top-k/top-p on small logits, and the arithmetic of its default batch",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
     verdict=(
-        "1024 sequences by default on a 95 GiB card: sorting their logits takes 1.73 GiB, the"
-        " failed start asked for 1.74, and the memory of CUDA graphs was not counted before."
-        " Since then a Triton kernel without a sort does it, and graphs are counted."
+        "1024 sequences by default on a 95 GiB card: sorting their logits takes 1.73 GiB, and"
+        " releases up to 0.16.0 do not count the memory of CUDA graphs. 0.32.0 uses a Triton"
+        " kernel without a sort, and counts graphs."
     ),
     instead=(
         "Nothing to change; targets/ keep the sequences low for other reasons (N13, Mamba blocks)."

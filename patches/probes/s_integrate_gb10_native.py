@@ -21,9 +21,10 @@ ROW = Row(
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
         "vLLM has none for SM12x and says so: cutlass_group_gemm_supported is false, and FP8 MoE"
-        " runs on Triton. dgx-vllm's files were never built: they are appended after the module is"
-        " defined, and the second names templates that vLLM does not have. CUTLASS 4.5 had no"
-        " builder for such a kernel (vllm#43507). NVFP4 MoE has its SM120 kernel."
+        " runs on Triton. dgx-vllm's build does not contain its files: they are appended after"
+        " the definition of the module, and the second names templates that vLLM does not have."
+        " CUTLASS 4.5 has no builder for such a kernel (vllm#43507). NVFP4 MoE has an SM120"
+        " kernel."
     ),
     instead="nothing to change; FP8 MoE on GB10 takes Triton's tuned tables (row 12)",
     references=(

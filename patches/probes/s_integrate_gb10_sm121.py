@@ -22,9 +22,8 @@ ROW = Row(
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
         "No: 12.1 goes to the SM120 kernels. What dgx-vllm adds calls SM100's kernels, whose"
-        " tcgen05 instructions no SM12x has, and its blockwise kernel only throws. It was never"
-        " built: the script looks for a CMake function of another name and so appends its sources"
-        " after the module they were for is defined; fix_dispatcher_v2.sh is copied and never run."
+        " tcgen05 instructions SM12x lacks, and its blockwise kernel only throws. Its build does"
+        " not contain them: the script appends its sources after the definition of their module."
     ),
     instead="nothing to change",
     references=(
