@@ -41,10 +41,10 @@ class NibbleError(Exception):
     def __init__(
         self,
         code: ExitCode,
+        *,
         what: str,
         expected: str = "",
         action: str = "",
-        *,
         unreachable: bool = False,
     ) -> None:
         self.code = code

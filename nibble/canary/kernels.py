@@ -77,7 +77,9 @@ class Deviation:
         """The end of a start."""
         what = f"the kernels are not those planned: {self.part}: {self.found}"
         advice = f"{action}; " if action else ""
-        return NibbleError(ExitCode.CANARY, what, self.expected, f"{advice}{STRICT_ACTION}")
+        return NibbleError(
+            ExitCode.CANARY, what=what, expected=self.expected, action=f"{advice}{STRICT_ACTION}"
+        )
 
 
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:

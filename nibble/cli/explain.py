@@ -44,9 +44,9 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
         if not found:
             raise NibbleError(
                 ExitCode.USAGE,
-                f"{WORD} is given without a name",
-                "a flag or a variable",
-                f"write {WORD} --max-num-seqs",
+                what=f"{WORD} is given without a name",
+                expected="a flag or a variable",
+                action=f"write {WORD} --max-num-seqs",
             )
         return [*words[:place], *words[after:]], found
     return list(words), None
@@ -113,7 +113,7 @@ def _canonical(plan: Plan, name: str) -> str:
 def _unknown(name: str, known: list[str]) -> NibbleError:
     return NibbleError(
         ExitCode.USAGE,
-        f"{name} is neither a flag of `vllm serve` nor a variable of this plan",
-        "such a name",
-        closest(name, known),
+        what=f"{name} is neither a flag of `vllm serve` nor a variable of this plan",
+        expected="such a name",
+        action=closest(name, known),
     )

@@ -75,7 +75,10 @@ def read_kind(word: str) -> Kind:
     """`word` as a kind. Raises USAGE."""
     if word not in ("kuberay", "lws"):
         raise NibbleError(
-            ExitCode.USAGE, f"there is no manifest {word!r}", "kuberay or lws", "correct the word"
+            ExitCode.USAGE,
+            what=f"there is no manifest {word!r}",
+            expected="kuberay or lws",
+            action="correct the word",
         )
     return "kuberay" if word == "kuberay" else "lws"
 
@@ -100,7 +103,10 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
     if asked.settings.config:
         what = f"the settings file {asked.settings.config} would not be in the pods"
         raise NibbleError(
-            ExitCode.CONFIG, what, "variables or flags", "unset NIBBLE_CONFIG and give them so"
+            ExitCode.CONFIG,
+            what=what,
+            expected="variables or flags",
+            action="unset NIBBLE_CONFIG and give them so",
         )
     names = [
         origin.name
@@ -124,7 +130,10 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
     ):
         what = f"{secret} has a password in its address, and a manifest is no place for one"
         raise NibbleError(
-            ExitCode.CONFIG, what, "an address without a password", "give the pods another one"
+            ExitCode.CONFIG,
+            what=what,
+            expected="an address without a password",
+            action="give the pods another one",
         )
     if more := found.get("VLLM_EXTRA_ARGS"):
         flags = read_flags(split_words(more, "VLLM_EXTRA_ARGS"), "VLLM_EXTRA_ARGS", load_schema())
@@ -160,7 +169,9 @@ def manifest(
             if kind == "kuberay"
             else "set NIBBLE_NNODES and HEAD_IP"
         )
-        raise NibbleError(ExitCode.CONFIG, what, f"one that {kind} can run", action)
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected=f"one that {kind} can run", action=action
+        )
     make = _ray_cluster if kind == "kuberay" else _leader_worker_set
     return make(plan, words, image, environ)
 

@@ -45,9 +45,9 @@ def make(
     if activations not in (None, "fp4", "bf16"):
         raise NibbleError(
             ExitCode.USAGE,
-            f"--activations is {activations!r}",
-            "fp4 or bf16",
-            "correct --activations",
+            what=f"--activations is {activations!r}",
+            expected="fp4 or bf16",
+            action="correct --activations",
         )
     asked = read_wishes([model], environ)
     plan = fetched(plan_for(asked), asked, as_lines(say))
@@ -75,7 +75,7 @@ def make(
     except (NoReference, Ended) as why:
         action = "serve it without: recorded answers (docs/canary.md) are the other way"
         raise NibbleError(
-            ExitCode.MODEL, f"{checkpoint.id} has no computed reference: {why}", "", action
+            ExitCode.MODEL, what=f"{checkpoint.id} has no computed reference: {why}", action=action
         ) from None
     _problem_file(place).unlink(missing_ok=True)
     return {

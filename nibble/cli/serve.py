@@ -267,9 +267,9 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     if settings.model is None:
         raise NibbleError(
             ExitCode.USAGE,
-            "no model is given",
-            "MODEL or an argument",
-            "write `nibble pull ORG/NAME`",
+            what="no model is given",
+            expected="MODEL or an argument",
+            action="write `nibble pull ORG/NAME`",
         )
     as_json = "--json" in asked.command.rest
     if demo := demo_models().get(settings.model):

@@ -230,9 +230,9 @@ def recipe_data(model: str) -> dict[str, Any]:
         )
         raise NibbleError(
             ExitCode.USAGE,
-            f"there is no recipe for {model!r}",
-            "an id from `nibble recipes list`",
-            hint,
+            what=f"there is no recipe for {model!r}",
+            expected="an id from `nibble recipes list`",
+            action=hint,
         )
     targets = {}
     for name in recipe.targets:

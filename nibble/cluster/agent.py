@@ -69,7 +69,10 @@ class Agent:
                 " machine"
             )
             raise NibbleError(
-                ExitCode.CLUSTER, what, "one node of a cluster on each address", action
+                ExitCode.CLUSTER,
+                what=what,
+                expected="one node of a cluster on each address",
+                action=action,
             ) from None
         self._server.token, self._server.handlers, self._server.files = token, handlers, files or {}
         if context := tls_context(environ or {}, server=True):
@@ -151,9 +154,9 @@ def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | No
     if not (certificate and key and authority):
         raise NibbleError(
             ExitCode.CONFIG,
-            "RAY_USE_TLS is set",
-            "also " + ", ".join(names),
-            "set them on every node",
+            what="RAY_USE_TLS is set",
+            expected="also " + ", ".join(names),
+            action="set them on every node",
         )
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -161,7 +164,9 @@ def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | No
         context.load_verify_locations(authority)
     except (OSError, ssl.SSLError) as error:
         what = f"the certificates of RAY_TLS_* cannot be used ({error})"
-        raise NibbleError(ExitCode.CONFIG, what, "PEM files", "correct the paths") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected="PEM files", action="correct the paths"
+        ) from None
     context.check_hostname = False  # nodes are addresses; the authority is the cluster's own
     context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -116,7 +116,7 @@ def answer_one_token(api: Api, name: str, required: bool = True) -> None:
     if status != 200 and (required or status != 404):
         text = " ".join(answer.decode(errors="replace").split())[:300]
         what = f"the first request, one token from {name}, was answered {status}: {text}"
-        raise NibbleError(ExitCode.CANARY, what, "200", "see the log above")
+        raise NibbleError(ExitCode.CANARY, what=what, expected="200", action="see the log above")
 
 
 def requests_in_flight(api: Api) -> int | None:

@@ -123,9 +123,9 @@ class _elf:
     def _unreadable(self, why: str) -> NibbleError:
         return NibbleError(
             ExitCode.VERIFY,
-            f"{self.path} cannot be read: {why}",
-            "a compiled module of vLLM",
-            "install vLLM again",
+            what=f"{self.path} cannot be read: {why}",
+            expected="a compiled module of vLLM",
+            action="install vLLM again",
         )
 
 

@@ -198,9 +198,9 @@ def _fitting(target: Target) -> Iterator[str]:
 def _refusal(target: Target, what: str, expected: str) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        f"{target.name} cannot use this vLLM: {what}",
-        expected,
-        "install the wheel of vllm 0.32.0 or newer from PyPI, or build with CUDA 13 and"
+        what=f"{target.name} cannot use this vLLM: {what}",
+        expected=expected,
+        action="install the wheel of vllm 0.32.0 or newer from PyPI, or build with CUDA 13 and"
         f" TORCH_CUDA_ARCH_LIST={target.torch_cuda_arch_list}, its CMakeLists.txt unchanged",
     )
 

@@ -88,7 +88,10 @@ def _address(endpoint: str) -> str:
     if not usable:
         expected = "an address such as https://huggingface.co"
         raise NibbleError(
-            ExitCode.USAGE, "HF_ENDPOINT is no address", expected, "correct or unset HF_ENDPOINT"
+            ExitCode.USAGE,
+            what="HF_ENDPOINT is no address",
+            expected=expected,
+            action="correct or unset HF_ENDPOINT",
         )
     return endpoint.rstrip("/")
 
@@ -101,7 +104,10 @@ def _sendable(token: str | None) -> str | None:
     if not re.fullmatch(r"[\x21-\x7e]*", clean):
         expected = "one token, of visible ASCII characters"
         raise NibbleError(
-            ExitCode.USAGE, "HF_TOKEN is not usable", expected, "correct or unset HF_TOKEN"
+            ExitCode.USAGE,
+            what="HF_TOKEN is not usable",
+            expected=expected,
+            action="correct or unset HF_TOKEN",
         )
     return clean or None
 
@@ -115,7 +121,10 @@ def not_an_id(model: str) -> NibbleError:
     """The error for something that is neither a folder nor an id."""
     what = f"{model!r} is neither a folder nor a Hugging Face id"
     return NibbleError(
-        ExitCode.MODEL, what, "an id such as nvidia/Qwen3-8B-NVFP4 or a folder", "correct MODEL"
+        ExitCode.MODEL,
+        what=what,
+        expected="an id such as nvidia/Qwen3-8B-NVFP4 or a folder",
+        action="correct MODEL",
     )
 
 
@@ -136,9 +145,9 @@ def hub_error(error: BaseException, model: str, revision: str | None, hub: Acces
             what = f"{model} has no revision {revision!r}"
             return NibbleError(
                 ExitCode.MODEL,
-                what,
-                "a commit, branch or tag of it",
-                "correct NIBBLE_REVISION or unset it",
+                what=what,
+                expected="a commit, branch or tag of it",
+                action="correct NIBBLE_REVISION or unset it",
             )
         if isinstance(part, errors.HFValidationError):
             return not_an_id(model)
@@ -153,7 +162,7 @@ def not_cached(model: str, hub: Access) -> NibbleError:
     """Offline, and the model is not (completely) in the cache."""
     what = f"{model} is not complete in {hub.cache} and HF_HUB_OFFLINE is set"
     action = f"unset HF_HUB_OFFLINE, or run `nibble pull {model}` where there is a network"
-    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+    return NibbleError(ExitCode.MODEL, what=what, action=action, unreachable=True)
 
 
 def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
@@ -162,7 +171,7 @@ def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
     action = (
         "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
     )
-    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+    return NibbleError(ExitCode.MODEL, what=what, action=action, unreachable=True)
 
 
 def in_words(error: BaseException) -> str:
@@ -199,11 +208,11 @@ def _gated(model: str, hub: Access) -> NibbleError:
             f"accept its terms at {hub.page(model)}, then give a token in HF_TOKEN or HF_TOKEN_FILE"
         )
         return NibbleError(
-            ExitCode.MODEL, f"{model} is a gated model and HF_TOKEN is not set", "", action
+            ExitCode.MODEL, what=f"{model} is a gated model and HF_TOKEN is not set", action=action
         )
     what = f"{model} is a gated model and the account of this HF_TOKEN has no access to it"
     return NibbleError(
-        ExitCode.MODEL, what, "", f"ask for access at {hub.page(model)} with that account"
+        ExitCode.MODEL, what=what, action=f"ask for access at {hub.page(model)} with that account"
     )
 
 
@@ -214,7 +223,9 @@ def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | Non
     if "Invalid credentials" in str(error):
         action = "make a new token at https://huggingface.co/settings/tokens or unset HF_TOKEN"
         return NibbleError(
-            ExitCode.MODEL, f"{hub.address} refuses this HF_TOKEN (invalid or expired)", "", action
+            ExitCode.MODEL,
+            what=f"{hub.address} refuses this HF_TOKEN (invalid or expired)",
+            action=action,
         )
     if status in (401, 404):  # the Hub answers 401, not 404, to strangers
         if hub.token is None:
@@ -225,11 +236,15 @@ def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | Non
         else:
             what = f"{hub.address} has no model {model} that this HF_TOKEN may see"
             action = "check the spelling and the token's permissions"
-        return NibbleError(ExitCode.MODEL, what, "the id of an existing model", action)
+        return NibbleError(
+            ExitCode.MODEL, what=what, expected="the id of an existing model", action=action
+        )
     if status == 403:
         what = f"{hub.address} forbids access to {model}"
         return NibbleError(
-            ExitCode.MODEL, what, "", f"check the permissions of HF_TOKEN and {hub.page(model)}"
+            ExitCode.MODEL,
+            what=what,
+            action=f"check the permissions of HF_TOKEN and {hub.page(model)}",
         )
     return None
 
@@ -244,7 +259,9 @@ def _local_or_network(chain: list[BaseException], model: str, hub: Access) -> Ni
                 " kept"
             )
             return NibbleError(
-                ExitCode.NO_FIT, f"{hub.cache} ran full while {model} was downloaded", "", action
+                ExitCode.NO_FIT,
+                what=f"{hub.cache} ran full while {model} was downloaded",
+                action=action,
             )
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             return not_writable(hub.cache, part.strerror or "no permission", "HF_HOME")  # type: ignore[union-attr]

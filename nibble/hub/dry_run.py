@@ -76,7 +76,10 @@ def plan_pull(
     """
     if is_folder(Path(os.path.expanduser(model))):
         raise NibbleError(
-            ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"
+            ExitCode.USAGE,
+            what=f"{model} is a folder",
+            expected="the id of a model",
+            action="a folder needs no pull",
         )
     if not is_model_id(model):
         raise not_an_id(model)

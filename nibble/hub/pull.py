@@ -290,7 +290,7 @@ def check_disk(
             " little"
         )
         raise NibbleError(
-            ExitCode.NO_FIT, what, "", f"free space or move the cache with {variable}"
+            ExitCode.NO_FIT, what=what, action=f"free space or move the cache with {variable}"
         )
 
 
@@ -411,9 +411,8 @@ def _verify(job: Pull, pending: set[str]) -> None:
     what = f"downloaded files of {job.model} are corrupt: {names}{more}"
     raise NibbleError(
         ExitCode.MODEL,
-        what,
-        "",
-        "they were removed from the cache; run it again to fetch them again",
+        what=what,
+        action="they were removed from the cache; run it again to fetch them again",
     )
 
 

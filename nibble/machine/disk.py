@@ -93,7 +93,9 @@ def secret_fix(path: Path) -> str:
 def not_writable(path: Path, problem: str, variable: str) -> NibbleError:
     """The error for a folder that must be written and is not; `variable` moves it elsewhere."""
     return NibbleError(
-        ExitCode.CONFIG, f"cannot write to {path} ({problem})", "", writable_fix(path, variable)
+        ExitCode.CONFIG,
+        what=f"cannot write to {path} ({problem})",
+        action=writable_fix(path, variable),
     )
 
 
@@ -145,16 +147,15 @@ def not_readable(path: Path) -> NibbleError:
     if os.path.islink(path) and not os.path.exists(path) and not _hidden(path):
         what = f"{path} links to {os.readlink(path)}, which is not here"
         action = "mount or copy the whole Hugging Face cache, not one model's folder of it"
-        return NibbleError(ExitCode.MODEL, what, "the file itself", action)
+        return NibbleError(ExitCode.MODEL, what=what, expected="the file itself", action=action)
     real = _blocking(path)
     what = f"{real} is not readable for uid {os.getuid()}"
     on_the_way = real in Path(os.path.realpath(path)).parents
     mode = "a+x" if on_the_way else "-R a+rX" if real.is_dir() else "a+rX"
     return NibbleError(
         ExitCode.MODEL,
-        what,
-        "",
-        f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner",
+        what=what,
+        action=f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner",
     )
 
 

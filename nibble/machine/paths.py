@@ -33,7 +33,10 @@ def home(environ: Mapping[str, str] = os.environ) -> str:
     if found == "~":
         what = f"uid {os.getuid()} has no home folder"
         raise NibbleError(
-            ExitCode.CONFIG, what, "HOME", "set HOME to a folder that this user can write"
+            ExitCode.CONFIG,
+            what=what,
+            expected="HOME",
+            action="set HOME to a folder that this user can write",
         )
     return found
 

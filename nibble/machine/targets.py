@@ -121,9 +121,9 @@ def load_target(name: str) -> Target:
         what = f"there is no target {name!r}"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "one of " + ", ".join(TARGET_NAMES),
-            "correct NIBBLE_TARGET or --target",
+            what=what,
+            expected="one of " + ", ".join(TARGET_NAMES),
+            action="correct NIBBLE_TARGET or --target",
         )
     try:
         return parse_target(root() / "targets" / f"{name}.toml")
@@ -131,9 +131,9 @@ def load_target(name: str) -> Target:
         what = f"{root()}/targets/{name}.toml cannot be read ({error.strerror})"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "nibble's own files",
-            "unset NIBBLE_ROOT, or install nibble again",
+            what=what,
+            expected="nibble's own files",
+            action="unset NIBBLE_ROOT, or install nibble again",
         ) from None
 
 

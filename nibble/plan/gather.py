@@ -96,9 +96,9 @@ def plan_for(
         what = "no model is given"
         raise NibbleError(
             ExitCode.USAGE,
-            what,
-            "MODEL or an argument",
-            "try `nibble serve nibble-demo-nvfp4`, the embedded demo",
+            what=what,
+            expected="MODEL or an argument",
+            action="try `nibble serve nibble-demo-nvfp4`, the embedded demo",
         )
     here = detect(asked.accepted.environ)
     target, choice = choose_target(settings, asked, here)
@@ -195,9 +195,9 @@ def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Tar
             what = f"this image is for {image} and {reason}"
             raise NibbleError(
                 ExitCode.NO_HARDWARE,
-                what,
-                "a GPU in the container",
-                "run with --gpus all and the NVIDIA Container Toolkit",
+                what=what,
+                expected="a GPU in the container",
+                action="run with --gpus all and the NVIDIA Container Toolkit",
             )
         return load_target("cpu"), Choice("cpu", "this machine", reason)
     return _target_of_gpus(here, image)
@@ -215,7 +215,12 @@ def _why_no_gpu(here: Hardware, selection: str) -> str:
     if selection in ("", "-1", "NoDevFiles"):
         return what
     expected = "indices or UUIDs from `nvidia-smi -L`, a MIG device's excepted"
-    raise NibbleError(ExitCode.NO_HARDWARE, what, expected, "correct or unset CUDA_VISIBLE_DEVICES")
+    raise NibbleError(
+        ExitCode.NO_HARDWARE,
+        what=what,
+        expected=expected,
+        action="correct or unset CUDA_VISIBLE_DEVICES",
+    )
 
 
 def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
@@ -228,7 +233,10 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
     if mixed := [gpu for gpu in here.gpus if gpu.capability != first.capability]:
         what = f"{first.name} and {mixed[0].name} differ in compute capability"
         raise NibbleError(
-            ExitCode.NO_HARDWARE, what, "GPUs of one kind", "choose some with CUDA_VISIBLE_DEVICES"
+            ExitCode.NO_HARDWARE,
+            what=what,
+            expected="GPUs of one kind",
+            action="choose some with CUDA_VISIBLE_DEVICES",
         )
     target = target_for_capability(first.capability)
     if target is None:
@@ -236,15 +244,18 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
         what = f"{first.name} has compute capability {major}.{minor}, which nibble does not support"
         raise NibbleError(
             ExitCode.NO_HARDWARE,
-            what,
-            f"one of the targets {known}",
-            "set NIBBLE_TARGET=cpu to serve on the CPU",
+            what=what,
+            expected=f"one of the targets {known}",
+            action="set NIBBLE_TARGET=cpu to serve on the CPU",
         )
     # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
     if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
         what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"
         raise NibbleError(
-            ExitCode.NO_HARDWARE, what, f"the {target.name} image", f"run nibble:{target.name}"
+            ExitCode.NO_HARDWARE,
+            what=what,
+            expected=f"the {target.name} image",
+            action=f"run nibble:{target.name}",
         )
     return target, Choice(
         target.name, "this machine", f"{first.name}, compute capability {major}.{minor}"

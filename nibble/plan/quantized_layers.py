@@ -58,9 +58,9 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
         )
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "quantized_layers in its config",
-            "choose another export of this model",
+            what=what,
+            expected="quantized_layers in its config",
+            action="choose another export of this model",
         )
     reasons = [*checkpoint.vllm_config.reasons, *([_list_reason(found)] if found else ())]
     if not reasons:
@@ -74,7 +74,12 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
             " command line"
         )
         expected = f"at most {MAX_OVERRIDE_BYTES} bytes"
-        raise NibbleError(ExitCode.CONFIG, what, expected, "put a shorter one into its config.json")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=what,
+            expected=expected,
+            action="put a shorter one into its config.json",
+        )
     return {FLAG: Choice({"quantization_config": dict(config)}, OURS, "; ".join(reasons))}
 
 
@@ -126,7 +131,12 @@ def _forced(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _no_draft(what: str, expected: str) -> NibbleError:
-    return NibbleError(ExitCode.CONFIG, what, expected, "serve it without --speculative-config")
+    return NibbleError(
+        ExitCode.CONFIG,
+        what=what,
+        expected=expected,
+        action="serve it without --speculative-config",
+    )
 
 
 def _list_reason(found: Correction) -> str:

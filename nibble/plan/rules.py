@@ -102,4 +102,4 @@ def _refuse(rule: Rule, declared: str, flags: Flags) -> None:
             f"{flag} {value} ({origin}) is a known risk on this target ({rule.effect}): {rule.why}"
         )
         action = f"leave the choice to nibble, or take the risk with NIBBLE_ALLOW_RISK={rule.id}"
-        raise NibbleError(ExitCode.CONFIG, what, "", action)
+        raise NibbleError(ExitCode.CONFIG, what=what, action=action)

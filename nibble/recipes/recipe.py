@@ -166,7 +166,7 @@ def load_recipe(model_id: str, root: Path) -> Recipe | None:
             else "`nibble recipes lint` lists all problems"
         )
         raise NibbleError(
-            ExitCode.CONFIG, f"{problem.file}: {problem.key}: {problem.message}", "", action
+            ExitCode.CONFIG, what=f"{problem.file}: {problem.key}: {problem.message}", action=action
         )
     return _recipe(model_id, path, data)
 
@@ -184,7 +184,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML recipe", "correct it"
+            ExitCode.CONFIG,
+            what=f"{path} cannot be read: {error}",
+            expected="a TOML recipe",
+            action="correct it",
         ) from None
 
 

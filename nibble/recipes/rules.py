@@ -116,16 +116,21 @@ def parse_rules(path: Path) -> tuple[Rule, ...]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise NibbleError(
-            ExitCode.CONFIG, f"{path}: {where}: {first['msg']}", "", "correct it"
+            ExitCode.CONFIG, what=f"{path}: {where}: {first['msg']}", action="correct it"
         ) from None
     except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML file of rules", "correct it"
+            ExitCode.CONFIG,
+            what=f"{path} cannot be read: {error}",
+            expected="a TOML file of rules",
+            action="correct it",
         ) from None
     ids = [rule.id for rule in rules]
     if repeated := {name for name in ids if ids.count(name) > 1}:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path}: the id {min(repeated)} is given twice", "", "rename one"
+            ExitCode.CONFIG,
+            what=f"{path}: the id {min(repeated)} is given twice",
+            action="rename one",
         )
     return tuple(rules)
 
@@ -137,7 +142,10 @@ def accepted_risks(text: str, rules: Iterable[Rule]) -> frozenset[str]:
     if unknown := sorted(names - set(known)):
         what = f"there is no known risk {unknown[0]!r} to allow"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one of " + ", ".join(known), "correct NIBBLE_ALLOW_RISK"
+            ExitCode.CONFIG,
+            what=what,
+            expected="one of " + ", ".join(known),
+            action="correct NIBBLE_ALLOW_RISK",
         )
     return names
 

@@ -93,9 +93,9 @@ def _own_value(
     if position >= len(words):
         raise NibbleError(
             ExitCode.USAGE,
-            f"{option.flag} is given without a value",
-            option.expected,
-            f"write {option.flag} VALUE",
+            what=f"{option.flag} is given without a value",
+            expected=option.expected,
+            action=f"write {option.flag} VALUE",
         )
     return words[position], position + 1
 

@@ -187,14 +187,14 @@ def check_file_environment(
             action = "give it in the environment or as a file"
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"[env] of {file} holds the secret {name}",
-                "no secret there",
-                action,
+                what=f"[env] of {file} holds the secret {name}",
+                expected="no secret there",
+                action=action,
             )
         if name in nibble_names() or name.startswith("NIBBLE_"):
             what = f"[env] of {file} has {name}, which is not for vLLM"
             raise NibbleError(
-                ExitCode.CONFIG, what, "", "write the option itself at the top of the file"
+                ExitCode.CONFIG, what=what, action="write the option itself at the top of the file"
             )
         if name in DEAD_VARIABLES:
             action = (
@@ -202,9 +202,8 @@ def check_file_environment(
             )
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"[env] of {file} has {name}, which vLLM no longer reads",
-                "",
-                action,
+                what=f"[env] of {file} has {name}, which vLLM no longer reads",
+                action=action,
             )
         if name.startswith("VLLM_") and not _is_known(name, known_vllm_names):
             raise _unknown_name(name, known_vllm_names)
@@ -240,14 +239,17 @@ def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
     if name.startswith("NIBBLE_"):
         hint = closest(name, sorted(nibble_names()))
         return NibbleError(
-            ExitCode.USAGE, f"unknown variable {name}", "a name from `nibble serve --help`", hint
+            ExitCode.USAGE,
+            what=f"unknown variable {name}",
+            expected="a name from `nibble serve --help`",
+            action=hint,
         )
     hint = closest(name, sorted(known_vllm_names))
     return NibbleError(
         ExitCode.CONFIG,
-        f"vLLM 0.32 has no variable {name}",
-        "one of vLLM's own",
-        f"unset it; {hint}",
+        what=f"vLLM 0.32 has no variable {name}",
+        expected="one of vLLM's own",
+        action=f"unset it; {hint}",
     )
 
 
@@ -256,7 +258,7 @@ def _translate(name: str, value: str) -> dict[str, object]:
     flags = successor.flags(value)
     if flags is None:
         what = f"{name}={value} has no effect since vLLM 0.32 and no successor: {successor.note}"
-        raise NibbleError(ExitCode.CONFIG, what, "", f"unset {name}")
+        raise NibbleError(ExitCode.CONFIG, what=what, action=f"unset {name}")
     return flags
 
 

@@ -46,4 +46,6 @@ def check_node_words(command: CommandLine, verb: str) -> None:
     else:
         return
     expected = f"the flags that `nibble {verb} --help` shows"
-    raise NibbleError(ExitCode.USAGE, what, expected, "drop it, or give it to `nibble serve`")
+    raise NibbleError(
+        ExitCode.USAGE, what=what, expected=expected, action="drop it, or give it to `nibble serve`"
+    )

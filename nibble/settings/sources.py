@@ -142,9 +142,9 @@ def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict
             )
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{shown} differ",
-                "one of them, or the same value",
-                "unset one of them",
+                what=f"{shown} differ",
+                expected="one of them, or the same value",
+                action="unset one of them",
             )
         if found:
             names[field], values[field] = next(iter(found.items()))
@@ -160,37 +160,43 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line"
+            ExitCode.CONFIG, what=f"{path} is not valid TOML: {error}", action="mend that line"
         ) from None
     except PermissionError:
         table = None
     if table is None:
         raise NibbleError(
             ExitCode.CONFIG,
-            f"the settings file {path} cannot be read",
-            "a TOML file",
-            "check NIBBLE_CONFIG",
+            what=f"the settings file {path} cannot be read",
+            expected="a TOML file",
+            action="check NIBBLE_CONFIG",
         )
     args, env = table.pop("args", {}), table.pop("env", {})
     for key, value in (("args", args), ("env", env)):
         if not isinstance(value, dict):
             what = f"{key} in {path} is {value!r}"
             raise NibbleError(
-                ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line"
+                ExitCode.CONFIG,
+                what=what,
+                expected=f"a table [{key}] of names and values",
+                action="mend that line",
             )
     for key in table:
         if key not in Settings.model_fields:
             hint = closest(key, [*Settings.model_fields, "args", "env"])
             raise NibbleError(
-                ExitCode.CONFIG, f"{path} has the unknown key {key!r}", "an option of nibble", hint
+                ExitCode.CONFIG,
+                what=f"{path} has the unknown key {key!r}",
+                expected="an option of nibble",
+                action=hint,
             )
         if options()[key].secret:
             action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{path} holds the secret {key!r}",
-                "no secret in a settings file",
-                action,
+                what=f"{path} holds the secret {key!r}",
+                expected="no secret in a settings file",
+                action=action,
             )
     return table, dict(args), {name: str(value) for name, value in env.items()}
 
@@ -203,7 +209,10 @@ def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> N
             " environment"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what, "one model", "unset MODEL and HF_MODEL or drop the argument"
+            ExitCode.CONFIG,
+            what=what,
+            expected="one model",
+            action="unset MODEL and HF_MODEL or drop the argument",
         )
 
 
@@ -214,5 +223,8 @@ def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> Nibbl
     written = f"{field} in {origin.name}" if origin.layer == "file" else origin.name
     shown = "not usable" if option.secret else repr(str(first["input"]))
     return NibbleError(
-        ExitCode.USAGE, f"{written} is {shown}", option.expected, f"correct or unset {written}"
+        ExitCode.USAGE,
+        what=f"{written} is {shown}",
+        expected=option.expected,
+        action=f"correct or unset {written}",
     )

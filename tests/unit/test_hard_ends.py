@@ -349,7 +349,9 @@ def test_text_from_elsewhere(text: str, shown: str) -> None:
 
 
 def test_errors_and_status_reach_the_terminal_without_escape_codes() -> None:
-    assert NibbleError(ExitCode.MODEL, "a\x1b[2Jb", "c\x07").line() == "ab; expected c"
+    assert (
+        NibbleError(ExitCode.MODEL, what="a\x1b[2Jb", expected="c\x07").line() == "ab; expected c"
+    )
     status = {"state": "ready\x1b]0;x\x07", "phase": "ready\x1b]0;x\x07", "detail": "\x1b[31m"}
     assert "\x1b" not in "\n".join(status_lines(status))
 

@@ -61,7 +61,10 @@ def open_bundle(path: Path) -> BinaryIO:
     except OSError as error:
         what = f"{path} cannot be written ({error.strerror})"
         raise NibbleError(
-            ExitCode.CONFIG, what, "a new file", "name another one with --bundle PATH"
+            ExitCode.CONFIG,
+            what=what,
+            expected="a new file",
+            action="name another one with --bundle PATH",
         ) from None
 
 
@@ -76,7 +79,7 @@ def write_bundle(
     except OSError as error:
         what = f"the archive could not be written to its end ({error.strerror or error})"
         action = "remove it, then name a place with more room with --bundle PATH"
-        raise NibbleError(ExitCode.NO_FIT, what, "", action) from None
+        raise NibbleError(ExitCode.NO_FIT, what=what, action=action) from None
 
 
 def _write(file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None) -> int:
