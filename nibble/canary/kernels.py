@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import values_of
+from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
 from nibble.plan.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 from nibble.recipes.rules import in_effect
@@ -77,7 +77,9 @@ class Deviation:
         """The end of a start."""
         what = f"the kernels are not those planned: {self.part}: {self.found}"
         advice = f"{action}; " if action else ""
-        return NibbleError(ExitCode.CANARY, what, self.expected, f"{advice}{STRICT_ACTION}")
+        return NibbleError(
+            ExitCode.CANARY, what=what, expected=self.expected, action=f"{advice}{STRICT_ACTION}"
+        )
 
 
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:

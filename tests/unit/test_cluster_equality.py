@@ -27,8 +27,8 @@ from nibble.cluster.rank_settings import (
 )
 from nibble.engine.installed import FILES, build_parts, part_files
 from nibble.engine.schema import load_schema
+from nibble.plan.choice import Choice
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.layers import Choice
 from nibble.plan.plan import Plan
 
 NVFP4, DEMO = (ROOT / "models" / name for name in ("nibble-demo-nvfp4", "nibble-demo"))

@@ -113,7 +113,7 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
         in refused(model, *wanted, "--target", "cpu").what
     )
     two = refused(model, *wanted, "--target", "hopper", "--linear-backend", "marlin")
-    assert "--linear-backend marlin ask for two kernels" in two.what
+    assert "--linear-backend marlin (command line) ask for two kernels" in two.what
     # On a GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
     fp4 = refused(model, *wanted, "--target", "gb10")
     assert "has them in FP4 on gb10" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
@@ -136,7 +136,7 @@ def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
     two = refused(
         experts, "--moe-kernel", "nibble", "--target", "hopper", "--moe-backend", "marlin"
     )
-    assert "--moe-backend marlin ask for two kernels" in two.what
+    assert "--moe-backend marlin (command line) ask for two kernels" in two.what
 
 
 def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import MODEL_TYPE, is_cloverlm
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import Choice, Choices
 
 ARCHITECTURE = "CloverLMForCausalLM"
 QUANTIZATION, TOKENIZER_MODE = "quartet2", "tokenmonster"
@@ -32,14 +32,21 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
             f"config.json of {checkpoint.where} has model_type {MODEL_TYPE} and the architecture"
             f" {checkpoint.architecture}"
         )
-        raise NibbleError(ExitCode.MODEL, what, ARCHITECTURE, "take config.json as it is published")
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=what,
+            expected=ARCHITECTURE,
+            action="take config.json as it is published",
+        )
     asked = args.get("--quantization")
     if asked is not None and asked.value != QUANTIZATION:
         what = (
             f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of"
             " 128x4"
         )
-        raise NibbleError(ExitCode.CONFIG, what, QUANTIZATION, "drop --quantization")
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected=QUANTIZATION, action="drop --quantization"
+        )
     wanted = {
         "--quantization": Choice(
             QUANTIZATION, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"
@@ -65,10 +72,10 @@ def _check_named(checkpoint: Checkpoint) -> None:
         have = ", ".join(names) or "none"
         raise NibbleError(
             ExitCode.MODEL,
-            f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
-            VOCABULARY,
-            f"download it from {SOURCE} and name it with --tokenizer PATH, or put it into the"
-            " model's folder",
+            what=f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
+            expected=VOCABULARY,
+            action=f"download it from {SOURCE} and name it with --tokenizer PATH, or put it into"
+            " the model's folder",
         )
 
 
@@ -90,12 +97,17 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
             head = stream.read(HEADER_BYTES)
     except OSError as error:
         what = f"the vocabulary file {file} cannot be read: {error.strerror}"
-        raise NibbleError(ExitCode.MODEL, what, VOCABULARY, f"download it from {SOURCE}") from None
+        raise NibbleError(
+            ExitCode.MODEL, what=what, expected=VOCABULARY, action=f"download it from {SOURCE}"
+        ) from None
     ids = int.from_bytes(head[14:17], "little")
     if len(head) < HEADER_BYTES or head[0] > 2 or head[1] > 2 or ids != checkpoint.vocab_size:
         what = f"{file} is no TokenMonster vocabulary of {checkpoint.vocab_size} ids"
         raise NibbleError(
-            ExitCode.MODEL, what, VOCABULARY, "name the right file with --tokenizer PATH"
+            ExitCode.MODEL,
+            what=what,
+            expected=VOCABULARY,
+            action="name the right file with --tokenizer PATH",
         )
     _check_whole(file)
 
@@ -109,4 +121,6 @@ def _check_whole(file: Path) -> None:
         eot_of(load(file), file.name)
     except ValueError as error:
         action = f"download it again from {SOURCE}, or name the right file with --tokenizer PATH"
-        raise NibbleError(ExitCode.MODEL, str(error), VOCABULARY, action) from None
+        raise NibbleError(
+            ExitCode.MODEL, what=str(error), expected=VOCABULARY, action=action
+        ) from None
