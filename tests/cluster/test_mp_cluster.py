@@ -43,7 +43,6 @@ def must_name_the_loss(head: Node, stream: Stream, words: str) -> None:
     head.wait_for(lambda: not head.is_ready() and words in said(head), NAMED_S, f"saying {words!r}")
 
 
-@pytest.mark.slow  # the server on one machine is another start
 def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     one_machines_answers: list[str], nodes: tuple[Node, Node], client: Node
 ) -> None:
