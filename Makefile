@@ -48,6 +48,7 @@ lint: setup-dev ## run ruff, pyright, shellcheck, shfmt, hadolint, style, genera
 	@$(MAKE) -k -j2 -Otarget types ruff shell dockerfiles generated style
 ruff:
 	ruff check --quiet .
+	lint-imports > /dev/null || lint-imports
 	ruff format --check --quiet .
 types:
 	pyright
@@ -58,6 +59,7 @@ dockerfiles:
 	$(if $(DOCKERFILES),hadolint $(DOCKERFILES))
 generated:
 	nibble docs --check
+	python docs/architecture.py --check
 	nibble recipes lint
 style: ## check the language of docs, comments and messages
 	$(PYTHON) scripts/check_style.py
@@ -66,6 +68,7 @@ fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff format .
 	shfmt -w -i 2 -ci $(SCRIPTS)
 	nibble docs
+	python docs/architecture.py
 
 # Most of a server's start is imports on one core; more than two servers at once slow each other.
 PROCESSES = --numprocesses 2
