@@ -110,6 +110,35 @@ def test_float64_agrees_and_rounds_less(tmp_path: Path) -> None:
         assert float((a - b).abs().max()) < 1e-2
 
 
+@pytest.mark.parametrize(("keeps", "times"), [(False, 2), (True, 1)])
+def test_the_output_head_is_read_once_for_all_texts(
+    keeps: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts; for the next token again, unless weights are kept."""
+    head, read, load = "model.embed_tokens.weight", list[tuple[int, int]](), Weights.load
+
+    def told(self: Weights, name: str, *rows: int) -> torch.Tensor:
+        if name == head and rows[1] - rows[0] > 1:  # and no row of the embedding, which this model shares
+            read.append((rows[0], rows[1]))
+        return load(self, name, *rows)
+
+    monkeypatch.setattr(Weights, "load", told)
+    monkeypatch.setattr("nibble.reference.streaming.HEAD_ROWS", 400)
+    checkpoint = read_checkpoint(str(demo_models()["nibble-demo-nvfp4"]))
+    with Weights(checkpoint, torch.float32, CPU, False) as weights:
+        model = StreamedModel(checkpoint, weights, torch.float32, CPU, keeps)
+
+        def two_tokens(ids: tuple[int, ...]) -> torch.Tensor:
+            model.module(torch.tensor([ids]), use_cache=False)
+            return model.module(torch.tensor([ids[:2]]), use_cache=False).logits
+
+        found = model.passes([lambda ids=ids: two_tokens(ids) for ids in TEXTS])
+        rows = weights.shape(head)[0]
+    parts = [(start, min(rows, start + 400)) for start in range(0, rows, 400)]
+    assert len(parts) > 1 and read == parts * times
+    assert all(logits.shape[-1] == rows for logits in found)
+
+
 def test_only_chosen_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     load = Weights.load
