@@ -2,8 +2,8 @@
 
 It puts subclasses in the place of vLLM's NVFP4 methods, which merge global scales exactly, refuse scales that were not
 loaded, take activations as asked, load a quantized lm_head in every model, and serve NVFP4 on the CPU; it adds CloverLM,
-which vLLM does not have; it loads router biases that are stored beside the experts (router_bias.py) and ends a load that
-leaves a weight unwritten (whole_load.py); it tells nibble's supervisor how far each process is (pulse.py) and sizes the
+which vLLM does not have; it loads router biases that are stored beside the experts (router_bias.py), adds them on the CPU
+(cpu_router.py) and ends a load that leaves a weight unwritten (whole_load.py); it tells nibble's supervisor how far each process is (pulse.py) and sizes the
 queue of a worker's answers (queues.py). vLLM 0.32 looks the classes up in these modules when it makes a layer; they keep
 vLLM's names because some of its code asks for a name (gpt_oss.py:349, linear.py:528).
 """
@@ -29,6 +29,7 @@ def register() -> None:
 
     from nibble_kernels.vllm_plugin import (
         cloverlm,
+        cpu_router,
         dense,
         kernels,
         lm_head,
@@ -63,4 +64,5 @@ def register() -> None:
     pulse.register()
     queues.size_answer_queue()
     router_bias.load_router_biases()
+    cpu_router.add_biases()
     whole_load.check_loads()
