@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 from nibble.backend_rules import NESTED  # noqa: E402
 
+ERROR_LINE = re.compile(r"(?:^|\]:? )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
 NOT_OF_THE_MODEL = ("sampler: second best instead of best", "sampler: top_k ignored")
 
 
@@ -104,12 +105,8 @@ def run_model(model: str, folder: Path, kv_cache_dtype: str) -> dict[str, Any]:
 
 
 def error_in(log: str) -> str:
-    """The first error that a log tells; those after it follow from it."""
-    told = [
-        line.split("] ", 1)[-1].strip()
-        for line in log.splitlines()
-        if re.search(r"^\S*(Error|Exception)\b|\] \S*Error: ", line)
-    ]
+    """The first error that a log tells, with or without a process's prefix; those after it follow from it."""
+    told = [found[1] for line in log.splitlines() if (found := ERROR_LINE.search(line.strip()))]
     return (told[0] if told else (log.strip().splitlines() or ["no word"])[-1])[:300]
 
 

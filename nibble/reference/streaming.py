@@ -7,7 +7,7 @@ pass enters one, freed after the last has left it. Stacked experts are read when
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class StreamedModel:
     # --- hooks ---
 
     def _prepare(self) -> None:
-        _fill_buffers(self.module, self.device)
+        _fill_buffers(self.module, self.device, self._sources.keys())
         names = {module: name for name, module in self.module.named_modules()}
         inside = {child for layer in self.layers for child in layer.modules()}
         for layer in self.layers:
@@ -285,16 +285,20 @@ def _is_tower(name: str) -> bool:
     return any(part in name for part in ("visual", "vision", "audio", "multi_modal", "image", "mtp"))
 
 
-def _fill_buffers(module: Any, device: torch.device) -> None:
-    """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers makes them after a load."""
+def _fill_buffers(module: Any, device: torch.device, stored: Collection[str]) -> None:
+    """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers makes them after a load: some by
+    their owner, others by the model around it (Falcon-H1's multipliers). Raises Unsupported where neither does."""
     from transformers import PreTrainedModel
 
     models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
     nearest = {owner: model for model in models for owner in model.modules()}  # inner models come later
-    for owner in module.modules():
-        buffers = dict(owner.named_buffers(recurse=False))
-        if not buffers:
-            continue
-        for leaf, value in buffers.items():
-            owner._buffers[leaf] = torch.empty_like(value, device=device)
+    owners = [owner for owner in module.modules() if any(True for _ in owner.buffers(recurse=False))]
+    for owner in owners:
+        for leaf, value in dict(owner.named_buffers(recurse=False)).items():
+            blank = torch.empty_like(value, device=device)
+            owner._buffers[leaf] = blank.fill_(torch.nan) if blank.is_floating_point() else blank
+    for owner in dict.fromkeys([*owners, *models]):
         nearest[owner]._init_weights(owner)
+    for name, value in module.named_buffers():
+        if name not in stored and not _is_tower(name) and value.is_floating_point() and value.isnan().any():
+            raise Unsupported(f"transformers leaves {name} without values")

@@ -43,6 +43,11 @@ ARCHITECTURES = {
         + ["linear_attention"],
     },
     "GptOssForCausalLM": {**EXPERTS, "sliding_window": 4},
+    # A buffer of each layer that the model around the layers fills.
+    "FalconH1ForCausalLM": {
+        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_ssm": 64,
+        "ssm_multipliers": [0.5, 0.25, 2.0, 0.5, 0.75],
+    },
 }  # fmt: skip
 
 
@@ -153,6 +158,14 @@ def test_only_chosen_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         if ".layers.0." in name and ".experts." in name
     }
     assert len(experts) == 2, "one token chooses two of eight"
+
+
+def test_a_buffer_that_nothing_fills_is_unsupported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(Unsupported, match=r"transformers leaves model.rotary_emb.inv_freq without values"):
+        streamed(demo_models()["nibble-demo-nvfp4"])
 
 
 def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path: Path) -> None:
