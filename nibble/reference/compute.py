@@ -6,6 +6,7 @@ Progress goes to stdout as one JSON object a line; the last one has `done`, or `
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -80,6 +81,8 @@ def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str,
         ends = _ends(checkpoint, model)
         passes = [lambda one=one: answer(model, one.ids, request.answer_tokens, ends) for one in texts[:-1]]
         *answers, _ = model.passes([*passes, probe.run])
+    if not all(math.isfinite(value) for found in answers for value in found.logprobs):
+        raise Unsupported("transformers' module computes NaN or infinity from this checkpoint")
     tokenizer = _tokenizer(checkpoint)
     cases = [
         {"prompt": text.prompt, "prompt_ids": list(text.ids), **found.to_json(tokenizer)}

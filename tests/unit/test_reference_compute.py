@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +162,21 @@ def test_only_chosen_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(experts) == 2, "one token chooses two of eight"
 
 
+def test_a_checkpoint_that_computes_nan_has_no_reference(tmp_path: Path) -> None:
+    from nibble.reference.compute import compute
+    from nibble.reference.store import Request
+
+    folder, out = tmp_path / "model", tmp_path / "reference.json"
+    shutil.copytree(demo_models()["nibble-demo-nvfp4"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    request = Request("demo", str(folder), str(out), "bf16", answer_tokens=1)
+    with pytest.raises(Unsupported, match="computes NaN or infinity"):
+        compute(request, lambda layer, of: None)
+    assert not out.exists()
+
+
 def test_a_buffer_that_nothing_fills_is_unsupported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
@@ -169,9 +186,6 @@ def test_a_buffer_that_nothing_fills_is_unsupported_by_name(monkeypatch: pytest.
 
 
 def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path: Path) -> None:
-    import json
-    import shutil
-
     source = demo_models()["nibble-demo-nvfp4"]
     shutil.copytree(source, tmp_path / "model")
     config = json.loads((source / "config.json").read_text())
