@@ -18,7 +18,9 @@ def add_biases() -> None:
     """Follow CPURouter._compute_routing: experts with a bias and without groups are one group."""
     compute = cpu_router.CPURouter._compute_routing
 
-    def compute_with_bias(self: Any, hidden_states: Tensor, router_logits: Tensor, *rest: Any, **more: Any) -> Any:
+    def compute_with_bias(
+        self: Any, hidden_states: Tensor, router_logits: Tensor, *rest: Any, **more: Any
+    ) -> Any:
         is_plain = not self.use_grouped_topk and self.custom_routing_function is None
         needs = self.e_score_correction_bias is not None or self.scoring_func == "sigmoid"
         if not (is_plain and needs and self.scoring_func in SCORES):
