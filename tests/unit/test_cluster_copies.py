@@ -97,7 +97,7 @@ def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
     body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "model")}
     answer = fetched(body)
     assert answer["state"] == "failed"
-    assert "needs 1.2 MiB of disk for its download and 1.0 GiB to spare" in answer["detail"]
+    assert "needs 1.2 MiB and a margin of 1.0 GiB" in answer["detail"]
     assert not (tmp_path / "taker" / "model").exists()
 
 

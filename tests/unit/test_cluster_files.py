@@ -133,8 +133,8 @@ def test_a_disk_too_small_is_refused_with_the_arithmetic_before_a_byte_comes(
     with pytest.raises(NibbleError) as caught:
         fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert caught.value.code == ExitCode.NO_FIT
-    assert "needs 0.6 MiB of disk" in caught.value.what
-    assert f"1.0 GiB to spare, {there} has 1.0 GiB free: 0.6 MiB too little" in caught.value.what
+    assert "needs 0.6 MiB and a margin of 1.0 GiB" in caught.value.what
+    assert f"{there} has 1.0 GiB free, 0.6 MiB too little" in caught.value.what
     assert "NIBBLE_CACHE_DIR" in caught.value.line()
     assert [path.name for path in there.iterdir()] == [f"model.safetensors{PARTIAL}"]
     monkeypatch.setattr(file_server, "free_bytes", lambda path: (1 << 30) + 600_002)
