@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +98,17 @@ def test_a_folder_counts_with_all_below_it(
 ) -> None:
     monkeypatch.setattr(changes, "changed_files", lambda checkout, since: files)
     assert changes.is_changed(*paths) is is_changed
+
+
+def test_the_page_of_tests_names_every_file_of_which_make_test_leaves_something_out() -> None:
+    page = (changes.ROOT / "docs/testing.md").read_text()
+    left_out = [
+        path
+        for path in (changes.ROOT / "tests").glob("*/test_*.py")
+        if re.search(r"mark\.(slow|when_changed)\b", path.read_text())
+    ]
+    assert len(left_out) > 30
+    assert "`tests/cluster`" in page  # as a whole
+    assert [
+        path.name for path in left_out if path.name not in page and path.parent.name != "cluster"
+    ] == []
