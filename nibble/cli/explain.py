@@ -1,4 +1,4 @@
-"""`nibble plan MODEL --explain FLAG`: every layer that sets one flag or variable, and which wins."""
+"""`nibble plan MODEL --explain FLAG`: every layer that sets a flag or variable, and which wins."""
 
 from __future__ import annotations
 

@@ -36,8 +36,9 @@ UNQUANTIZED_DRAFT_LAYER = "mtp.fc"
 
 
 def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag, into which the user's own keys are merged, or nothing. Raises CONFIG for MTP that vLLM 0.32
-    could only load wrongly.
+    """The flag, into which the user's own keys are merged, or nothing.
+
+    Raises CONFIG for MTP that vLLM 0.32 could only load wrongly.
     """
     given = args.get(FLAG)
     if (

@@ -43,7 +43,7 @@ def check_request(settings: Settings) -> None:
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
-            expected="CUTE_WO_SPLIT=1 until nibble ships that kernel",
+            expected="CUTE_WO_SPLIT=1, because nibble has no such kernel",
             action="unset CUTE_WO_SPLIT",
         )
     if settings.tq is not None and settings.tq not in TURBOQUANT_COST:

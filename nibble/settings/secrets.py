@@ -12,11 +12,10 @@ MAX_SECRET_BYTES = 64 * 1024  # a mistaken path to a big file must not be read i
 
 
 def read_secret(name: str, environ: Mapping[str, str]) -> str | None:
-    """The value of secret `name` from `environ`, either directly or from the file that `name`_FILE
-    names.
+    """The value of secret `name` from `environ`, or from the file that `name`_FILE names.
 
     Line breaks around it are dropped: files end with one, and a Kubernetes Secret made from a file
-    hands it on. Raises CONFIG when both are given or the file cannot be read.
+    keeps it. Raises CONFIG when both are set or the file cannot be read.
     """
     value, path = environ.get(name, "").strip("\r\n") or None, environ.get(f"{name}_FILE") or None
     if path is None:
@@ -44,6 +43,6 @@ def read_secret(name: str, environ: Mapping[str, str]) -> str | None:
             ExitCode.CONFIG,
             what=what,
             expected="the secret on one line",
-            action="check which file is mounted there",
+            action="check which file is mounted at that path",
         )
     return text.strip("\r\n")

@@ -1,9 +1,7 @@
-"""Where the value of each option comes from: command line, environment, the user's TOML file,
-nibble's default.
+"""Resolves nibble's options from command line, environment, the user's TOML file and defaults.
 
 Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > known risk (rules/) >
-recipe > target > nibble's default > vLLM's default. This module resolves nibble's own options and
-keeps the origin of every value.
+recipe > target > nibble's default > vLLM's default. This module keeps the origin of every value.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ LayerName = Literal["command line", "environment", "file", "default"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: the layer, and the exact name the user wrote (`PORT`, `--port`,
-    `nibble.toml`).
-    """
+    """A value's layer, and the exact name that the user wrote (`PORT`, `--port`, `nibble.toml`)."""
 
     layer: LayerName
     name: str
@@ -40,8 +36,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, the origin of every field, and the [args] / [env] tables of the user's TOML
-    file. `given` has every value of a field as it was written, the winning one last.
+    """Settings, the origin of every field, and [args] and [env] of the user's TOML file.
+
+    `given` has every value of a field as it was written, the winning one last.
     """
 
     settings: Settings
@@ -56,7 +53,7 @@ DEFAULT = Origin("default", "nibble's default")
 
 
 class _Layer(PydanticBaseSettingsSource):
-    """One layer of already collected values, as a source of pydantic-settings."""
+    """One layer of collected values, as a source of pydantic-settings."""
 
     def __init__(self, cls: type[BaseSettings], values: Mapping[str, Any]) -> None:
         super().__init__(cls)
@@ -74,10 +71,9 @@ def load_settings(
 ) -> Loaded:
     """Resolve all layers.
 
-    `cli` maps field names to values given on the command line (absent when not given). `environ`
-    has already been through `environment.accept`. Raises NibbleError(USAGE) for a value that does
-    not fit, with the name the user wrote; CONFIG for contradictions (two names or X and X_FILE with
-    different values).
+    `cli` maps field names to values of the command line. `environ` has passed `environment.accept`.
+    Raises USAGE for an invalid value, with the name that the user wrote; CONFIG for two names, or X
+    and X_FILE, with different values.
     """
     from_env, env_names = _environment_layer(environ)
     path = cli.get("config") or from_env.get("config")
@@ -109,8 +105,8 @@ def load_settings(
 
 
 def check_option(field: str, value: Any, written: str) -> None:
-    """Hold a value that came as a flag of vLLM to the limits of our option for it. `written`
-    names it in the error.
+    """Check a vLLM flag's value against the limits of nibble's option; `written` names it in the
+    error.
     """
     try:
         Settings.__pydantic_validator__.validate_assignment(
@@ -125,9 +121,7 @@ def _cli_name(field: str) -> str:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Field -> value and field -> the name used. An empty variable counts as unset, as in
-    compose files.
-    """
+    """Field -> value, and field -> the name used. An empty variable counts as unset."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for field, option in options().items():
@@ -160,7 +154,7 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, what=f"{path} is not valid TOML: {error}", action="mend that line"
+            ExitCode.CONFIG, what=f"{path} is not valid TOML: {error}", action="correct that line"
         ) from None
     except PermissionError:
         table = None
@@ -179,7 +173,7 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
                 ExitCode.CONFIG,
                 what=what,
                 expected=f"a table [{key}] of names and values",
-                action="mend that line",
+                action="correct that line",
             )
     for key in table:
         if key not in Settings.model_fields:
@@ -191,11 +185,11 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
                 action=hint,
             )
         if options()[key].secret:
-            action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
+            action = f"write it to a file and set {options()[key].env[0]}_FILE to that file"
             raise NibbleError(
                 ExitCode.CONFIG,
                 what=f"{path} holds the secret {key!r}",
-                expected="no secret in a settings file",
+                expected="a settings file without secrets",
                 action=action,
             )
     return table, dict(args), {name: str(value) for name, value in env.items()}
@@ -204,10 +198,7 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
 def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> None:
     given, variable = cli.get("model"), from_env.get("model")
     if given and variable and given != variable:
-        what = (
-            f"the model is given twice: {given!r} as an argument and {variable!r} in the"
-            " environment"
-        )
+        what = f"the command line has the model {given!r} and the environment has {variable!r}"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

@@ -126,9 +126,9 @@ def test_no_plan_chooses_b12x_by_itself(model) -> None:
 @pytest.mark.parametrize("flag", ["--moe-backend", "--linear-backend"])
 def test_the_direct_b12x_kernels_are_taken_with_a_notice(model, flag) -> None:
     found = plan(model(MODELOPT_NVFP4, **MOE), "--target", "gb10", flag, "b12x")
-    assert found.args[flag].value == "b12x" and f"{flag} b12x: vLLM never picks" in notices(found)
-    assert "vLLM never picks" not in notices(plan(model(None), "--target", "gb10", flag, "b12x"))
-    assert "vLLM never picks" not in notices(
+    assert found.args[flag].value == "b12x" and f"{flag} b12x: vLLM never chooses" in notices(found)
+    assert "vLLM never chooses" not in notices(plan(model(None), "--target", "gb10", flag, "b12x"))
+    assert "vLLM never chooses" not in notices(
         plan(model(MODELOPT_NVFP4), "--target", "b200", flag, "b12x")
     )
 
@@ -300,9 +300,8 @@ def test_fp_quant_is_refused_where_vllms_wheel_has_no_code_for_it(model, target:
 
 
 def test_fp_quant_is_served_on_b200(model) -> None:
-    assert (
-        plan(model(FP_QUANT), "--target", "b200").checkpoint.scheme.vllm_quantization == "fp_quant"
-    )  # type: ignore[union-attr]
+    checkpoint = plan(model(FP_QUANT), "--target", "b200").checkpoint
+    assert checkpoint is not None and checkpoint.scheme.vllm_quantization == "fp_quant"
 
 
 # --- taking a risk
