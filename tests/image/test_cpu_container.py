@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from changes import CONTAINERS
 from containers import HARDENED, Answer, Container, docker, run_once, running, volume
 from served_containers import KEY, chat, trouble
 
@@ -47,6 +48,7 @@ def slow_server(cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
             yield container
 
 
+@pytest.mark.slow  # tests/e2e/test_serve.py drains without a container
 class TestDrain:
     TOKENS = 600
 
@@ -160,6 +162,7 @@ class TestOtherModes:
         assert len(result.stderr.splitlines()) == 1
         assert "MODEL" in result.stderr
 
+    @pytest.mark.when_changed(*CONTAINERS)
     def test_ray_head_comes_up_and_is_healthy(self, cpu_image: str) -> None:
         options = [
             *HARDENED,
