@@ -120,8 +120,8 @@ def error_in(log: str) -> str:
 
 def backends_of(model: str) -> dict[str, Any]:
     """Backends that `nibble serve` asks vLLM for on this machine, as arguments of LLM."""
-    from nibble.plan.gather import plan_for, read_wishes
     from nibble.plan.choice import values_of
+    from nibble.plan.gather import plan_for, read_wishes
 
     flags = values_of(plan_for(read_wishes([model], dict(os.environ))).args)
     return {

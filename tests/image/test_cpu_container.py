@@ -137,6 +137,15 @@ class TestOtherModes:
             "/opt/venv/bin/nibble",
         ]
 
+    def test_manifests_come_from_the_images_own_bases(self, cpu_image: str) -> None:
+        options = ["--env", "HEAD_IP=head", "--env", "NIBBLE_NNODES=2", "--env", "NUM_GPUS=1"]
+        words = ["cluster", "manifest", "lws", "nibble-demo-nvfp4", "--tensor-parallel-size", "2"]
+        found = json.loads(docker("run", "--rm", *options, cpu_image, *words).stdout)
+        assert (found["kind"], found["metadata"]["name"]) == (
+            "LeaderWorkerSet",
+            "nibble-demo-nvfp4",
+        )
+
     def test_an_unknown_command_is_executed_as_given(self, cpu_image: str) -> None:
         result = run_once(cpu_image, "python", "-c", "print('as given')", options=HARDENED)
         assert (result.returncode, result.stdout) == (0, "as given\n")
