@@ -31,7 +31,7 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION,
 # FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
-# vllm_plugin/cuda.py
+# nibble/engine/plugin/cuda.py
 OUR_KERNELS = {
     "linear": ("NibbleNvFp4LinearKernel",),
     "moe": ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE"),
@@ -43,7 +43,7 @@ STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
 
 @dataclass(frozen=True)
 class Expectation:
-    """What may run for a part of a worker's report (proof/ran.py), and who says so.
+    """What may run for a part of a worker's report (engine/plugin/report/kernels_used.py), and who says so.
 
     Names are compared without case and punctuation and may be the beginning of what is found, so
     that `marlin` is MarlinNvFp4LinearKernel. Nothing allowed: anything that is not slow.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
 PLUGIN = "nibble_proof"
-FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
+FOLDER = "NIBBLE_PROOF"  # nibble/engine/plugin/report reads it
 HANDED_OVER, PENDING = (
     "references.json",
     "references.pending",

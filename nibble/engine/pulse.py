@@ -1,5 +1,5 @@
 """How far vLLM's processes are: reads what nibble's plugin in them writes (kernels'
-vllm_plugin/pulse.py, the same layout).
+nibble/engine/plugin/pulse.py, the same layout).
 """
 
 from __future__ import annotations

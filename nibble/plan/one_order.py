@@ -3,7 +3,7 @@ what that rules out. Pure.
 
 vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes
 nibble's (vllm 0.32 kernels/linear/__init__.py:1145,
-kernels/src/nibble_kernels/vllm_plugin/kernels.py). Another that is named would end the start after
+nibble/engine/plugin/kernels.py). Another that is named would end the start after
 the load, when what ran is compared.
 """
 
@@ -20,7 +20,7 @@ from nibble.plan.layers import Ingredients
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
 
-INVARIANT = "VLLM_BATCH_INVARIANT"  # kernels/src/nibble_kernels/vllm_plugin/kernels.py
+INVARIANT = "VLLM_BATCH_INVARIANT"  # nibble/engine/plugin/kernels.py
 ADDS_IN_ONE_ORDER = ("NibbleNvFp4LinearKernel", "CutlassNvFp4LinearKernel")
 NAMES = {"nibble": "nibble's kernel", "cutlass": "CUTLASS", "emulation": "vLLM's emulation"}
 

@@ -5,7 +5,7 @@ Docker and Kubernetes give a container 64 MiB there unless told otherwise. An en
 process exchange messages in two queues of ten chunks each (vllm 0.32
 distributed/device_communicators/shm_broadcast.py:493): requests in chunks of
 VLLM_MQ_MAX_CHUNK_BYTES_MB, answers in chunks of 24 MiB, or of that variable too where nibble's
-plugin is loaded (kernels/src/nibble_kernels/vllm_plugin/queues.py). vLLM refuses a queue that is
+plugin is loaded (nibble/engine/plugin/queues.py). vLLM refuses a queue that is
 larger than what is free (:244). What no message has touched takes no memory.
 """
 

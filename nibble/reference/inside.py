@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nibble_kernels.vllm_plugin.proof.inside import row_errors, rows_in
 from torch import Tensor, nn
+
+from nibble.engine.plugin.report.inside import row_errors, rows_in
 
 MIXES_TOKENS = ("attn", "attention", "mixer", "mamba", "conv")  # in the name of a layer's part
 

@@ -12,7 +12,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.processes import signal_name
 from nibble.plan.memory import Limits, Step, show_gib
 
-# vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/{whole_load,layers}.py
+# vllm 0.32 model_loader/default_loader.py:564, nibble/engine/plugin/{whole_load,layers}.py
 _EMPTY = "Following weights were not initialized from checkpoint: "
 _MISFIT = re.compile(
     r"TensorError: (\S+) \((\w+ of shape \[[\d, ]*\])\) does not fit the model \((.*)"

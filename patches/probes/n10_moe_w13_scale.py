@@ -48,7 +48,7 @@ ROW = Row(
         " E4M3 value; elsewhere it keeps gate's scale and multiplies the expert's w2 scale by"
         " up/gate, or refuses an activation that is not linear in up."
     ),
-    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_experts"),
+    fix=Fix("plugin", "nibble.engine.plugin.layers.merge_experts"),
     references=(
         "vllm 0.32 model_executor/layers/quantization/modelopt.py:1032",
         "vllm-project/vllm#54974",

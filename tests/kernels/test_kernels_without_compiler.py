@@ -15,8 +15,8 @@ PROGRAM = """
 import torch
 from nibble_kernels import implementations
 from nibble_kernels.conversions import conversion_report, e2m1_encode
-from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
-from nibble_kernels.quant_fp4 import quant_fp4
+from nibble_kernels.activation_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
+from nibble_kernels.quartet2.quantize import quant_fp4
 
 x = torch.ones(3, 64, dtype=torch.bfloat16)
 codes, scales = nvfp4_quant(x, torch.tensor([448.0]))

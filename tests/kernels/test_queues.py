@@ -8,9 +8,10 @@ import threading
 from typing import Any
 
 import pytest
-from nibble_kernels.vllm_plugin.queues import VARIABLE, size_answer_queue
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor import multiproc_executor as executor
+
+from nibble.engine.plugin.queues import VARIABLE, size_answer_queue
 
 multiproc_executor: Any = executor
 

@@ -285,7 +285,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nibble-kernels\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nnibble = nibble_kernels.vllm_plugin:register\n"
+        "[vllm.general_plugins]\nnibble = nibble.engine.plugin:register\n"
     )
     monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
 

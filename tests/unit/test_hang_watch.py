@@ -17,19 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nibble_kernels.vllm_plugin import pulse as plugin
 
 from nibble.engine import pulse
 from nibble.engine.api import Api
+from nibble.engine.plugin import pulse as plugin
 from nibble.engine.pulse import Pulse, read_pulses
+from nibble.engine.stack_dump import dump_stacks
 from nibble.machine import gpu_state
-from nibble.machine.stack_dump import dump_stacks
 from nibble.serve.hang.watch import Hang, HangWatch
 
 WAITING = """
 import sys, threading, time
 from pathlib import Path
-from nibble_kernels.vllm_plugin.pulse import _arm
+from nibble.engine.plugin.pulse import _arm
 _arm(Path(sys.argv[1]))
 def hangs_in_the_driver():
     print("armed", flush=True)

@@ -199,7 +199,7 @@ def test_a_plain_output_head_of_a_plain_model_may_be_quantized(tmp_path: Path) -
 
 def with_plugin(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     point = importlib.metadata.EntryPoint(
-        "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
+        "nibble", "nibble.engine.plugin:register", "vllm.general_plugins"
     )
     monkeypatch.setattr(nvfp4_checks, "entry_points", lambda **_: [point] if installed else [])
 

@@ -1,7 +1,7 @@
 """nibble's kernels as torch operators, nibble::…: compiled C++ and CUDA where the wheel has them,
 plain torch elsewhere.
 
-    from nibble_kernels.nvfp4_quant import nvfp4_quant
+    from nibble_kernels.activation_quant import nvfp4_quant
 
 Importing an operation's module registers its operators; every one works on every device, at the
 speed of what is there.

@@ -17,7 +17,7 @@ ARCHITECTURE = "CloverLMForCausalLM"
 QUANTIZATION, TOKENIZER_MODE = "quartet2", "tokenmonster"
 VOCABULARY = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
 SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
-# of a vocabulary; the number of ids is a u24 at byte 14 (kernels/…/tokenmonster/vocabulary.py)
+# of a vocabulary; the number of ids is a u24 at byte 14 (engine/plugin/tokenmonster/vocabulary.py)
 HEADER_BYTES = 23
 
 
@@ -102,7 +102,7 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
 
 def _check_whole(file: Path) -> None:
     try:
-        from nibble_kernels.tokenmonster import eot_of, load
+        from nibble.engine.plugin.tokenmonster import eot_of, load
     except ImportError:  # check_plugin says what is missing
         return
     try:

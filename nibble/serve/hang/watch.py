@@ -18,8 +18,8 @@ from typing import Any
 
 from nibble.engine.api import Api
 from nibble.engine.pulse import FOLDER, PROBE, read_pulses
+from nibble.engine.stack_dump import dump_stacks
 from nibble.machine.processes import Process, engine_title, family
-from nibble.machine.stack_dump import dump_stacks
 from nibble.serve.hang.rules import Look, Seen, Stall, Stalls, excuse
 
 _LOOKS = 12  # within the limit

@@ -11,11 +11,11 @@ from nibble.machine.paths import root
 
 
 def plugin_layers() -> ModuleType:
-    """nibble_kernels.vllm_plugin.layers: what the plugin does to a layer's tensors. It imports
+    """nibble.engine.plugin.layers: what the plugin does to a layer's tensors. It imports
     torch and nothing of vLLM.
     """
     find_nibble_kernels()
-    from nibble_kernels.vllm_plugin import layers
+    from nibble.engine.plugin import layers
 
     return layers
 

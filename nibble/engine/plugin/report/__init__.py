@@ -1,0 +1,131 @@
+"""What each worker proves about itself before it serves: which kernels it took, and that they
+compute what they should.
+
+A vLLM plugin of its own (entry point `nibble_proof`). It does something only where NIBBLE_PROOF
+names a folder, as nibble's supervisor has it: once a worker is warm, the folder has its report,
+`worker-PID.json`. Nothing here ends a worker; whoever reads the reports judges them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FOLDER", "make_report", "register"]
+
+FOLDER = "NIBBLE_PROOF"
+REFERENCE_WAIT_S = (
+    120.0  # longer than the supervisor lets a reference take (nibble/cli/reference.py)
+)
+
+
+@functools.cache
+def register() -> None:
+    """Follow weight loading and the end of the warm-up in this process."""
+    if not os.environ.get(FOLDER):
+        return
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from nibble.engine.plugin.report.probes import PROBES
+
+    name = "process_weights_after_loading"  # which that module imports for itself
+    process = getattr(base_loader, name)
+
+    def remember_and_process(model: Any, model_config: Any, target_device: Any) -> None:
+        PROBES.remember(model)
+        process(model, model_config, target_device)
+
+    def warm_up_and_report(wrapper: WorkerWrapperBase) -> Any:
+        times = wrapper.worker.compile_or_warm_up_model()
+        write_report(wrapper.worker, Path(os.environ[FOLDER]))
+        PROBES.forget()
+        return times
+
+    # vllm 0.32 base_loader.py:109 is the moment when weights are as the checkpoint has them.
+    # Executors call the wrapper's methods, which hands on those it does not have itself
+    # (worker_base.py:352).
+    setattr(base_loader, name, remember_and_process)
+    setattr(WorkerWrapperBase, "compile_or_warm_up_model", warm_up_and_report)  # noqa: B010
+
+
+def make_report(worker: Any) -> dict[str, Any]:
+    """What ran and what was compared, as plain data."""
+    from nibble.engine.plugin.report.kernels_used import what_ran
+    from nibble.engine.plugin.report.layer_checks import run_checks
+
+    began = time.monotonic()
+    report: dict[str, Any] = {
+        "rank": worker.rank,
+        "ran": None,
+        "checks": [],
+        "definition": None,
+        "problem": "",
+    }
+    try:
+        report |= {"ran": what_ran(worker)}
+        report |= {"checks": run_checks(worker)}
+        report |= {"definition": against_definition(worker, report["checks"])}
+    except Exception as error:  # a model that this code does not know must not end a start
+        report |= {"problem": f"{type(error).__name__}: {error}"}
+    return report | {"seconds": round(time.monotonic() - began, 3)}
+
+
+def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The comparison with a computed reference, or `not_compared` with the reason; None where none
+    was handed over.
+
+    FOLDER/references.json has files by the activations that they were computed with: fp4 or bf16.
+    """
+    place = Path(os.environ.get(FOLDER, "")) / "references.json"
+    wait_while(place.with_suffix(".pending"))
+    if not place.is_file():
+        return None
+    from nibble.engine.plugin.report.definition import compare_with_definition
+
+    forms = {
+        form.partition(",")[0]
+        for entry in checks
+        if entry["part"] in ("linear", "moe")
+        for form in entry["activations"]
+    }
+    files = json.loads(place.read_text())
+    file = files.get("fp4" if "fp4" in forms else "bf16")
+    if file is None:
+        return None
+    try:
+        return compare_with_definition(worker, Path(file))
+    except Exception as error:  # a model that this code cannot follow must not end a start
+        known = type(error).__name__ == "Unknown"
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        return {"not_compared": " ".join(why.split())[:200]}
+
+
+def wait_while(pending: Path) -> None:
+    """A reference may still be computed; the supervisor takes `pending` away when it is done."""
+    end = time.monotonic() + REFERENCE_WAIT_S
+    while pending.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def write_report(worker: Any, folder: Path) -> None:
+    """worker-PID.json, all of it or nothing. A worker on another machine has no such folder; it
+    says so and goes on.
+    """
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")
+    if not folder.is_dir():
+        logger.warning("no report of what ran: %s is not on this machine", folder)
+        return
+    text = json.dumps(make_report(worker))
+    scratch = folder / f".worker-{os.getpid()}"
+    try:
+        scratch.write_text(text)
+        scratch.replace(folder / f"worker-{os.getpid()}.json")
+    except OSError as error:
+        logger.warning("no report of what ran: %s cannot be written (%s)", folder, error.strerror)
