@@ -11,7 +11,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-SIGNAL = signal.SIGUSR2  # nibble/engine/plugin/pulse.py: faulthandler writes stacks-PID
+from nibble.engine.contract import STACKS_SIGNAL, stacks_file
+
 WAIT_S = 2.0
 _POLL_S = 0.05
 _LONGEST_CHARACTERS = 20_000  # of one process: some have a hundred threads
@@ -33,7 +34,7 @@ def dump_stacks(folder: Path, pids: Collection[int], wake: bool = False) -> dict
 
 def _send(pid: int, wake: bool) -> bool:
     try:
-        os.kill(pid, SIGNAL)
+        os.kill(pid, STACKS_SIGNAL)
         if wake:
             os.kill(pid, signal.SIGCONT)
     except (ProcessLookupError, PermissionError):
@@ -46,20 +47,20 @@ def _handles_signal(pid: int) -> bool:
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
     return False
 
 
 def _size(folder: Path, pid: int) -> int:
     try:
-        return (folder / f"stacks-{pid}").stat().st_size
+        return (folder / stacks_file(pid)).stat().st_size
     except OSError:
         return 0
 
 
 def _python_stacks(folder: Path, pid: int, offset: int) -> str:
     try:
-        with (folder / f"stacks-{pid}").open(errors="replace") as file:
+        with (folder / stacks_file(pid)).open(errors="replace") as file:
             file.seek(offset)
             return file.read(_LONGEST_CHARACTERS)
     except OSError:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.engine.contract import CONFIG_KEY
+from nibble.engine.contract import OPTIONS as NVFP4_OPTIONS
 from nibble.engine.flags import merge
 from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
@@ -18,7 +20,6 @@ from nibble.plan.models.gemma4 import FLAGS as GEMMA4_FLAGS
 from nibble.plan.models.gemma4 import REASON as GEMMA4_REASON
 from nibble.plan.moe_tuning import TunedConfigs
 from nibble.plan.nvfp4_options import FLAG as NVFP4_FLAG
-from nibble.plan.nvfp4_options import OPTIONS as NVFP4_OPTIONS
 from nibble.plan.nvfp4_options import REASON as NVFP4_REASON
 from nibble.plan.validate import TURBOQUANT_COST
 from nibble.recipes.recipe import ResolvedRecipe
@@ -210,5 +211,5 @@ def _switches(parts: Ingredients, *layers: str) -> Choices:
         name: value for name, value in ours.items() if value not in (default_of(name), "vllm")
     }:
         source = " and ".join(str(origins[name]) for name in ours)
-        found[NVFP4_FLAG] = Choice({"nibble": ours}, source, NVFP4_REASON)
+        found[NVFP4_FLAG] = Choice({CONFIG_KEY: ours}, source, NVFP4_REASON)
     return found

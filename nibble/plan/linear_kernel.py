@@ -11,6 +11,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
+from nibble.engine.contract import CONFIG_KEY
 from nibble.engine.flags import merge
 from nibble.plan.layers import Choice, Choices, Ingredients
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
@@ -85,7 +86,7 @@ def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Ch
     """What tells the plugin, where it is not told yet."""
     if chosen is None or chosen.value != "nibble":
         return {}
-    ours, given = {"nibble": {"linear_kernel": "nibble"}}, args.get(FLAG)
+    ours, given = {CONFIG_KEY: {"linear_kernel": "nibble"}}, args.get(FLAG)
     if given is None:
         return {FLAG: Choice(ours, chosen.source, REASON)}
     if "linear_kernel" in asked({FLAG: given.value}):

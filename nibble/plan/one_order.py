@@ -14,14 +14,15 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
+from nibble.engine.contract import BATCH_INVARIANT as INVARIANT
+from nibble.engine.contract import GPU_LINEAR
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.layers import Ingredients
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
 
-INVARIANT = "VLLM_BATCH_INVARIANT"  # nibble/engine/plugin/kernels.py
-ADDS_IN_ONE_ORDER = ("NibbleNvFp4LinearKernel", "CutlassNvFp4LinearKernel")
+ADDS_IN_ONE_ORDER = (GPU_LINEAR, "CutlassNvFp4LinearKernel")
 NAMES = {"nibble": "nibble's kernel", "cutlass": "CUTLASS", "emulation": "vLLM's emulation"}
 
 

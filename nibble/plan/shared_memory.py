@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nibble.engine.contract import CHUNK_MIB as VARIABLE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.layers import Choice, Choices, Ingredients
 from nibble.plan.topology import BACKEND, Topology
 
-VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
 CHUNKS = 10
 REQUEST_CHUNK_MIB = 16  # vllm 0.32 envs.py:1868
 ANSWER_CHUNK_MIB = 24  # vllm 0.32 shm_broadcast.py:492

@@ -103,9 +103,9 @@ class Probe:
         if not self._fits or self._logits is None:
             return {}
         inside = {
-            f"inside:{place}:{name}": value
+            name: value
             for place, one in enumerate(self._inside)
-            for name, value in one.tensors().items()
+            for name, value in one.tensors(place).items()
         }
         return {
             "ids": torch.tensor(self.ids),

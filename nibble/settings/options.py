@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from nibble.engine import contract
 from nibble.engine.guard.limits import RequestLimits
 
 TURBOQUANT_DEFAULT = "turboquant_k8v4"
@@ -468,7 +469,7 @@ class Settings(BaseSettings):
         flag="--gemma4-attention",
         expected="triton, per-layer or flashinfer",
     )
-    nvfp4_activations: Literal["checkpoint", "bf16"] = _option(
+    nvfp4_activations: contract.Activations = _option(
         "checkpoint",
         "Engine",
         "Activations of NVFP4 layers: as the checkpoint was made for, or `bf16`: a W4A4 checkpoint"
@@ -477,7 +478,7 @@ class Settings(BaseSettings):
         flag="--nvfp4-activations",
         expected="checkpoint or bf16",
     )
-    quantize_lm_head: Literal["off", "nvfp4"] = _option(
+    quantize_lm_head: contract.HeadFormat = _option(
         "off",
         "Engine",
         "`nvfp4` quantizes an unquantized output head when it is loaded.",
@@ -485,7 +486,7 @@ class Settings(BaseSettings):
         flag="--quantize-lm-head",
         expected="off or nvfp4",
     )
-    linear_kernel: Literal["auto", "vllm", "nibble"] = _option(
+    linear_kernel: Literal["auto", contract.Kernel] = _option(
         "auto",
         "Engine",
         "Which kernel multiplies NVFP4 weights with BF16 activations on a GPU: vLLM's choice"
@@ -495,7 +496,7 @@ class Settings(BaseSettings):
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
     )
-    moe_kernel: Literal["vllm", "nibble"] = _option(
+    moe_kernel: contract.Kernel = _option(
         "vllm",
         "Engine",
         "Which kernel multiplies a model's NVFP4 experts so: vLLM's choice, or `nibble`'s.",
@@ -503,7 +504,7 @@ class Settings(BaseSettings):
         flag="--moe-kernel",
         expected="vllm or nibble",
     )
-    act_scale_mode: Literal["token", "batch-pow2", "batch"] = _option(
+    act_scale_mode: contract.ScaleMode = _option(
         "token",
         "Engine",
         "What the scale of CloverLM's NVFP4 activations is made for: each `token`, the batch"

@@ -292,7 +292,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiled_kernels_with_their_plugin_are_ok(plugin: None) -> None:
     check = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {})
-    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM's plugin is there")
+    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; nibble's plugin is there")
 
 
 def test_kernels_in_plain_torch_are_a_warning_with_the_reason(plugin: None) -> None:

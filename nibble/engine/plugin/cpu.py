@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.platforms import current_platform
 
+from nibble.engine.contract import CPU_EXPERTS, CPU_LINEAR, reported_as
 from nibble.engine.plugin.experts import (
     CompressedTensorsExperts,
     Experts,
@@ -23,6 +24,7 @@ from nibble.engine.plugin.experts import (
 )
 
 
+@reported_as(CPU_LINEAR)
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
     """nibble::nvfp4_linear on a layer's tensors as the checkpoint has them.
 
@@ -112,9 +114,11 @@ def _constant(value: Tensor) -> Parameter:
     return Parameter(value.detach().clone(), requires_grad=False)
 
 
+@reported_as(CPU_EXPERTS[0])
 class CpuModelOptNvFp4MoE(_CpuExperts, ModelOptExperts):
     """Experts of ModelOpt checkpoints on the CPU."""
 
 
+@reported_as(CPU_EXPERTS[1])
 class CpuCompressedTensorsNvFp4MoE(_CpuExperts, CompressedTensorsExperts):
     """Experts of compressed-tensors checkpoints on the CPU."""

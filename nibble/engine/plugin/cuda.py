@@ -17,6 +17,7 @@ from vllm import envs
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.platforms import current_platform
 
+from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, reported_as
 from nibble.engine.plugin.experts import (
     CompressedTensorsExperts,
     Experts,
@@ -50,6 +51,7 @@ def require_ours(kernel: str, use_a16: bool, backend: str) -> None:
         raise ValueError(f"{backend} and nibble's NVFP4 {kernel} were both asked for")
 
 
+@reported_as(GPU_LINEAR)
 class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
     """nibble::nvfp4_weight_linear on a weight that is put in the order of its use once, when it is
     loaded.
@@ -171,9 +173,11 @@ class _GpuExperts(Experts):
         return PreparedExperts(codes, scales, factors, self.rows[name], self.native)
 
 
+@reported_as(GPU_EXPERTS[0])
 class NibbleModelOptNvFp4MoE(_GpuExperts, ModelOptExperts):
     """Experts of ModelOpt checkpoints by our GPU kernel."""
 
 
+@reported_as(GPU_EXPERTS[1])
 class NibbleCompressedTensorsNvFp4MoE(_GpuExperts, CompressedTensorsExperts):
     """Experts of compressed-tensors checkpoints by our GPU kernel."""

@@ -17,6 +17,8 @@ from nibble_kernels.merge import (
 from torch import Tensor
 from torch.nn import Parameter
 
+from nibble.engine.contract import NOT_LOADED
+
 COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
 
 
@@ -42,7 +44,7 @@ def check_loaded(layer: Any, *names: str) -> None:
                     " activations"
                 )
             raise ScaleError(
-                f"{name_of(layer)}.{name} was not loaded, or is NaN; expected a value for each of"
+                f"{name_of(layer)}.{name} {NOT_LOADED}, or is NaN; expected a value for each of"
                 f" the layer's tensors; {action}"
             )
 

@@ -5,7 +5,7 @@ It does something only where NIBBLE_PULSE names a folder on this machine. The en
 before and after each step and each request of its loop (a few microseconds each), the API server
 when it hands a request over and takes answers. SIGUSR2 writes the Python stacks of all threads into
 `stacks-PID`; faulthandler does that without the interpreter's lock, so it also works where a thread
-hangs in the driver. The reader is nibble/engine/pulse.py, which has the same layout.
+hangs in the driver. The reader is nibble/engine/pulse.py.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ import logging
 import mmap
 import multiprocessing
 import os
-import signal
-import struct
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "LAYOUT", "MAGIC", "PROBE", "Pulse", "register"]
-
-FOLDER = "NIBBLE_PULSE"
-PROBE = (  # the supervisor asks it every few seconds; its lines do not belong into the access log
-    "/health?nibble"
+from nibble.engine.contract import (
+    CALL,
+    HEALTH,
+    IDLE,
+    PULSE_BYTES,
+    PULSE_FOLDER,
+    STACKS_SIGNAL,
+    STEP,
+    PulseRecord,
+    pulse_file,
+    stacks_file,
 )
-MAGIC = b"nblpuls1"
-# magic, pid, what it does, whether it is paused or sleeps, turns so far, requests held, tokens of
-# the batch it waits for
-LAYOUT = struct.Struct("=8sIBBxxQQQ")
-IDLE, STEP, CALL = 0, 1, 2
+
+__all__ = ["Pulse", "register"]
+
 _CORE = "vllm.v1.engine.core"
 _INSPECTION = (  # a process that looks at a model class and ends
     "vllm.model_executor.models.registry"
@@ -49,31 +51,23 @@ class Pulse:
             path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         try:
-            os.ftruncate(descriptor, LAYOUT.size)
-            self._mapped = mmap.mmap(descriptor, LAYOUT.size)
+            os.ftruncate(descriptor, PULSE_BYTES)
+            self._mapped = mmap.mmap(descriptor, PULSE_BYTES)
         finally:
             os.close(descriptor)
         self.write()
 
     def write(self) -> None:
         """Publish."""
-        LAYOUT.pack_into(
-            self._mapped,
-            0,
-            MAGIC,
-            os.getpid(),
-            self.doing,
-            self.paused,
-            self.turns,
-            self.requests,
-            self.tokens,
-        )
+        PulseRecord(
+            os.getpid(), self.doing, self.paused, self.turns, self.requests, self.tokens
+        ).write(self._mapped)
 
 
 @functools.cache
 def register() -> None:
     """Follow this process's part of vLLM."""
-    folder = Path(os.environ.get(FOLDER, "/nonexistent"))
+    folder = Path(os.environ.get(PULSE_FOLDER, "/nonexistent"))
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     if not folder.is_dir() or getattr(main, "name", "") == _INSPECTION:
         return
@@ -87,8 +81,8 @@ def register() -> None:
 def _arm(folder: Path) -> None:
     """SIGUSR2 writes the stacks. A forked engine core arms itself again, with a file for itself."""
     with contextlib.suppress(OSError, ValueError):
-        file = (folder / f"stacks-{os.getpid()}").open("w")  # open as long as the process lives
-        faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=False)
+        file = (folder / stacks_file(os.getpid())).open("w")  # open as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
 
 
 def _follow_core(folder: Path) -> None:
@@ -107,7 +101,7 @@ def _follow_core(folder: Path) -> None:
         if (pulse := pulses.get(os.getpid())) is None:
             _arm(folder)
             pulses.clear()
-            pulse = pulses[os.getpid()] = Pulse(folder / f"engine-{os.getpid()}")
+            pulse = pulses[os.getpid()] = Pulse(folder / pulse_file("engine", os.getpid()))
         return pulse
 
     def turn(core: Any, doing: int, work: Any) -> Any:
@@ -153,7 +147,7 @@ def _follow_api(folder: Path) -> None:
 
     def begin_with_pulse(processor: Any, *args: Any, **more: Any) -> None:
         begin(processor, *args, **more)
-        pulses[:] = [Pulse(folder / f"api-{os.getpid()}")]
+        pulses[:] = [Pulse(folder / pulse_file("api", os.getpid()))]
         logging.getLogger("uvicorn.access").addFilter(_is_not_ours)
 
     def counted(name: str) -> None:
@@ -181,4 +175,4 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
     protocols/http: client, method, path).
     """
     words = record.args
-    return not (isinstance(words, tuple) and len(words) > 2 and words[2] == PROBE)
+    return not (isinstance(words, tuple) and len(words) > 2 and words[2] == HEALTH)

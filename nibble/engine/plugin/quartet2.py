@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import cutlass_fp4_supported
 from vllm.platforms import current_platform
 
-from nibble.engine.plugin.cloverlm import MODEL_TYPE
+from nibble.engine.contract import CLOVERLM_MODEL_TYPE, QUARTET2, QUARTET2_LINEAR, reported_as
 from nibble.engine.plugin.cloverlm.projection import stored_part
 from nibble.engine.plugin.kernels import is_marlin, nvfp4_linear_kernel
 from nibble.engine.plugin.layers import (
@@ -41,7 +41,6 @@ from nibble.engine.plugin.layers import (
 )
 from nibble.engine.plugin.options import current_options, weights_are_real
 
-NAME = "quartet2"
 PACKED_LEAVES = ("weight", "weight_scale", "weight_scale_2")
 LARGEST = 1536.0  # of code * scale in every tensor that is not all zero: 6 * 256 or 4 * 384
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -49,14 +48,14 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def register_quartet2() -> None:
     """Make --quantization quartet2 known to vLLM; again in the same process changes nothing."""
-    register_quantization_config(NAME)(Quartet2Config)
+    register_quantization_config(QUARTET2)(Quartet2Config)
 
 
 class Quartet2Config(QuantizationConfig):
     """Every linear layer of a block; the embedding and the head stay as they are stored."""
 
     def get_name(self) -> Any:
-        return NAME
+        return QUARTET2
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
@@ -80,12 +79,13 @@ class Quartet2Config(QuantizationConfig):
         """Ours for CloverLM: its hf_quant_config.json says NVFP4 without a method, and vLLM then
         refuses every --quantization.
         """
-        return NAME if getattr(hf_config, "model_type", None) == MODEL_TYPE else None
+        return QUARTET2 if getattr(hf_config, "model_type", None) == CLOVERLM_MODEL_TYPE else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         return Quartet2LinearMethod() if isinstance(layer, LinearBase) else None
 
 
+@reported_as(QUARTET2_LINEAR)
 class Quartet2LinearMethod(LinearMethodBase):
     """One linear layer, its `weight` codes, `weight_scale` and, for each stored part,
     `weight_scale_2`, from either form.

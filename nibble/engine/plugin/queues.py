@@ -13,12 +13,12 @@ from typing import Any
 
 from vllm import envs
 
-VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
+from nibble.engine.contract import CHUNK_MIB
 
 
 def size_answer_queue() -> None:
     """Let the variable size both queues where it is set."""
-    if not envs.is_set(VARIABLE):
+    if not envs.is_set(CHUNK_MIB):
         return
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor import multiproc_executor

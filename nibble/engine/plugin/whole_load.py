@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from nibble.engine.contract import DOES_NOT_FIT, NOT_INITIALIZED, TENSOR_ERROR, reported_as
 from nibble.engine.plugin.options import weights_are_real
 from nibble.engine.plugin.written import WrittenRegions, unwritten
 
@@ -37,6 +38,7 @@ _FROM_TARGET = {
 _OPTIONAL_IN_DRAFTS = re.compile(r"(?:^|\.)(?:draft_id_to_target_id|mask_embedding)$")
 
 
+@reported_as(TENSOR_ERROR)
 class TensorError(ValueError):
     """A tensor of the checkpoint that the model has no place for, or one of another shape or
     type.
@@ -69,7 +71,7 @@ def check_loads() -> None:
             missing = [name for name in missing if not _is_from_target(model, name)]
         if missing:
             names = ", ".join(map(repr, missing))
-            raise ValueError(f"Following weights were not initialized from checkpoint: {{{names}}}")
+            raise ValueError(f"{NOT_INITIALIZED}{{{names}}}")
 
     def read_and_note(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read(self, *args, **kwargs):
@@ -122,8 +124,8 @@ def _described(tensor: Any) -> str:
 
 def _named(error: Exception, reading: tuple[str, Tensor] | None) -> Exception:
     """The error with the tensor that was being loaded; as it is where none was."""
-    if reading is None or "not initialized from checkpoint" in str(error):
+    if reading is None or NOT_INITIALIZED in str(error):
         return error
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     name, tensor = reading
-    return TensorError(f"{name} ({_described(tensor)}) does not fit the model ({why})")
+    return TensorError(f"{name} ({_described(tensor)}) {DOES_NOT_FIT} ({why})")

@@ -4,10 +4,9 @@ them; nothing is imported here.
 
 from __future__ import annotations
 
+from nibble.engine.contract import CLOVERLM_ARCHITECTURE, CLOVERLM_MODEL_TYPE, TOKENMONSTER
+
 PACKAGE = "nibble.engine.plugin.cloverlm"
-ARCHITECTURE = "CloverLMForCausalLM"
-MODEL_TYPE = "cloverlm"
-TOKENIZER_MODE = "tokenmonster"
 
 
 def register_cloverlm() -> None:
@@ -19,10 +18,11 @@ def register_cloverlm() -> None:
     from vllm.tokenizers.registry import TokenizerRegistry
     from vllm.transformers_utils import config as vllm_config
 
-    ModelRegistry.register_model(ARCHITECTURE, f"{PACKAGE}.model:{ARCHITECTURE}")
-    vllm_config._CONFIG_REGISTRY[MODEL_TYPE] = _config_class()
-    TokenizerRegistry.tokenizers[TOKENIZER_MODE] = (f"{PACKAGE}.tokenizer", "TokenMonsterTokenizer")
-    RENDERER_REGISTRY.renderers[TOKENIZER_MODE] = ("vllm.renderers.hf", "HfRenderer")
+    model = f"{PACKAGE}.model:{CLOVERLM_ARCHITECTURE}"
+    ModelRegistry.register_model(CLOVERLM_ARCHITECTURE, model)
+    vllm_config._CONFIG_REGISTRY[CLOVERLM_MODEL_TYPE] = _config_class()
+    TokenizerRegistry.tokenizers[TOKENMONSTER] = (f"{PACKAGE}.tokenizer", "TokenMonsterTokenizer")
+    RENDERER_REGISTRY.renderers[TOKENMONSTER] = ("vllm.renderers.hf", "HfRenderer")
 
 
 def _config_class() -> type:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from nibble.engine.contract import CLOVERLM_MODEL_TYPE
+
 # What torch.nn.RMSNorm takes where none is given, for float32 and, since torch 2.7, for narrower
 # types.
 EPS = 2.0**-23
@@ -21,7 +23,7 @@ class CloverLMConfig(PreTrainedConfig):
     residual_dtype      "float32" keeps the sum of the sublayers in float32, as training did; None: the model's own type
     """  # noqa: E501
 
-    model_type = "cloverlm"
+    model_type = CLOVERLM_MODEL_TYPE
 
     def __init__(
         self,

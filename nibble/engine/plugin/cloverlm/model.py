@@ -33,6 +33,7 @@ from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.utils import PPMissingLayer, make_layers, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from nibble.engine.contract import CLOVERLM_ARCHITECTURE, reported_as
 from nibble.engine.plugin.cloverlm.arithmetic import RmsNorm, Rotary, to_sphere
 from nibble.engine.plugin.cloverlm.config import CloverLMConfig
 from nibble.engine.plugin.cloverlm.loading import load_model
@@ -221,6 +222,7 @@ def residual_dtype(config: CloverLMConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if config.residual_dtype else dtype
 
 
+@reported_as(CLOVERLM_ARCHITECTURE)
 class CloverLMForCausalLM(nn.Module, SupportsPP):
     """The model as vLLM wants it; tensors are named as in the checkpoint, except that q, k and v
     are one (`qkv`).

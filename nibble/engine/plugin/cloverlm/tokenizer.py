@@ -19,10 +19,9 @@ from transformers.utils import chat_template_utils
 from vllm.tokenizers.protocol import TokenizerLike
 from vllm.v1.structured_output.utils import OutlinesVocabulary
 
+from nibble.engine.contract import VOCABULARY, VOCABULARY_SOURCE
 from nibble.engine.plugin.tokenmonster import EOT, Vocabulary, eot_of, load
 
-VOCABULARY = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
-SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
@@ -38,7 +37,7 @@ def find_vocabulary(path: Path) -> Path:
     names = ", ".join(file.name for file in found) or "none"
     raise FileNotFoundError(
         f"CloverLM's tokenizer needs one TokenMonster vocabulary file in {path} ({names} there):"
-        f" put {VOCABULARY} from {SOURCE} into it, or give its path with --tokenizer"
+        f" put {VOCABULARY} from {VOCABULARY_SOURCE} into it, or give its path with --tokenizer"
     )
 
 

@@ -12,12 +12,25 @@ import functools
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "make_report", "register"]
+from nibble.engine.contract import (
+    REFERENCES,
+    REFERENCES_PENDING,
+    REPORT_FOLDER,
+    Comparison,
+    Format,
+    LayerCheck,
+    NotCompared,
+    WorkerReport,
+    formats_of,
+    worker_report,
+)
 
-FOLDER = "NIBBLE_PROOF"
+__all__ = ["make_report", "register"]
+
 REFERENCE_WAIT_S = (
     120.0  # longer than the supervisor lets a reference take (nibble/cli/reference.py)
 )
@@ -26,7 +39,7 @@ REFERENCE_WAIT_S = (
 @functools.cache
 def register() -> None:
     """Follow weight loading and the end of the warm-up in this process."""
-    if not os.environ.get(FOLDER):
+    if not os.environ.get(REPORT_FOLDER):
         return
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -42,7 +55,7 @@ def register() -> None:
 
     def warm_up_and_report(wrapper: WorkerWrapperBase) -> Any:
         times = wrapper.worker.compile_or_warm_up_model()
-        write_report(wrapper.worker, Path(os.environ[FOLDER]))
+        write_report(wrapper.worker, Path(os.environ[REPORT_FOLDER]))
         PROBES.forget()
         return times
 
@@ -53,48 +66,47 @@ def register() -> None:
     setattr(WorkerWrapperBase, "compile_or_warm_up_model", warm_up_and_report)  # noqa: B010
 
 
-def make_report(worker: Any) -> dict[str, Any]:
+def make_report(worker: Any) -> WorkerReport:
     """What ran and what was compared, as plain data."""
     from nibble.engine.plugin.report.kernels_used import what_ran
     from nibble.engine.plugin.report.layer_checks import run_checks
 
     began = time.monotonic()
-    report: dict[str, Any] = {
+    report: WorkerReport = {
         "rank": worker.rank,
         "ran": None,
         "checks": [],
         "definition": None,
         "problem": "",
+        "seconds": 0.0,
     }
     try:
-        report |= {"ran": what_ran(worker)}
-        report |= {"checks": run_checks(worker)}
-        report |= {"definition": against_definition(worker, report["checks"])}
+        report["ran"] = what_ran(worker)
+        report["checks"] = run_checks(worker)
+        report["definition"] = against_definition(worker, report["checks"])
     except Exception as error:  # a model that this code does not know must not end a start
-        report |= {"problem": f"{type(error).__name__}: {error}"}
-    return report | {"seconds": round(time.monotonic() - began, 3)}
+        report["problem"] = f"{type(error).__name__}: {error}"
+    report["seconds"] = round(time.monotonic() - began, 3)
+    return report
 
 
-def against_definition(worker: Any, checks: list[dict[str, Any]]) -> dict[str, Any] | None:
+def against_definition(
+    worker: Any, checks: Sequence[LayerCheck]
+) -> Comparison | NotCompared | None:
     """The comparison with a computed reference, or `not_compared` with the reason; None where none
     was handed over.
 
-    FOLDER/references.json has files by the activations that they were computed with: fp4 or bf16.
+    REFERENCES has files by the activations that they were computed with: fp4 or bf16.
     """
-    place = Path(os.environ.get(FOLDER, "")) / "references.json"
-    wait_while(place.with_suffix(".pending"))
+    folder = Path(os.environ.get(REPORT_FOLDER, ""))
+    wait_while(folder / REFERENCES_PENDING)
+    place = folder / REFERENCES
     if not place.is_file():
         return None
     from nibble.engine.plugin.report.definition import compare_with_definition
 
-    forms = {
-        form.partition(",")[0]
-        for entry in checks
-        if entry["part"] in ("linear", "moe")
-        for form in entry["activations"]
-    }
-    files = json.loads(place.read_text())
-    file = files.get("fp4" if "fp4" in forms else "bf16")
+    served: Format = "fp4" if "fp4" in formats_of(checks) else "bf16"
+    file = json.loads(place.read_text()).get(served)
     if file is None:
         return None
     try:
@@ -113,7 +125,7 @@ def wait_while(pending: Path) -> None:
 
 
 def write_report(worker: Any, folder: Path) -> None:
-    """worker-PID.json, all of it or nothing. A worker on another machine has no such folder; it
+    """The worker's report, all of it or nothing. A worker on another machine has no such folder; it
     says so and goes on.
     """
     from vllm.logger import init_logger
@@ -126,6 +138,6 @@ def write_report(worker: Any, folder: Path) -> None:
     scratch = folder / f".worker-{os.getpid()}"
     try:
         scratch.write_text(text)
-        scratch.replace(folder / f"worker-{os.getpid()}.json")
+        scratch.replace(folder / worker_report(os.getpid()))
     except OSError as error:
         logger.warning("no report of what ran: %s cannot be written (%s)", folder, error.strerror)

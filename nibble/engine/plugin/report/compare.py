@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from nibble.engine.contract import LayerCheck, Part
 
 # Of |y - right| / |right|, row by row. Outputs rounded to BF16 differ by 0.003; where activations
 # fall on the other side of a rounding to FP4, by some thousandths more. With an FP8 cache backends
@@ -36,7 +37,7 @@ class Result:
     `problem` says why.
     """
 
-    part: str
+    part: Part
     kind: str
     name: str
     form: str = ""
@@ -45,7 +46,7 @@ class Result:
 
 
 def compare(
-    part: str, kind: str, name: str, found: Tensor, expected: Mapping[str, Tensor]
+    part: Part, kind: str, name: str, found: Tensor, expected: Mapping[str, Tensor]
 ) -> Result:
     """`found` [rows, N] against the nearest of the forms that are right, each [rows, N] in
     float32.
@@ -66,7 +67,7 @@ def compare(
     )
 
 
-def limit_of(part: str, form: str) -> float:
+def limit_of(part: Part, form: str) -> float:
     return EXPERTS_LIMIT if part == "moe" and form.startswith("fp4") else LIMITS[form]
 
 
@@ -78,17 +79,17 @@ def relative_error(found: Tensor, right: Tensor) -> float:
     return float(((found - right).norm(dim=-1) / norms).max())
 
 
-def group(results: Iterable[Result]) -> list[dict[str, Any]]:
+def group(results: Iterable[Result]) -> list[LayerCheck]:
     """One entry for each part and kind: layers, how many of them were compared, the worst error,
     and what is wrong.
     """
-    kinds: dict[tuple[str, str], list[Result]] = {}
+    kinds: dict[tuple[Part, str], list[Result]] = {}
     for result in results:
         kinds.setdefault((result.part, result.kind), []).append(result)
     return [_entry(part, kind, found) for (part, kind), found in kinds.items()]
 
 
-def _entry(part: str, kind: str, results: list[Result]) -> dict[str, Any]:
+def _entry(part: Part, kind: str, results: list[Result]) -> LayerCheck:
     errors = [result.error for result in results if result.error is not None]
     wrong = {
         f"{result.name}: {result.problem}": None

@@ -21,6 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nibble.engine.contract import (
+    Comparison,
+    LayerComparison,
+    LogitsComparison,
+    NormsComparison,
+    norm_name,
+)
 from nibble.engine.plugin.report.attention import one_request, pass_of_this_worker
 from nibble.engine.plugin.report.inside import Inside, halves, row_errors
 from nibble.engine.plugin.report.kernels_used import models_of
@@ -34,7 +41,7 @@ Stream = tuple[
 
 
 @torch.inference_mode()
-def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
+def compare_with_definition(worker: Any, file: Path) -> Comparison:
     """`embedding`: relative error; `layers`: one entry each; `logits`. Raises Unknown where this
     model cannot be followed.
     """
@@ -76,7 +83,7 @@ def compare_with_definition(worker: Any, file: Path) -> dict[str, Any]:
 
 def compare_layers(
     found: list[Stream], fed: Tensor, reference: dict[str, Tensor], inside: Inside
-) -> list[dict[str, Any]]:
+) -> list[LayerComparison]:
     """One entry for each layer: what it adds, its noise, and `inside` where its products were
     fed.
     """
@@ -106,22 +113,17 @@ def cache_form(worker: Any) -> str:
     return "fp8" if any(kind.startswith("fp8") for kind in kinds) else "bf16"
 
 
-def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> dict[str, Any]:
+def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> NormsComparison:
     """Weights of norms that the model has by the checkpoint's names: how many, and which are
     others.
 
     Where most are, the model keeps them in another form, and none is compared.
     """
     own = dict(model.named_parameters())
-    wanted = {
-        name.removeprefix("norm:"): value
-        for name, value in reference.items()
-        if name.startswith("norm:")
-    }
     known = {
         name: value
-        for name, value in wanted.items()
-        if name in own and own[name].shape == value.shape
+        for key, value in reference.items()
+        if (name := norm_name(key)) in own and own[name].shape == value.shape
     }
     wrong = [
         name
@@ -268,7 +270,7 @@ def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> dict[str, floa
     return {**halves(errors), "factor": round(factor, 5), "norm": norm}
 
 
-def compare_logits(found: Tensor, right: Tensor) -> dict[str, Any]:
+def compare_logits(found: Tensor, right: Tensor) -> LogitsComparison:
     """Relative error and factor of centered logits, and the token whose logit is off most at all
     places, with how much.
     """

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nibble.engine.contract import Halves, InsidePoint, PointComparison, inside_noise
+
 
 class Inside:
     """`fed` puts it into one pass over `tokens` tokens; `found`: for each layer, entries in the
@@ -30,20 +32,18 @@ class Inside:
         self._kept = reference["tokens"] < tokens
         self._sampled = reference["tokens"][self._kept]
         self._whole, self._tokens = len(reference["ids"]), tokens
-        self.found: list[list[dict[str, Any]]] = [[] for _ in layers]
+        self.found: list[list[PointComparison]] = [[] for _ in layers]
         self._hooks: list[tuple[nn.Module, Callable[..., None]]] = []
         self._wanted = 0
         joined = joined_names(model)
         for key, value in reference.items():
-            kind, _, rest = key.partition(":")
-            if kind != "inside" or rest.endswith(":noise"):
+            if (point := InsidePoint.from_key(key)) is None:
                 continue
-            place, number, names = rest.split(":")
             self._wanted += 1
-            found = module_of(layers[int(place)], names.split(","), joined)
+            found = module_of(layers[point.layer], point.names, joined)
             if found is not None:
-                noise = float(reference[f"inside:{place}:noise"][int(number)])
-                self._hooks.append((found[1], self._hook(int(place), found[0], value, noise)))
+                noise = float(reference[inside_noise(point.layer)][point.number])
+                self._hooks.append((found[1], self._hook(point.layer, found[0], value, noise)))
 
     @property
     def is_complete(self) -> bool:
@@ -112,7 +112,7 @@ def row_errors(found: Tensor, right: Tensor) -> Tensor:
     return (found.float() - right.float()).norm(dim=-1) / norms
 
 
-def halves(errors: Tensor) -> dict[str, float]:
+def halves(errors: Tensor) -> Halves:
     """Medians of the first and second half of the tokens."""
     half = len(errors) // 2
     parts = {"early": errors[:half], "late": errors[half:]}

@@ -15,11 +15,12 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from nibble.engine.contract import KernelsUsed
 from nibble.engine.plugin.experts import Experts
 from nibble.engine.plugin.layers import kernel_of
 
 
-def what_ran(worker: Any) -> dict[str, Any]:
+def what_ran(worker: Any) -> KernelsUsed:
     """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value
     for each other part.
 

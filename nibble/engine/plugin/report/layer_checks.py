@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
+from nibble.engine.contract import LayerCheck
 from nibble.engine.plugin.report.attention import attention_results, pass_of_this_worker
 from nibble.engine.plugin.report.compare import Result, compare, group
 from nibble.engine.plugin.report.formats import generator_of
@@ -23,7 +24,7 @@ PLAIN_ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "CPURouter")
 
 
 @torch.inference_mode()
-def run_checks(worker: Any) -> list[dict[str, Any]]:
+def run_checks(worker: Any) -> list[LayerCheck]:
     """One entry for each kind of layer: see compare.group."""
     config, results = worker.vllm_config, []
     with set_current_vllm_config(config), pass_of_this_worker(config, 1):

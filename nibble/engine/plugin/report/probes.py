@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
 )
 
+from nibble.engine.contract import Part
 from nibble.engine.plugin.report.formats import (
     activation_arguments,
     codes_of,
@@ -48,7 +49,7 @@ class Probe:
     """
 
     name: str
-    part: str
+    part: Part
     kind: str
     module: Any
     x: Tensor
