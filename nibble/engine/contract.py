@@ -23,6 +23,8 @@ from typing import (
     get_type_hints,
 )
 
+VLLM_VERSION = "0.32.0"  # that the plugin is made for
+
 # --- how vLLM finds the plugin (entry points of pyproject.toml) -----------------------------------
 
 PLUGIN_GROUP = "vllm.general_plugins"

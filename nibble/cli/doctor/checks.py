@@ -19,7 +19,7 @@ from typing import Literal
 from nibble import __version__
 from nibble.cli.doctor.machine import machine_checks, model_checks
 from nibble.cli.doctor.report import Check, Report
-from nibble.engine.contract import ALLOWED_PLUGINS, PLUGIN, PLUGIN_GROUP
+from nibble.engine.contract import ALLOWED_PLUGINS, PLUGIN, PLUGIN_GROUP, VLLM_VERSION
 from nibble.engine.installed import build_id
 from nibble.engine.patching.apply import PatchState, patch_states
 from nibble.engine.patching.series import Series, load_series
@@ -53,7 +53,6 @@ from nibble.plan.shared_memory import ADVICE, MIB, SEVERAL_WORKERS_BYTES, SMALL_
 from nibble.serve.api_key import KEY_FILE
 from nibble.serve.preflight.machine import check_driver, check_hardware
 
-VLLM_VERSION = "0.32.0"
 HUB_TIMEOUT_SECONDS = 3
 LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
 LITTLE_MEMORY_BYTES = 4 << 30

@@ -9,61 +9,43 @@ stored beside the experts (router_bias.py) and ends a load that leaves a weight 
 of a worker's answers (queues.py). vLLM 0.32 looks the classes up in these modules when it makes a
 layer; they keep vLLM's names because some of its code asks for a name (gpt_oss.py:349,
 linear.py:528).
+
+vLLM only logs an error of this import (vllm 0.32 plugins/__init__.py:71), and one of `register`
+ends its process: this module imports nothing that may fail.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
+from importlib.util import find_spec
 
-__all__ = ["register"]
+from nibble.engine.contract import OPERATORS, REPORT_FOLDER
+
+__all__ = ["has_operators", "register"]
 
 
 @functools.cache
 def register() -> None:
-    """Put nibble's classes in place. Called once in each process, before any layer is made."""
-    from vllm.model_executor.layers.quantization import modelopt
-    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors_moe,
-    )
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
-        compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
-    )
+    """Put nibble's classes in place. Called once in each process, before any layer is made.
+    Raises VllmMismatch for a vLLM that lacks what they need.
+    """
+    if not has_operators():
+        logging.getLogger(f"vllm.{__name__}").warning(
+            "nibble-kernels is not installed: nibble's plugin does nothing"
+        )
+        return
+    from nibble.engine.plugin.require import names_of_vllm
 
-    from nibble.engine.plugin import (
-        cloverlm,
-        dense,
-        fuse_silu,
-        kernels,
-        lm_head,
-        moe,
-        mtp,
-        pulse,
-        quartet2,
-        queues,
-        router_bias,
-        whole_load,
-    )
+    if os.environ.get(REPORT_FOLDER):
+        # The supervisor says once, from the workers' reports, that plain torch computes.
+        logging.getLogger(f"{OPERATORS}.library").setLevel(logging.ERROR)
+    with names_of_vllm():
+        from nibble.engine.plugin.install import install
+    install()
 
-    cloverlm.register_cloverlm()
-    quartet2.register_quartet2()
-    kernels.register_cpu_kernel()
-    # setattr: names these modules import for themselves.
-    for module in (modelopt, compressed_tensors_linear):
-        setattr(module, "init_nvfp4_linear_kernel", kernels.nvfp4_linear_kernel)  # noqa: B010
 
-    modelopt.LINEAR_METHOD_BUILDERS |= dense.modelopt_builders()
-    setattr(compressed_tensors, "CompressedTensorsW4A4Fp4", dense.CompressedTensorsW4A4Fp4)  # noqa: B010
-
-    modelopt_moe, compressed_moe = moe.methods()
-    modelopt.ModelOptNvFp4FusedMoE = modelopt_moe
-    modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = modelopt_moe
-    compressed_tensors_moe.CompressedTensorsW4A4Nvfp4MoEMethod = compressed_moe
-
-    lm_head.register_head()
-    mtp.register_draft_projection()
-    fuse_silu.follow_loading()
-    pulse.register()
-    queues.size_answer_queue()
-    router_bias.load_router_biases()
-    whole_load.check_loads()
+def has_operators() -> bool:
+    """Whether nibble-kernels is installed; without it the plugin leaves vLLM as it is."""
+    return find_spec(OPERATORS) is not None

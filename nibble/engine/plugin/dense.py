@@ -25,10 +25,12 @@ from nibble.engine.plugin.layers import (
     set_column_scale,
 )
 from nibble.engine.plugin.options import current_options, weights_are_real
+from nibble.engine.plugin.require import required, required_of_instances
 
 
 def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
     """For modelopt.LINEAR_METHOD_BUILDERS: algorithm of the checkpoint -> method of a layer."""
+    _require_methods()
 
     def build(algorithm: str, config: object, prefix: str) -> ModelOptLinearMethod:
         if current_options().weights_only:
@@ -39,6 +41,30 @@ def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
         algorithm: lambda config, prefix, algorithm=algorithm: build(algorithm, config, prefix)
         for algorithm in ("NVFP4", "W4A16_NVFP4")
     }
+
+
+def _require_methods() -> None:
+    """What the classes below call and read of vLLM's."""
+    required(modelopt, "resolve", "algo", "subcfg", "prefix")
+    method, scheme = modelopt.ModelOptLinearMethod, vllm_scheme.CompressedTensorsW4A4Fp4
+    for owner in (method, scheme):
+        required(owner, "process_weights_after_loading", "self", "layer")
+    required(method, "create_weights")
+    required(method, "apply", "self", "layer", "x", "bias")
+    required_of_instances(method, "kernel", "akey")
+    required(scheme, "__init__", "self", "use_a16")
+    shapes = ("input_size_per_partition", "params_dtype")
+    required(
+        scheme,
+        "create_weights",
+        "self",
+        "layer",
+        "output_partition_sizes",
+        *shapes,
+        "weight_loader",
+    )
+    required(scheme, "apply_weights", "self", "layer", "x", "bias")
+    required_of_instances(scheme, "kernel", "use_a16")
 
 
 class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):

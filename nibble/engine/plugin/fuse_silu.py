@@ -4,15 +4,17 @@ a model is loaded.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.model_loader import base_loader
 
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
 from nibble.engine.plugin.layers import kernel_of
+from nibble.engine.plugin.require import replace, required, required_of_instances
 
 # Whose forward is down_proj(act_fn(gate_up_proj(x))), with nothing in between.
 PLAIN_MLPS = frozenset(
@@ -31,8 +33,11 @@ PLAIN_MLPS = frozenset(
 def follow_loading() -> None:
     """Fuse in every model that vLLM loads in this process (vllm 0.32 base_loader.py:109)."""
     name = "process_weights_after_loading"  # which that module imports for itself
-    process = getattr(base_loader, name)
+    names = ("model", "model_config", "target_device")
+    process = required(base_loader, name, *names)
+    required_of_instances(VllmConfig, "lora_config")
 
+    @functools.wraps(process)
     def process_and_fuse(model: nn.Module, *rest: Any) -> None:
         process(model, *rest)
         config = get_current_vllm_config_or_none()
@@ -40,7 +45,7 @@ def follow_loading() -> None:
         if not has_adapters:  # adapters add to gate and up before silu · mul
             fuse_silu_mul(model)
 
-    setattr(base_loader, name, process_and_fuse)
+    replace(base_loader, name, process_and_fuse)
 
 
 def fuse_silu_mul(model: nn.Module) -> None:

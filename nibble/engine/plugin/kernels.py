@@ -14,6 +14,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from nibble.engine.plugin.cpu import CpuNvFp4LinearKernel
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel, require_ours
 from nibble.engine.plugin.options import current_options
+from nibble.engine.plugin.require import required
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 
@@ -24,8 +25,11 @@ def register_cpu_kernel() -> None:
 
     vLLM's emulation comes second, for --linear-backend emulation.
     """
+    required(linear, "init_nvfp4_linear_kernel", "use_a16")
+    required(linear, "_get_linear_backend", "quantization")
+    register = required(linear, "register_linear_kernel", "kernel_class", "platform", "kernel_type")
     for kernel in (CpuNvFp4LinearKernel, linear.EmulationNvFp4LinearKernel):
-        linear.register_linear_kernel(kernel, PlatformEnum.CPU, "nvfp4")
+        register(kernel, PlatformEnum.CPU, "nvfp4")
 
 
 def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from nibble.engine.plugin.kernels import nvfp4_linear_kernel
 from nibble.engine.plugin.options import current_options
+from nibble.engine.plugin.require import required
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 DEFAULT_NAME = "lm_head"
@@ -36,7 +37,8 @@ DEFAULT_NAME = "lm_head"
 
 def register_head() -> None:
     """Make vLLM build NvFp4LMHead wherever a model asks for ParallelLMHead."""
-    ParallelLMHead.register_oot(NvFp4LMHead, name="ParallelLMHead")
+    required(ParallelLMHead, "__init__", "self", *_PARAMETERS)
+    required(ParallelLMHead, "register_oot")(NvFp4LMHead, name="ParallelLMHead")
 
 
 class NvFp4LMHead(ParallelLMHead):

@@ -7,7 +7,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as vllm_compressed,
@@ -18,17 +21,35 @@ from vllm.platforms import current_platform
 from nibble.engine.plugin.cuda import NibbleCompressedTensorsNvFp4MoE, NibbleModelOptNvFp4MoE
 from nibble.engine.plugin.layers import check_loaded, mark_unloaded, merge_experts
 from nibble.engine.plugin.options import current_options, weights_are_real
+from nibble.engine.plugin.require import required, required_of_instances
 
 LINEAR_IN_UP = ("silu", "gelu", "gelu_tanh")  # values of vLLM's MoEActivation; "relu2" has no up
 
 
 def methods() -> tuple[type, type]:
     """The classes for ModelOpt and for compressed-tensors on this platform."""
+    _require_methods()
     if current_platform.is_cpu():
         from nibble.engine.plugin import cpu
 
         return cpu.CpuModelOptNvFp4MoE, cpu.CpuCompressedTensorsNvFp4MoE
     return ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod
+
+
+def _require_methods() -> None:
+    """What the classes below, and those of experts.py, call and read of vLLM's."""
+    required(FusedMoEMethodBase, "__init__", "self", "moe")
+    limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+    required_of_instances(FusedMoEConfig, "moe_backend", "has_bias", "is_act_and_mul", *limits)
+    required_of_instances(RoutedExperts, "activation", "expert_map", *limits)
+    theirs = modelopt.ModelOptNvFp4FusedMoE, vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod
+    required(theirs[0], "__init__", "self", "quant_config", "moe_config")
+    required(theirs[1], "__init__", "self", "moe", "layer_name", "use_a16")
+    for owner in theirs:
+        required(owner, "create_weights")
+        required(owner, "process_weights_after_loading", "self", "layer")
+        required_of_instances(owner, "moe", "use_a16", "nvfp4_backend")
+    required_of_instances(theirs[0], "per_token_activation")
 
 
 class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):

@@ -15,13 +15,18 @@ from safetensors import safe_open
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
+from nibble.engine.plugin.require import required
+
 LAYER = "mtp.fc"
 INDEX = "model.safetensors.index.json"
 
 
 def register_draft_projection() -> None:
     """Make vLLM build StoredColumnParallelLinear wherever a model asks for ColumnParallelLinear."""
-    ColumnParallelLinear.register_oot(StoredColumnParallelLinear, name="ColumnParallelLinear")
+    names = ("input_size", "output_size", "quant_config", "prefix")
+    required(ColumnParallelLinear, "__init__", "self", *names)
+    put = required(ColumnParallelLinear, "register_oot")
+    put(StoredColumnParallelLinear, name="ColumnParallelLinear")
 
 
 class StoredColumnParallelLinear(ColumnParallelLinear):

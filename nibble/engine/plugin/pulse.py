@@ -33,6 +33,7 @@ from nibble.engine.contract import (
     pulse_file,
     stacks_file,
 )
+from nibble.engine.plugin.require import names_of_vllm, replace, required, required_of_instances
 
 __all__ = ["Pulse", "register"]
 
@@ -74,8 +75,9 @@ def register() -> None:
     _arm(folder)
     # A worker has neither; the API server imports the core in any case.
     if _CORE in sys.modules or multiprocessing.parent_process() is None:
-        _follow_core(folder)
-        _follow_api(folder)
+        with names_of_vllm():
+            _follow_core(folder)
+            _follow_api(folder)
 
 
 def _arm(folder: Path) -> None:
@@ -87,11 +89,19 @@ def _arm(folder: Path) -> None:
 
 def _follow_core(folder: Path) -> None:
     """The loop of the engine core (vllm 0.32 v1/engine/core.py:1547)."""
+    from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    step, handle = EngineCoreProc._process_engine_step, EngineCoreProc._handle_client_request
-    detail = EngineCore.log_error_detail
+    step = required(EngineCoreProc, "_process_engine_step", "self")
+    handle = required(EngineCoreProc, "_handle_client_request", "self", "request_type", "request")
+    detail = required(EngineCore, "log_error_detail", "self", "scheduler_output")
+    required(EngineCore, "is_sleeping", "self")
+    required(EngineCoreRequestType, "UTILITY")
+    required_of_instances(EngineCore, "scheduler")
+    required(SchedulerInterface, "get_num_unfinished_requests", "self")
+    required_of_instances(SchedulerOutput, "total_num_scheduled_tokens")
     pulses: dict[int, Pulse] = {}
 
     def own() -> Pulse:
@@ -133,16 +143,17 @@ def _follow_core(folder: Path) -> None:
         pulse.write()
         return detail(core, scheduler_output)
 
-    setattr(EngineCoreProc, "_process_engine_step", followed_step)  # noqa: B010
-    setattr(EngineCoreProc, "_handle_client_request", followed_request)  # noqa: B010
-    setattr(EngineCore, "log_error_detail", batch_is_known)  # noqa: B010
+    replace(EngineCoreProc, "_process_engine_step", followed_step)
+    replace(EngineCoreProc, "_handle_client_request", followed_request)
+    replace(EngineCore, "log_error_detail", batch_is_known)
 
 
 def _follow_api(folder: Path) -> None:
     """Requests that the API server waits for (vllm 0.32 v1/engine/output_processor.py:519)."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    begin = OutputProcessor.__init__
+    begin = required(OutputProcessor, "__init__")
+    required_of_instances(OutputProcessor, "request_states")
     pulses: list[Pulse] = []
 
     def begin_with_pulse(processor: Any, *args: Any, **more: Any) -> None:
@@ -151,7 +162,7 @@ def _follow_api(folder: Path) -> None:
         logging.getLogger("uvicorn.access").addFilter(_is_not_ours)
 
     def counted(name: str) -> None:
-        method = getattr(OutputProcessor, name)
+        method = required(OutputProcessor, name)
 
         @functools.wraps(method)
         def with_count(processor: Any, *args: Any, **more: Any) -> Any:
@@ -163,9 +174,9 @@ def _follow_api(folder: Path) -> None:
                     pulse.turns += 1
                     pulse.write()
 
-        setattr(OutputProcessor, name, with_count)
+        replace(OutputProcessor, name, with_count)
 
-    setattr(OutputProcessor, "__init__", begin_with_pulse)  # noqa: B010
+    replace(OutputProcessor, "__init__", begin_with_pulse)
     for name in ("add_request", "abort_requests", "process_outputs"):
         counted(name)
 

@@ -19,7 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from vllm import _custom_ops
 from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    is_forward_context_available,
+)
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import (
@@ -40,6 +44,7 @@ from nibble.engine.plugin.layers import (
     set_column_scale,
 )
 from nibble.engine.plugin.options import current_options, weights_are_real
+from nibble.engine.plugin.require import required, required_of_instances
 
 PACKED_LEAVES = ("weight", "weight_scale", "weight_scale_2")
 LARGEST = 1536.0  # of code * scale in every tensor that is not all zero: 6 * 256 or 4 * 384
@@ -48,6 +53,9 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def register_quartet2() -> None:
     """Make --quantization quartet2 known to vLLM; again in the same process changes nothing."""
+    names = ("a", "b", "block_scale_a", "block_scale_b", "alpha", "out_dtype")
+    required(_custom_ops, "cutlass_scaled_fp4_mm", *names)
+    required_of_instances(ForwardContext, "is_padding")
     register_quantization_config(QUARTET2)(Quartet2Config)
 
 

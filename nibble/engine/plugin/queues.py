@@ -14,18 +14,22 @@ from typing import Any
 from vllm import envs
 
 from nibble.engine.contract import CHUNK_MIB
+from nibble.engine.plugin.require import replace, required
 
 
 def size_answer_queue() -> None:
     """Let the variable size both queues where it is set."""
-    if not envs.is_set(CHUNK_MIB):
+    if not required(envs, "is_set", "name")(CHUNK_MIB):
         return
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor import multiproc_executor
 
+    readers = ("n_reader", "n_local_reader")
+    required(MessageQueue, "__init__", "self", *readers, "max_chunk_bytes")
+
     class SizedQueue(MessageQueue):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            chunk_bytes = envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20
+            chunk_bytes = required(envs, CHUNK_MIB) << 20
             super().__init__(*arguments, **{"max_chunk_bytes": chunk_bytes} | options)
 
-    setattr(multiproc_executor, "MessageQueue", SizedQueue)  # noqa: B010 - a name that it imports for itself
+    replace(multiproc_executor, "MessageQueue", SizedQueue)  # a name that it imports for itself

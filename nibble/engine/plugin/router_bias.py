@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from nibble.engine.plugin.require import replace, required, required_of_instances
 
 NAME = "e_score_correction_bias"
 
@@ -21,7 +24,9 @@ Weights = Iterable[tuple[str, Tensor]]
 
 def load_router_biases() -> None:
     """Follow MoERunner.load_weights (vllm 0.32 fused_moe/runner/moe_runner.py:301)."""
-    load = MoERunner.load_weights
+    load = required(MoERunner, "load_weights", "self", "weights")
+    required_of_instances(MoERunner, "routed_experts")
+    required_of_instances(RoutedExperts, NAME)
 
     def load_with_bias(self: Any, weights: Weights) -> Iterable[str]:
         bias, loaded = getattr(self.routed_experts, NAME, None), list[str]()
@@ -37,4 +42,4 @@ def load_router_biases() -> None:
         yield from load(self, without_bias())
         yield from loaded
 
-    MoERunner.load_weights = load_with_bias  # type: ignore[method-assign]
+    replace(MoERunner, "load_weights", load_with_bias)

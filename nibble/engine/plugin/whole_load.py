@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import SpeculativeConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from nibble.engine.contract import DOES_NOT_FIT, NOT_INITIALIZED, TENSOR_ERROR, reported_as
 from nibble.engine.plugin.options import weights_are_real
-from nibble.engine.plugin.written import WrittenRegions, unwritten
+from nibble.engine.plugin.require import replace, required, required_of_instances
+from nibble.engine.plugin.written import WrittenRegions, require_layers, unwritten
 
 _MISFITS = (
     AssertionError,
@@ -49,7 +50,12 @@ def check_loads() -> None:
     """Follow vLLM's default loader (vllm 0.32 model_loader/default_loader.py:367, 484); other
     loaders check for themselves.
     """
-    load, read = DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights
+    load = required(DefaultModelLoader, "load_weights", "self", "model", "model_config")
+    read = required(DefaultModelLoader, "get_all_weights", "self", "model_config", "model")
+    required_of_instances(DefaultModelLoader, "enable_weights_track")
+    required_of_instances(VllmConfig, "speculative_config", "load_config", "additional_config")
+    required(SpeculativeConfig, "uses_draft_model", "self")
+    require_layers()
 
     def load_and_check(self: Any, model: nn.Module, model_config: Any) -> None:
         if not weights_are_real() or self.enable_weights_track is False:
@@ -79,10 +85,8 @@ def check_loads() -> None:
             yield name, tensor
             self.nibble_reading = None  # what fails from here on is the next one, or none
 
-    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = (
-        load_and_check,
-        read_and_note,
-    )  # type: ignore[method-assign]
+    replace(DefaultModelLoader, "load_weights", load_and_check)
+    replace(DefaultModelLoader, "get_all_weights", read_and_note)
 
 
 def _shares_with_target(model_config: Any) -> bool:

@@ -17,10 +17,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 from torch.overrides import TorchFunctionMode
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from nibble.engine.plugin.require import required_of_instances
 
 Region = tuple[
     int, tuple[int, ...], tuple[int, ...]
@@ -31,6 +40,15 @@ Region = tuple[
 _MAY_BE_ABSENT = re.compile(r"scale|zero|g_idx|_shape|_ub$|_bias_vl")
 # Where a model's packed_modules_mapping does not name the parts of a fused layer.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def require_layers() -> None:
+    """What is read below of vLLM's layers, where an object may lack it. Raises VllmMismatch."""
+    required_of_instances(QuantizeMethodBase, "uses_meta_device")
+    required_of_instances(Attention, "kv_sharing_target_layer_name")
+    required_of_instances(ColumnParallelLinear, "output_partition_sizes")
+    required_of_instances(RoutedExperts, "moe_config")
+    required_of_instances(FusedMoEConfig, "is_act_and_mul")
 
 
 # In-place methods that change what a tensor looks at, and no value.

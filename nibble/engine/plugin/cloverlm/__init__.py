@@ -5,6 +5,7 @@ them; nothing is imported here.
 from __future__ import annotations
 
 from nibble.engine.contract import CLOVERLM_ARCHITECTURE, CLOVERLM_MODEL_TYPE, TOKENMONSTER
+from nibble.engine.plugin.require import required
 
 PACKAGE = "nibble.engine.plugin.cloverlm"
 
@@ -19,10 +20,13 @@ def register_cloverlm() -> None:
     from vllm.transformers_utils import config as vllm_config
 
     model = f"{PACKAGE}.model:{CLOVERLM_ARCHITECTURE}"
-    ModelRegistry.register_model(CLOVERLM_ARCHITECTURE, model)
-    vllm_config._CONFIG_REGISTRY[CLOVERLM_MODEL_TYPE] = _config_class()
-    TokenizerRegistry.tokenizers[TOKENMONSTER] = (f"{PACKAGE}.tokenizer", "TokenMonsterTokenizer")
-    RENDERER_REGISTRY.renderers[TOKENMONSTER] = ("vllm.renderers.hf", "HfRenderer")
+    register_model = required(ModelRegistry, "register_model", "model_arch", "model_cls")
+    register_model(CLOVERLM_ARCHITECTURE, model)
+    required(vllm_config, "_CONFIG_REGISTRY")[CLOVERLM_MODEL_TYPE] = _config_class()
+    tokenizer = (f"{PACKAGE}.tokenizer", "TokenMonsterTokenizer")
+    required(TokenizerRegistry, "tokenizers")[TOKENMONSTER] = tokenizer
+    renderers = required(RENDERER_REGISTRY, "renderers")
+    renderers[TOKENMONSTER] = renderers["hf"]
 
 
 def _config_class() -> type:

@@ -13,6 +13,7 @@ from typing import Any
 from xgrammar import TokenizerInfo, VocabType
 
 from nibble.engine.plugin.cloverlm.tokenizer import TokenMonsterTokenizer
+from nibble.engine.plugin.require import required
 
 
 @functools.cache
@@ -20,7 +21,7 @@ def register_grammars() -> None:
     """Let xgrammar read our tokenizer, where it knows those of transformers only (vllm 0.32
     backend_xgrammar.py:69).
     """
-    of_transformers = TokenizerInfo.from_huggingface
+    of_transformers = required(TokenizerInfo, "from_huggingface", "tokenizer", "vocab_size")
 
     def from_tokenizer(
         tokenizer: Any, *, vocab_size: int | None = None, **rest: Any

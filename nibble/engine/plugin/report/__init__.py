@@ -28,9 +28,12 @@ from nibble.engine.contract import (
     formats_of,
     worker_report,
 )
+from nibble.engine.plugin import has_operators
+from nibble.engine.plugin.require import names_of_vllm, replace, required, required_of_instances
 
 __all__ = ["make_report", "register"]
 
+WARM_UP = "compile_or_warm_up_model"  # as vLLM's executors call it in every worker
 REFERENCE_WAIT_S = (
     120.0  # longer than the supervisor lets a reference take (nibble/cli/reference.py)
 )
@@ -39,22 +42,26 @@ REFERENCE_WAIT_S = (
 @functools.cache
 def register() -> None:
     """Follow weight loading and the end of the warm-up in this process."""
-    if not os.environ.get(REPORT_FOLDER):
+    if not os.environ.get(REPORT_FOLDER) or not has_operators():
         return
-    from vllm.model_executor.model_loader import base_loader
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    with names_of_vllm():
+        from vllm.model_executor.model_loader import base_loader
+        from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-    from nibble.engine.plugin.report.probes import PROBES
+        from nibble.engine.plugin.report.probes import PROBES
 
     name = "process_weights_after_loading"  # which that module imports for itself
-    process = getattr(base_loader, name)
+    process = required(base_loader, name, "model", "model_config", "target_device")
+    required(WorkerBase, WARM_UP, "self")
+    required_of_instances(WorkerWrapperBase, "worker", "__getattr__")
 
+    @functools.wraps(process)
     def remember_and_process(model: Any, model_config: Any, target_device: Any) -> None:
         PROBES.remember(model)
         process(model, model_config, target_device)
 
     def warm_up_and_report(wrapper: WorkerWrapperBase) -> Any:
-        times = wrapper.worker.compile_or_warm_up_model()
+        times = getattr(wrapper.worker, WARM_UP)()
         write_report(wrapper.worker, Path(os.environ[REPORT_FOLDER]))
         PROBES.forget()
         return times
@@ -62,8 +69,8 @@ def register() -> None:
     # vllm 0.32 base_loader.py:109 is the moment when weights are as the checkpoint has them.
     # Executors call the wrapper's methods, which hands on those it does not have itself
     # (worker_base.py:352).
-    setattr(base_loader, name, remember_and_process)
-    setattr(WorkerWrapperBase, "compile_or_warm_up_model", warm_up_and_report)  # noqa: B010
+    replace(base_loader, name, remember_and_process)
+    setattr(WorkerWrapperBase, WARM_UP, warm_up_and_report)
 
 
 def make_report(worker: Any) -> WorkerReport:
