@@ -21,7 +21,7 @@ ROW = Row(
         " claims to be the last resort anywhere."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a"
+        "nibble's vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a"
         " method for experts."
     ),
     fix=Fix("plugin", "nibble.engine.plugin.kernels.register_cpu_kernel"),

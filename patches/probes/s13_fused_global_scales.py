@@ -23,7 +23,7 @@ ROW = Row(
         " (N8)."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is"
+        "nibble's vLLM plugin folds the ratio into the block scales where every product is"
         " an E4M3 value, and multiplies the shard's outputs by it elsewhere."
     ),
     fix=Fix("plugin", "nibble.engine.plugin.layers.merge_layer"),

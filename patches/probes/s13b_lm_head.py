@@ -23,7 +23,7 @@ ROW = Row(
         " quant_config still builds a plain head, and its loader stops at lm_head.weight_scale."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's"
+        "nibble's vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's"
         " register_oot) that takes the model's own quantization config where a model class passes"
         " none; the checkpoint's ignore list decides about the head."
     ),

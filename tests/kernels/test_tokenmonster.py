@@ -194,7 +194,8 @@ def test_truncation_keeps_the_side_that_vllm_asks_for(tokenizer: Any) -> None:
 def test_a_folder_without_a_vocabulary_names_what_to_provide(
     kernels: ModuleType, tmp_path: Path
 ) -> None:
-    from nibble.engine.plugin.cloverlm.tokenizer import VOCABULARY, TokenMonsterTokenizer
+    from nibble.engine.contract import VOCABULARY
+    from nibble.engine.plugin.cloverlm.tokenizer import TokenMonsterTokenizer
 
     with pytest.raises(FileNotFoundError, match=VOCABULARY):
         TokenMonsterTokenizer.from_pretrained(tmp_path)

@@ -280,10 +280,12 @@ KERNELS = {"nibble-kernels": "0.1.0"}
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point as nibble-kernels has it."""
-    info = tmp_path / "site" / "nibble_kernels-0.1.0.dist-info"
+    """An entry point as nibble has it."""
+    info = tmp_path / "site" / "nibble_appliance-0.1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nibble-kernels\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nibble-appliance\nVersion: 0.1.0\n"
+    )
     (info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nnibble = nibble.engine.plugin:register\n"
     )

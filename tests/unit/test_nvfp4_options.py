@@ -216,6 +216,15 @@ def test_without_the_plugin_nvfp4_is_refused_on_the_cpu_and_warned_of_on_a_gpu(
         check_plugin(plan(model, "--quantize-lm-head", "nvfp4"), {})
 
 
+def test_the_plugin_without_its_operators_counts_as_none(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_plugin(monkeypatch, True)
+    monkeypatch.setattr(nvfp4_checks, "find_spec", lambda name: None)
+    with pytest.raises(NibbleError, match="nibble-kernels, .* is not installed"):
+        check_plugin(plan(model, target="cpu"), {})
+
+
 def test_a_plain_model_needs_the_plugin_only_for_an_option(tmp_path: Path, monkeypatch) -> None:
     with_plugin(monkeypatch, False)
     folder = write_checkpoint(tmp_path / "m", tensors("bf16"))

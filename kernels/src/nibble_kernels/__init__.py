@@ -14,7 +14,6 @@ __all__ = ["implementations"]
 
 def implementations() -> dict[str, str]:
     """For each kind of device, "compiled" or the reason why the plain torch code computes there."""
-    # Imports torch, which readers of `tokenmonster` do without
     from nibble_kernels.library import load
 
     return dict(load())

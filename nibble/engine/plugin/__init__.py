@@ -38,12 +38,18 @@ def register() -> None:
         return
     from nibble.engine.plugin.require import names_of_vllm
 
-    if os.environ.get(REPORT_FOLDER):
-        # The supervisor says once, from the workers' reports, that plain torch computes.
-        logging.getLogger(f"{OPERATORS}.library").setLevel(logging.ERROR)
+    quiet_operators()
     with names_of_vllm():
         from nibble.engine.plugin.install import install
     install()
+
+
+def quiet_operators() -> None:
+    """Under nibble's supervisor the operators do not warn that plain torch computes: it does so
+    once, from the workers' reports.
+    """
+    if os.environ.get(REPORT_FOLDER):
+        logging.getLogger(f"{OPERATORS}.library").setLevel(logging.ERROR)
 
 
 def has_operators() -> bool:

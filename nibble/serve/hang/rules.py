@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
+from nibble.engine.contract import CALL, IDLE, STEP
+from nibble.engine.pulse import Pulse
 
 MAX_GAP_S = 10.0
 # A batch may take so much longer: 8,192 tokens 82 s. Slower prefill than this was only seen on

@@ -1,5 +1,5 @@
-"""nibble's vLLM plugin for probes: this checkout's sources where there are any, else the
-installed package.
+"""nibble's vLLM plugin for probes, with the operators of this checkout's sources where there are
+any, else of the installed package.
 """
 
 from __future__ import annotations
