@@ -104,7 +104,7 @@ def run_model(model: str, folder: Path, kv_cache_dtype: str) -> dict[str, Any]:
 
 
 def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> None:
-    """In a process of its own; a line for each fault with its findings."""
+    """In a separate process; a line for each fault with its findings."""
     from vllm import LLM
 
     from nibble.engine.plugin.report.probes import Probes

@@ -1,6 +1,4 @@
-"""Errors a user can act on: what happened, what was expected, what to do, and a documented exit
-code.
-"""
+"""Errors that a user can act on, as one line with a documented exit code."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]+(?=@)")  # a proxy's
 class ExitCode(IntEnum):
     """Every exit status nibble uses on purpose (docs/operations.md has the table)."""
 
-    OK = 0  # drained and stopped as asked
-    INTERNAL = 1  # our own fault; the line names the file with the traceback
+    OK = 0  # drained and stopped on request
+    INTERNAL = 1  # a defect of nibble; the line names the file with the traceback
     USAGE = 2  # a missing or malformed argument or variable
-    NO_HARDWARE = 3  # no usable hardware for what was asked
+    NO_HARDWARE = 3  # no hardware that the target or the flags need
     MODEL = 4  # the model is not available, not readable or not complete
     CONFIG = 5  # settings that contradict each other or cannot work
     VERIFY = 6  # a patch or build verification failed
@@ -31,20 +29,20 @@ class ExitCode(IntEnum):
 
 
 class NibbleError(Exception):
-    """One line for the user and the exit code that goes with it.
+    """One line for the user, and its exit code.
 
-    `what` happened, what was `expected`, and the `action` that mends it; `expected` may be empty
-    where it would only repeat the action. `unreachable` marks what a network would mend: `nibble
-    plan` goes on without it.
+    `what` is the fact, `expected` completes "expected …", and `action` is the imperative that fixes
+    it. `expected` may be empty where it would only repeat the action. `unreachable` marks a failure
+    of the network: `nibble plan` goes on without it.
     """
 
     def __init__(
         self,
         code: ExitCode,
+        *,
         what: str,
         expected: str = "",
         action: str = "",
-        *,
         unreachable: bool = False,
     ) -> None:
         self.code = code
@@ -55,9 +53,7 @@ class NibbleError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message as one line, whatever line breaks and control characters its parts
-        carried, without passwords.
-        """
+        """The message on one line, without control characters and passwords."""
         parts = [self.what]
         if self.expected:
             parts.append(f"expected {self.expected}")

@@ -1,4 +1,4 @@
-"""Text from elsewhere (a log, a record, a server's answer) as a terminal may show it."""
+"""Prepares text from elsewhere (a log, a record, a server's answer) for a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HIDDEN = frozenset(
 
 
 def printable(text: str) -> str:
-    """Without escape sequences and control characters; line breaks and tabs stay."""
+    """`text` without escape sequences and control characters; line breaks and tabs stay."""
     text = _ESCAPES.sub("", text)
     return "".join(one for one in text if one in _LAYOUT or not _is_control(one))
 

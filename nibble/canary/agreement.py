@@ -61,7 +61,9 @@ class Disagreement:
             f"{on_node(self.node)}rank {self.rank} does not run what the others run: {self.part}:"
             f" {self.found}"
         )
-        return NibbleError(ExitCode.CANARY, what, self.expected, f"{ACTION}; {STRICT_ACTION}")
+        return NibbleError(
+            ExitCode.CANARY, what=what, expected=self.expected, action=f"{ACTION}; {STRICT_ACTION}"
+        )
 
 
 def disagreements(reports: Sequence[Ran]) -> tuple[Disagreement, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, OUR_CLASSES
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import values_of
+from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
 from nibble.plan.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 from nibble.recipes.rules import in_effect
@@ -73,7 +73,9 @@ class Deviation:
         """The end of a start."""
         what = f"the kernels are not those planned: {self.part}: {self.found}"
         advice = f"{action}; " if action else ""
-        return NibbleError(ExitCode.CANARY, what, self.expected, f"{advice}{STRICT_ACTION}")
+        return NibbleError(
+            ExitCode.CANARY, what=what, expected=self.expected, action=f"{advice}{STRICT_ACTION}"
+        )
 
 
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:

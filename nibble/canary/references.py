@@ -78,9 +78,9 @@ def read_references(path: Path) -> References | None:
         what = f"{path} cannot be read: {type(error).__name__} {error}"
         raise NibbleError(
             ExitCode.MODEL,
-            what,
-            "what models/record_canary.py writes",
-            "record it again or remove it",
+            what=what,
+            expected="what models/record_canary.py writes",
+            action="record it again or remove it",
         ) from None
 
 

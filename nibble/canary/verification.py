@@ -40,7 +40,7 @@ from nibble.engine.installed import has_plugin
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
-from nibble.plan.layers import values_of
+from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
 from nibble.recipes.recipe import recipe_path
 from nibble.reference.store import layer_files, read_reference
@@ -191,9 +191,8 @@ class Proof:
         for finding in failed:
             error = NibbleError(
                 ExitCode.CANARY,
-                f"the canary failed: {finding.mechanism}: {finding.detail}",
-                "",
-                ACTION,
+                what=f"the canary failed: {finding.mechanism}: {finding.detail}",
+                action=ACTION,
             )
             self._tell(error, self._plan.settings.canary, say)
         for finding in findings:
@@ -345,7 +344,12 @@ def _unexpected(node: str, found: Deviation) -> NibbleError:
     error = found.error(
         "--linear-backend, --moe-backend and --attention-backend ask for a kernel by name"
     )
-    return NibbleError(error.code, f"{on_node(node)}{error.what}", error.expected, error.action)
+    return NibbleError(
+        error.code,
+        what=f"{on_node(node)}{error.what}",
+        expected=error.expected,
+        action=error.action,
+    )
 
 
 def workers(plan: Plan) -> int:
@@ -367,7 +371,7 @@ def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
     what = f"{who} told which kernels run"
     return NibbleError(
         ExitCode.CANARY,
-        what,
-        f"a report of vLLM's plugin {REPORT_PLUGIN}",
-        f"{action}; {STRICT_ACTION}",
+        what=what,
+        expected=f"a report of vLLM's plugin {REPORT_PLUGIN}",
+        action=f"{action}; {STRICT_ACTION}",
     )

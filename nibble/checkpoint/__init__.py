@@ -158,7 +158,10 @@ def read_source(source: Source) -> Checkpoint:
             f" ({error})"
         )
         raise NibbleError(
-            ExitCode.MODEL, what, "a model in Hugging Face format", "download the model again"
+            ExitCode.MODEL,
+            what=what,
+            expected="a model in Hugging Face format",
+            action="download the model again",
         ) from error
 
 
@@ -210,7 +213,10 @@ def _read_config(source: Source) -> dict[str, Any]:
         where = f"{source.path}/config.json" if source.path else f"config.json of {source.id}"
         what = f"{where} is missing"
         raise NibbleError(
-            ExitCode.MODEL, what, "a model in Hugging Face format", "check MODEL and its revision"
+            ExitCode.MODEL,
+            what=what,
+            expected="a model in Hugging Face format",
+            action="check MODEL and its revision",
         )
     return config
 
@@ -230,7 +236,10 @@ def _assemble(
         if not tensors:
             what = f"the safetensors files of {source.id} hold no tensors"
             raise NibbleError(
-                ExitCode.MODEL, what, "the weights of a model", "download the model again"
+                ExitCode.MODEL,
+                what=what,
+                expected="the weights of a model",
+                action="download the model again",
             )
         weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
         # Layers of NAS models differ from each other, as their block_configs say.

@@ -150,4 +150,6 @@ def _check_spans(file: str, spans: list[tuple[int, int, str]], data_bytes: int) 
 def corrupt(file: str, what: str, expected: str) -> NibbleError:
     """The error for a safetensors file that cannot be what it claims to be."""
     action = "download the file again (`nibble pull` checks every hash)"
-    return NibbleError(ExitCode.MODEL, f"{file} is corrupt: {what}", expected, action)
+    return NibbleError(
+        ExitCode.MODEL, what=f"{file} is corrupt: {what}", expected=expected, action=action
+    )

@@ -98,7 +98,10 @@ class Problem:
         if self.code is ExitCode.CONFIG:
             action = "choose another export of this model"
         return NibbleError(
-            self.code, f"{self.tensor} in {place} {self.what}{more}", self.expected, action
+            self.code,
+            what=f"{self.tensor} in {place} {self.what}{more}",
+            expected=self.expected,
+            action=action,
         )
 
 

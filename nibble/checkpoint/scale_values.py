@@ -60,11 +60,16 @@ class TensorFiles:
         except OSError as error:
             what = f"{path} cannot be read ({error.strerror})"
             raise NibbleError(
-                ExitCode.MODEL, what, "", "check the disk, or download it again"
+                ExitCode.MODEL, what=what, action="check the disk, or download it again"
             ) from None
         if len(data) < stop - start:
             what = f"{path} ends within {tensor.name}"
-            raise NibbleError(ExitCode.MODEL, what, "the whole tensor", "download the file again")
+            raise NibbleError(
+                ExitCode.MODEL,
+                what=what,
+                expected="the whole tensor",
+                action="download the file again",
+            )
         return data
 
     def chunks(self, tensor: TensorInfo) -> Iterator[bytes]:

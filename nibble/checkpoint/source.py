@@ -65,7 +65,7 @@ class FolderSource:
         except OSError as error:
             what = f"{self.path / file} cannot be read ({error.strerror})"
             raise NibbleError(
-                ExitCode.MODEL, what, "", "check the disk, or download the file again"
+                ExitCode.MODEL, what=what, action="check the disk, or download the file again"
             ) from None
 
 
@@ -137,7 +137,10 @@ def open_source(
         return _folder(model, folder, "local")
     if model.startswith((".", "/", "~")):
         raise NibbleError(
-            ExitCode.MODEL, f"{model} is not a folder", "a folder with config.json", "correct MODEL"
+            ExitCode.MODEL,
+            what=f"{model} is not a folder",
+            expected="a folder with config.json",
+            action="correct MODEL",
         )
     if not is_model_id(model):
         raise not_an_id(model)
@@ -204,9 +207,9 @@ def read_json(source: Source, file: str) -> dict[str, Any] | None:
     if not isinstance(data, dict):
         raise NibbleError(
             ExitCode.MODEL,
-            f"{_name(source, file)} is not JSON",
-            "a JSON object",
-            "download it again",
+            what=f"{_name(source, file)} is not JSON",
+            expected="a JSON object",
+            action="download it again",
         )
     return data
 
@@ -222,7 +225,12 @@ def read_index(source: Source) -> Index | None:
         isinstance(shard, str) for shard in weight_map.values()
     ):
         what = f"{_name(source, indexes[0])} has no weight_map"
-        raise NibbleError(ExitCode.MODEL, what, "a map from tensor to file", "download it again")
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=what,
+            expected="a map from tensor to file",
+            action="download it again",
+        )
     return indexes[0], weight_map
 
 
@@ -244,7 +252,10 @@ def weight_files(source: Source, index: Index | None) -> tuple[str, ...] | None:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         what = f"{_name(source, file)} names {missing[0]}{more}, which is not there"
         raise NibbleError(
-            ExitCode.MODEL, what, f"{len(shards)} shards", "copy or download the folder again"
+            ExitCode.MODEL,
+            what=what,
+            expected=f"{len(shards)} shards",
+            action="copy or download the folder again",
         )
     return tuple(shards)
 
@@ -289,7 +300,10 @@ def _check_copies(source: Source, one: TensorInfo, other: TensorInfo) -> None:
             f"{one.name} is in {_name(source, one.file)} and in {other.file}, with different values"
         )
         raise NibbleError(
-            ExitCode.MODEL, what, "each tensor once", "remove the file that is not the model's"
+            ExitCode.MODEL,
+            what=what,
+            expected="each tensor once",
+            action="remove the file that is not the model's",
         )
 
 

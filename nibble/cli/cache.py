@@ -43,7 +43,9 @@ def cache_root(environ: Mapping[str, str]) -> Path:
         os.listdir(root)
     except PermissionError as error:
         what = f"{root} cannot be read ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "", "run it as the owner of the cache") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, action="run it as the owner of the cache"
+        ) from None
     except OSError:  # there is none
         pass
     return root
@@ -107,11 +109,14 @@ def prune(
     """
     if older_than_days is None and max_gib is None and not all_but_current:
         action = "give one of --older-than DAYS, --max-gib N, --all-but-current"
-        raise NibbleError(ExitCode.USAGE, "nothing says what to prune", "", action)
+        raise NibbleError(ExitCode.USAGE, what="nothing says what to prune", action=action)
     for flag, value in (("--older-than", older_than_days), ("--max-gib", max_gib)):
         if value is not None and not 0 <= value < math.inf:
             raise NibbleError(
-                ExitCode.USAGE, f"{flag} is {value}", "a number from 0 up", "correct it"
+                ExitCode.USAGE,
+                what=f"{flag} is {value}",
+                expected="a number from 0 up",
+                action="correct it",
             )
     root = cache_root(environ)
     if not dry_run:
@@ -131,4 +136,6 @@ def _drop(entry: Entry) -> bool:
         return drop(entry.folder)
     except OSError as error:
         what = f"{entry.folder} cannot be removed ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "", "run it as the owner of the cache") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, action="run it as the owner of the cache"
+        ) from None

@@ -47,13 +47,15 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
             else "start one with `make serve`"
         )
         action = f"{start} and wait for `ready`{elsewhere_hint(environ, 'chat QUESTION')}"
-        raise NibbleError(ExitCode.ENGINE_DIED, what, "a running server", action) from None
+        raise NibbleError(
+            ExitCode.ENGINE_DIED, what=what, expected="a running server", action=action
+        ) from None
     except (
         http.client.HTTPException
     ) as error:  # vLLM ended in the middle of the answer, or it is no HTTP server
         what = f"the answer of {host}:{settings.port} broke off ({type(error).__name__})"
         raise NibbleError(
-            ExitCode.ENGINE_DIED, what, "", "see `nibble status` and `nibble logs`"
+            ExitCode.ENGINE_DIED, what=what, action="see `nibble status` and `nibble logs`"
         ) from None
     finally:
         connection.close()
@@ -79,7 +81,7 @@ def _refused(status: int, text: str) -> NibbleError:
         message = text[:200]
     action = "set NIBBLE_API_KEY" if status == 401 else "see `nibble status`"
     what = f"the server answered {status}: {str(message).rstrip('. ')}"
-    return NibbleError(ExitCode.USAGE, what, "", action)
+    return NibbleError(ExitCode.USAGE, what=what, action=action)
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
@@ -94,9 +96,8 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         if "error" in event:
             raise NibbleError(
                 ExitCode.ENGINE_DIED,
-                f"the answer broke off: {event['error'].get('message', event['error'])}",
-                "",
-                "ask again",
+                what=f"the answer broke off: {event['error'].get('message', event['error'])}",
+                action="ask again",
             )
         for choice in event.get("choices", []):
             yield choice.get("delta", {}).get("content") or ""

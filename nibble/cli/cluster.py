@@ -23,9 +23,9 @@ from nibble.cluster.roster import BEAT_S, LOST_S, head_first
 from nibble.cluster.token import members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import load_target
+from nibble.plan.choice import values_of
 from nibble.plan.cluster_ports import GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.plan.gather import Asked, local_model, plan_for
-from nibble.plan.layers import values_of
 from nibble.plan.plan import Plan
 from nibble.settings.sources import load_settings
 
@@ -83,7 +83,7 @@ def _all_nodes(
             return nodes
         if time.monotonic() >= deadline:
             raise NibbleError(
-                ExitCode.CLUSTER, f"{missing.what} after {limit_s} s", "", missing.action
+                ExitCode.CLUSTER, what=f"{missing.what} after {limit_s} s", action=missing.action
             )
         if reminder.is_due(missing.what, time.monotonic()):
             say(f"waiting for the cluster, for up to {limit_s} s: {missing.what}; {missing.action}")
@@ -177,7 +177,12 @@ def _as_served(asked: Asked, head: str, has_ray: bool) -> Asked:
 
 def _not_idle(what: str) -> NibbleError:
     action = "wait until it is over, or stop it; `nibble cluster status` disturbs nothing"
-    return NibbleError(ExitCode.CLUSTER, f"{what}: nothing was checked", "an idle cluster", action)
+    return NibbleError(
+        ExitCode.CLUSTER,
+        what=f"{what}: nothing was checked",
+        expected="an idle cluster",
+        action=action,
+    )
 
 
 def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -234,11 +239,16 @@ def _no_answer(caller: Caller, error: AgentError) -> NibbleError:
     if error.status == 401:
         what = f"the head at {caller.head} refused this token"
         action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
-        return NibbleError(ExitCode.CLUSTER, what, "the head's token", action)
+        return NibbleError(ExitCode.CLUSTER, what=what, expected="the head's token", action=action)
     if error.status == 404:
         what = f"the node at {caller.head} is no head"
         return NibbleError(
-            ExitCode.CLUSTER, what, "the address of rank 0 or `ray-head`", "correct HEAD_IP"
+            ExitCode.CLUSTER,
+            what=what,
+            expected="the address of rank 0 or `ray-head`",
+            action="correct HEAD_IP",
         )
     what = f"no head answers at {caller.head} ({error})"
-    return NibbleError(ExitCode.CLUSTER, what, "a running head", "set HEAD_IP to its address")
+    return NibbleError(
+        ExitCode.CLUSTER, what=what, expected="a running head", action="set HEAD_IP to its address"
+    )

@@ -132,7 +132,10 @@ def inspect_model(asked: Asked, deep: bool) -> Inspection:
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(
-            ExitCode.USAGE, "no model is given", "a folder or an id", "write `nibble inspect MODEL`"
+            ExitCode.USAGE,
+            what="no model is given",
+            expected="a folder or an id",
+            action="write `nibble inspect MODEL`",
         )
     model = str(local_model(settings.model) or settings.model)
     source = open_source(model, settings.revision, hub_environ(asked))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import cache_dir
+from nibble.plan.choice import values_of
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.layers import values_of
 from nibble.plan.reference import activations_served, cores_for, is_beside
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
 from nibble.reference.make import Ended, NoReference, Say, make_request, run
@@ -45,9 +45,9 @@ def make(
     if activations not in (None, "fp4", "bf16"):
         raise NibbleError(
             ExitCode.USAGE,
-            f"--activations is {activations!r}",
-            "fp4 or bf16",
-            "correct --activations",
+            what=f"--activations is {activations!r}",
+            expected="fp4 or bf16",
+            action="correct --activations",
         )
     asked = read_wishes([model], environ)
     plan = fetched(plan_for(asked), asked, as_lines(say))
@@ -75,7 +75,7 @@ def make(
     except (NoReference, Ended) as why:
         action = "serve it without: recorded answers (docs/canary.md) are the other way"
         raise NibbleError(
-            ExitCode.MODEL, f"{checkpoint.id} has no computed reference: {why}", "", action
+            ExitCode.MODEL, what=f"{checkpoint.id} has no computed reference: {why}", action=action
         ) from None
     _problem_file(place).unlink(missing_ok=True)
     return {

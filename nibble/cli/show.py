@@ -22,8 +22,8 @@ from nibble.engine.patching.status import row_order
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import demo_models, root
 from nibble.machine.targets import TARGET_NAMES
+from nibble.plan.choice import Choice
 from nibble.plan.gather import UNKNOWN_UNTIL_PULL
-from nibble.plan.layers import Choice
 from nibble.plan.memory import arithmetic, show_gib
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe, resolve
@@ -230,9 +230,9 @@ def recipe_data(model: str) -> dict[str, Any]:
         )
         raise NibbleError(
             ExitCode.USAGE,
-            f"there is no recipe for {model!r}",
-            "an id from `nibble recipes list`",
-            hint,
+            what=f"there is no recipe for {model!r}",
+            expected="an id from `nibble recipes list`",
+            action=hint,
         )
     targets = {}
     for name in recipe.targets:

@@ -50,7 +50,7 @@ def _no_server(port: int, why: str) -> NibbleError:
     what = f"no server of nibble's answers on control port {port} ({why})"
     action = f"start one, or set {options()['control_port'].env[0]} to its port"
     action += elsewhere_hint(os.environ, "status")
-    return NibbleError(ExitCode.ENGINE_DIED, what, "", action)
+    return NibbleError(ExitCode.ENGINE_DIED, what=what, action=action)
 
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:

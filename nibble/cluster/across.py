@@ -48,7 +48,10 @@ def open_cluster(
         if not is_here(resolve(str(topology.head), "HEAD_IP")):
             what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
             raise NibbleError(
-                ExitCode.CLUSTER, what, "rank 0 on the head", "set NIBBLE_NODE_RANK or HEAD_IP"
+                ExitCode.CLUSTER,
+                what=what,
+                expected="rank 0 on the head",
+                action="set NIBBLE_NODE_RANK or HEAD_IP",
             )
         token, where = heads_token(settings, environ)
         place = find_place(settings, environ, None)

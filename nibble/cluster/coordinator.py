@@ -45,8 +45,8 @@ from nibble.cluster.roster import (
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan.choice import values_of
 from nibble.plan.cluster_ports import GCS_PORT, rank_0_ports
-from nibble.plan.layers import values_of
 from nibble.serve.control import ControlServer
 
 if TYPE_CHECKING:
@@ -142,7 +142,10 @@ class Cluster:
             if error.status == 401:
                 what = f"the head at {self._caller.head} refused this node's token"
                 raise NibbleError(
-                    ExitCode.CLUSTER, what, "the head's token", "set RAY_AUTH_TOKEN_FILE"
+                    ExitCode.CLUSTER,
+                    what=what,
+                    expected="the head's token",
+                    action="set RAY_AUTH_TOKEN_FILE",
                 ) from None
         return self._last
 
@@ -208,7 +211,7 @@ class Cluster:
             return (
                 NodeLost(why)
                 if self._was_ready
-                else NibbleError(ExitCode.ENGINE_DIED, what, "", SEE_NODE)
+                else NibbleError(ExitCode.ENGINE_DIED, what=what, action=SEE_NODE)
             )
         return None
 
@@ -298,9 +301,12 @@ class Cluster:
             if time.monotonic() >= deadline and self._offers.idle_s() >= limit_s:
                 if lost is not None:
                     raise NibbleError(
-                        ExitCode.ENGINE_DIED, f"{lost.what}, and not back after {limit_s} s: {why}"
+                        ExitCode.ENGINE_DIED,
+                        what=f"{lost.what}, and not back after {limit_s} s: {why}",
                     )
-                raise NibbleError(ExitCode.CLUSTER, f"{why} after {limit_s} s", "", missing.action)
+                raise NibbleError(
+                    ExitCode.CLUSTER, what=f"{why} after {limit_s} s", action=missing.action
+                )
             self.stop.wait(BEAT_S)
         return False
 
@@ -325,7 +331,7 @@ class Cluster:
                 raise
             if time.monotonic() >= deadline:
                 raise NibbleError(
-                    ExitCode.ENGINE_DIED, f"{lost.what}, and since then: {error.what}"
+                    ExitCode.ENGINE_DIED, what=f"{lost.what}, and since then: {error.what}"
                 ) from None
             self._state["detail"] = f"not yet: {error.line()}"
             self._remind(f"not yet: {error.line()}")

@@ -166,7 +166,7 @@ def fetch_model(
     for file in files:
         if not _is_below(destination / file["path"], destination):
             what = f"the node {address} offers a file outside of the model: {file['path']}"
-            raise NibbleError(ExitCode.MODEL, what, "", "do not trust that node")
+            raise NibbleError(ExitCode.MODEL, what=what, action="do not trust that node")
     absent = [file for file in files if not _is_here(destination, file)]
     fetch_bytes = sum(
         max(0, file["size"] - _size(_partial(destination / file["path"]))) for file in absent
@@ -212,7 +212,7 @@ def _fetch_file(
     except OSError as failed:
         what = f"{target.parent} cannot be made ({failed.strerror or failed})"
         raise NibbleError(
-            ExitCode.MODEL, what, "a writable folder", "set NIBBLE_CACHE_DIR"
+            ExitCode.MODEL, what=what, expected="a writable folder", action="set NIBBLE_CACHE_DIR"
         ) from None
     partial = _partial(target)
     error: Exception = ConnectionError("the connection ended early")
@@ -242,9 +242,8 @@ def _fetch_file(
     what = f"{file['path']} did not come from {address} whole ({error})"
     raise NibbleError(
         ExitCode.MODEL,
-        what,
-        "",
-        "look at the network between the nodes and at the disk, and start again",
+        what=what,
+        action="look at the network between the nodes and at the disk, and start again",
     )
 
 
@@ -290,13 +289,17 @@ def fetch_from_head(
             if error.status == 401:
                 what = f"the head at {head} refused this node's token"
                 action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
-                raise NibbleError(ExitCode.CLUSTER, what, "the head's token", action) from None
+                raise NibbleError(
+                    ExitCode.CLUSTER, what=what, expected="the head's token", action=action
+                ) from None
             if time.monotonic() >= deadline:
                 what = (
                     f"the head at {head} offers no model ({error}) after"
                     f" {settings.cluster_wait_seconds} s"
                 )
                 raise NibbleError(
-                    ExitCode.CLUSTER, what, "", "start rank 0, or unset NIBBLE_CLUSTER_MODEL"
+                    ExitCode.CLUSTER,
+                    what=what,
+                    action="start rank 0, or unset NIBBLE_CLUSTER_MODEL",
                 ) from None
             time.sleep(BEAT_S)

@@ -90,19 +90,24 @@ def refuse(member: Member) -> None:
         what = f"the head at {member.head} refused this node's token"
         raise NibbleError(
             ExitCode.CLUSTER,
-            what,
-            "the head's token",
-            "set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
+            what=what,
+            expected="the head's token",
+            action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if error.status == 404:
         what = f"the node at {member.head} is no head"
-        raise NibbleError(ExitCode.CLUSTER, what, "rank 0 or `ray-head` there", "correct HEAD_IP")
+        raise NibbleError(
+            ExitCode.CLUSTER,
+            what=what,
+            expected="rank 0 or `ray-head` there",
+            action="correct HEAD_IP",
+        )
     what = f"the head at {member.head} refused this node: {error}"
     raise NibbleError(
         ExitCode.CLUSTER,
-        what,
-        "one node for each rank",
-        "correct NIBBLE_NODE_RANK or stop the other one",
+        what=what,
+        expected="one node for each rank",
+        action="correct NIBBLE_NODE_RANK or stop the other one",
     )
 
 

@@ -172,9 +172,9 @@ class _Headless:
                 code = ExitCode.ENGINE_DIED if self._began else ExitCode.CLUSTER
                 raise NibbleError(
                     code,
-                    f"{why} within {limit_s} s",
-                    "a server with rank 0",
-                    "start or restart rank 0",
+                    what=f"{why} within {limit_s} s",
+                    expected="a server with rank 0",
+                    action="start or restart rank 0",
                 )
 
     def _start(self) -> None:

@@ -58,7 +58,10 @@ def node_address(settings: Settings, head: str | None) -> str:
         name = "HEAD_IP" if head is None else "WORKER_IP"
         what = f"this node's address cannot be found ({error.strerror or error})"
         raise NibbleError(
-            ExitCode.CLUSTER, what, "a network route", f"set {name} to this node's address"
+            ExitCode.CLUSTER,
+            what=what,
+            expected="a network route",
+            action=f"set {name} to this node's address",
         ) from None
 
 
@@ -88,7 +91,9 @@ def resolve(name: str, variable: str) -> str:
         return answer
     why = getattr(answer, "strerror", None) or answer
     what = f"{variable} {name} is no IPv4 address and no known name ({why})"
-    raise NibbleError(ExitCode.CLUSTER, what, "a node's address", f"correct {variable}") from None
+    raise NibbleError(
+        ExitCode.CLUSTER, what=what, expected="a node's address", action=f"correct {variable}"
+    ) from None
 
 
 def is_here(address: str) -> bool:
@@ -173,16 +178,18 @@ def find_interface(asked: str | None, address: str) -> str:
                 "correct NIBBLE_CLUSTER_INTERFACE, or unset it: the one that has this node's"
                 " address is taken"
             )
-            raise NibbleError(ExitCode.CLUSTER, what, "one of " + ", ".join(here), action)
+            raise NibbleError(
+                ExitCode.CLUSTER, what=what, expected="one of " + ", ".join(here), action=action
+            )
         return asked
     found = interface_of(address)
     if found is None:
         what = f"no network interface here has the address {address}"
         raise NibbleError(
             ExitCode.CLUSTER,
-            what,
-            "this node's own address",
-            "set WORKER_IP (HEAD_IP on the head) to an address of this machine, or"
+            what=what,
+            expected="this node's own address",
+            action="set WORKER_IP (HEAD_IP on the head) to an address of this machine, or"
             " NIBBLE_CLUSTER_INTERFACE",
         )
     return found

@@ -56,7 +56,7 @@ class Report:
         what = f"node {first.node}: {first.what}" + (
             f" (and {more} more, `nibble cluster check`)" if more else ""
         )
-        raise NibbleError(ExitCode.CLUSTER, what, "", first.action)
+        raise NibbleError(ExitCode.CLUSTER, what=what, action=first.action)
 
 
 def preflight(

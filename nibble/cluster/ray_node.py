@@ -39,12 +39,10 @@ from nibble.engine.contract import REPORT_FOLDER
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import detect
 from nibble.machine.memory import MemorySource
+from nibble.machine.process_table import family, is_resource_tracker, kill_family
 from nibble.machine.processes import (
     become_subreaper,
     die_with_parent,
-    family,
-    is_resource_tracker,
-    kill_family,
     signal_name,
     stop_signals,
     survive_memory_pressure,
@@ -78,7 +76,9 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     if settings.head_ip and not is_here(resolve(settings.head_ip, "HEAD_IP")):
         what = f"HEAD_IP {settings.head_ip} is no address of this machine"
         action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
-        raise NibbleError(ExitCode.CLUSTER, what, "one head in a cluster", action)
+        raise NibbleError(
+            ExitCode.CLUSTER, what=what, expected="one head in a cluster", action=action
+        )
     gpus = _gpus(settings, environ)
     token, where = heads_token(settings, environ)
     place = find_place(settings, environ, None)
@@ -114,7 +114,12 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
     """
     if not settings.head_ip:
         what = "a Ray worker needs the head's address"
-        raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=what,
+            expected="HEAD_IP",
+            action="set HEAD_IP to what `ray-head` printed",
+        )
     token, gpus = members_token(settings, environ, "a Ray worker"), _gpus(settings, environ)
     place = find_place(settings, environ, settings.head_ip)
     address, head = place.address, f"{settings.head_ip}:{GCS_PORT}"
@@ -146,7 +151,12 @@ def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
     here = len(detect(environ).gpus)
     if here and settings.num_gpus is not None and settings.num_gpus > here:
         what = f"NUM_GPUS is {settings.num_gpus} and {here} GPUs are here"
-        raise NibbleError(ExitCode.CONFIG, what, f"at most {here}", "correct or unset NUM_GPUS")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=what,
+            expected=f"at most {here}",
+            action="correct or unset NUM_GPUS",
+        )
     return here if settings.num_gpus is None else settings.num_gpus
 
 
@@ -220,17 +230,17 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
         what = f"the Ray head at {head} refused this node's token"
         return NibbleError(
             ExitCode.CLUSTER,
-            what,
-            "the head's token",
-            "set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
+            what=what,
+            expected="the head's token",
+            action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if re.search(r"already running at|Address already in use|already in use|EADDRINUSE", text):
         what = f"Ray cannot open its ports for {head}, something uses one already"
         return NibbleError(
             ExitCode.CLUSTER,
-            what,
-            "free ports",
-            "stop the other Ray node on this machine (`ray stop`)",
+            what=what,
+            expected="free ports",
+            action="stop the other Ray node on this machine (`ray stop`)",
         )
     if role == "worker" and re.search(
         r"[Ff]ailed to connect|[Uu]nable to connect|[Tt]imed? ?out|ConnectionError", text
@@ -246,9 +256,8 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
     )
     return NibbleError(
         ExitCode.CLUSTER,
-        f"Ray did not start: {last[:300]}",
-        "",
-        "run again with NIBBLE_DEBUG=1 for all it said",
+        what=f"Ray did not start: {last[:300]}",
+        action="run again with NIBBLE_DEBUG=1 for all it said",
     )
 
 
@@ -256,9 +265,9 @@ def _unreachable(head: str, why: str = "") -> NibbleError:
     what = f"no Ray head answers at {head}" + (f" ({why})" if why else "")
     return NibbleError(
         ExitCode.CLUSTER,
-        what,
-        "a running `ray-head`",
-        "check HEAD_IP and the firewall between the nodes",
+        what=what,
+        expected="a running `ray-head`",
+        action="check HEAD_IP and the firewall between the nodes",
     )
 
 
@@ -337,7 +346,9 @@ class _Node:
             what = f"stopped Ray and vLLM's part on this node: {why}, {kept(self.limit)}"
             expected = f"at least {show_gib(self.limit.stop_below_bytes)}"
             advice = "serve with less (`nibble plan`), or end what else runs there"
-            self._events.put(NibbleError(ExitCode.NO_FIT, what, expected, advice))
+            self._events.put(
+                NibbleError(ExitCode.NO_FIT, what=what, expected=expected, action=advice)
+            )
             for pid in self._doomed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -357,7 +368,7 @@ class _Node:
         if event is None and not self._is_up:
             what = f"Ray has not started within {START_S:.0f} s"
             action = "see whether the head answers, and run again with NIBBLE_DEBUG=1"
-            raise NibbleError(ExitCode.CLUSTER, what, "", action)
+            raise NibbleError(ExitCode.CLUSTER, what=what, action=action)
         reader.join(timeout=2)
         if not self._is_up:
             raise explain_failure(self._lines, self.role, self.head)

@@ -65,7 +65,10 @@ def head_token(path: Path) -> str:
     except OSError as error:
         what = f"the Ray token file {path} cannot be made ({error.strerror})"
         raise NibbleError(
-            ExitCode.CONFIG, what, "a writable cache folder", "set NIBBLE_CACHE_DIR"
+            ExitCode.CONFIG,
+            what=what,
+            expected="a writable cache folder",
+            action="set NIBBLE_CACHE_DIR",
         ) from None
     return _stored_token(path)
 
@@ -82,9 +85,9 @@ def members_token(settings: Settings, environ: Mapping[str, str], role: str) -> 
     what = f"{role} needs the cluster's token"
     raise NibbleError(
         ExitCode.USAGE,
-        what,
-        "RAY_AUTH_TOKEN_FILE",
-        f"copy the file that the head printed, here to {path}",
+        what=what,
+        expected="RAY_AUTH_TOKEN_FILE",
+        action=f"copy the file that the head printed, here to {path}",
     )
 
 
@@ -93,13 +96,16 @@ def _stored_token(path: Path) -> str:
         token = path.read_bytes().strip().decode(errors="replace")
     except OSError as error:
         what = f"the Ray token file {path} cannot be read ({error.strerror})"
-        raise NibbleError(ExitCode.CONFIG, what, "", secret_fix(path)) from None
+        raise NibbleError(ExitCode.CONFIG, what=what, action=secret_fix(path)) from None
     if not re.fullmatch(
         r"[\x21-\x7e]+", token
     ):  # anything else cannot be sent, and the error would show it
         what = f"the Ray token file {path} is empty or holds no token"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one word", "delete it and start again, or copy the head's"
+            ExitCode.CONFIG,
+            what=what,
+            expected="one word",
+            action="delete it and start again, or copy the head's",
         )
     return token
 
@@ -135,5 +141,5 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
             " node"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what, "a writable folder", "set VLLM_CONFIG_ROOT"
+            ExitCode.CONFIG, what=what, expected="a writable folder", action="set VLLM_CONFIG_ROOT"
         ) from None

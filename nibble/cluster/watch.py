@@ -28,7 +28,9 @@ class NodeLost(NibbleError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            ExitCode.ENGINE_DIED, why, "", "see what that node says; it may rejoin at any time"
+            ExitCode.ENGINE_DIED,
+            what=why,
+            action="see what that node says; it may rejoin at any time",
         )
 
 

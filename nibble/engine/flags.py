@@ -52,7 +52,10 @@ def split_words(text: str, source: str) -> list[str]:
     except ValueError as error:
         what = f"{source} cannot be split into words: {str(error).lower()}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "balanced quotes", f"quote JSON in {source} with '…'"
+            ExitCode.CONFIG,
+            what=what,
+            expected="balanced quotes",
+            action=f"quote JSON in {source} with '…'",
         ) from None
 
 
@@ -88,9 +91,9 @@ def _next_flag(
         what = f"{source} has {word!r} where a flag belongs"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "flags of `vllm serve`, such as --kv-cache-dtype fp8",
-            (
+            what=what,
+            expected="flags of `vllm serve`, such as --kv-cache-dtype fp8",
+            action=(
                 "write MODEL, once, before the flags"
                 if source == COMMAND_LINE
                 else "check the quotes around it"
@@ -110,9 +113,9 @@ def _next_flag(
         action = f"did you mean {hint}?" if hint else "see `vllm serve --help=all`"
         raise NibbleError(
             ExitCode.CONFIG,
-            f"{source} has {written}, which vLLM {schema.version} does not know",
-            "",
-            action,
+            what=f"{source} has {written}, which vLLM {schema.version} does not know",
+            expected="",
+            action=action,
         )
     if spec.kind == "bool" and head == "--no-" + spec.name[2:]:
         return spec.name, spec, "false", position + 1
@@ -143,9 +146,9 @@ def _value(
             return True, position
         raise NibbleError(
             ExitCode.CONFIG,
-            f"{source} gives {name} without a value",
-            "a value after it",
-            f"write {name} VALUE",
+            what=f"{source} gives {name} without a value",
+            expected="a value after it",
+            action=f"write {name} VALUE",
         )
     if spec.kind == "list" and not nested:
         return taken, end
@@ -174,9 +177,9 @@ def _typed(text: str, spec: FlagSpec, name: str, source: str, nested: bool) -> A
             what = f"the value of {name} in {source} is not valid JSON ({error})"
             raise NibbleError(
                 ExitCode.CONFIG,
-                what,
-                'JSON such as {"key": "value"}',
-                f"put it in single quotes: {name} '…'",
+                what=what,
+                expected='JSON such as {"key": "value"}',
+                action=f"put it in single quotes: {name} '…'",
             ) from None
     return [text] if spec.kind == "list" else text
 
@@ -195,16 +198,16 @@ def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
         if missing := MISSING_BACKENDS.get(str(value)):
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{name} {value} in {source}: {missing}",
-                "",
-                "choose another backend",
+                what=f"{name} {value} in {source}: {missing}",
+                expected="",
+                action="choose another backend",
             )
         if name in OWNED:
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{name} in {source} is set by nibble itself",
-                "",
-                f"use {OWNED[name]} instead",
+                what=f"{name} in {source} is set by nibble itself",
+                expected="",
+                action=f"use {OWNED[name]} instead",
             )
         problems = (
             schema.check_json(name, value)
@@ -213,7 +216,10 @@ def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
         )
         for problem in filter(None, problems):
             raise NibbleError(
-                ExitCode.CONFIG, f"{source}: {problem}", "", f"correct or drop {name}"
+                ExitCode.CONFIG,
+                what=f"{source}: {problem}",
+                expected="",
+                action=f"correct or drop {name}",
             )
 
 

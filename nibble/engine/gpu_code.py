@@ -4,7 +4,7 @@ before anything else needs it.
     python -m nibble.engine.gpu_code ROOT TARGET     # one line a module; exit 6 and one line where
     it does not
 
-Standard library only: it runs before nibble's dependencies are installed.
+It needs pyelftools alone, which comes with the lock that vLLM is installed from.
 
 What is told from the headers of the fat binaries (nibble.engine.fatbin): which source file has code
 for which architecture, and so whether a GPU can load it. That the code is right, or has an
@@ -198,9 +198,9 @@ def _fitting(target: Target) -> Iterator[str]:
 def _refusal(target: Target, what: str, expected: str) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        f"{target.name} cannot use this vLLM: {what}",
-        expected,
-        "install the wheel of vllm 0.32.0 or newer from PyPI, or build with CUDA 13 and"
+        what=f"{target.name} cannot use this vLLM: {what}",
+        expected=expected,
+        action="install the wheel of vllm 0.32.0 or newer from PyPI, or build with CUDA 13 and"
         f" TORCH_CUDA_ARCH_LIST={target.torch_cuda_arch_list}, its CMakeLists.txt unchanged",
     )
 

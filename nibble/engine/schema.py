@@ -222,7 +222,10 @@ def live_schema(
             last = (run.stderr.strip().splitlines() or ["no output"])[-1]
             what = f"vLLM could not be inspected with {python}: {last}"
             raise NibbleError(
-                ExitCode.VERIFY, what, "an interpreter that imports vllm", "name it with --python"
+                ExitCode.VERIFY,
+                what=what,
+                expected="an interpreter that imports vllm",
+                action="name it with --python",
             )
         data = json.loads(out.read_text())
     refusals = data.pop("refusals")

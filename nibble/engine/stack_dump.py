@@ -1,6 +1,4 @@
-"""What a process that hangs is doing, from outside: its Python stacks where nibble's plugin is
-in it, else what /proc tells.
-"""
+"""What a hanging process does: Python stacks if it has nibble's plugin, else /proc's facts."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _KERNEL = ("wchan", "stack", "syscall")  # the last two need privileges on most 
 
 
 def dump_stacks(folder: Path, pids: Collection[int], wake: bool = False) -> dict[int, str]:
-    """The text for each process. `wake` lets a stopped one run on, since only then it can write
-    its stacks.
+    """The text for each process. `wake` continues a stopped process so that it can write its
+    stacks.
     """
     sizes = {pid: _size(folder, pid) for pid in pids}
     asked = [pid for pid in pids if _handles_signal(pid) and _send(pid, wake)]
@@ -43,7 +41,7 @@ def _send(pid: int, wake: bool) -> bool:
 
 
 def _handles_signal(pid: int) -> bool:
-    """Whether it would write and not die: SigCgt in proc(5)."""
+    """Whether the process handles the signal instead of dying from it: SigCgt in proc(5)."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -68,7 +66,7 @@ def _python_stacks(folder: Path, pid: int, offset: int) -> str:
 
 
 def _kernel_state(pid: int) -> str:
-    """State and where in the kernel it waits, as far as this user may see it."""
+    """State, and the kernel function it waits in, if this user may read it."""
     found = []
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

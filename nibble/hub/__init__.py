@@ -1,1 +1,1 @@
-"""Is the model here?"""
+"""The Hugging Face Hub and its cache: which files of a model are on this machine."""

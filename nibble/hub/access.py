@@ -1,6 +1,4 @@
-"""The Hugging Face Hub as settings and as errors: its cache, who asks, and one line for what
-went wrong.
-"""
+"""The Hub's settings and errors: cache, endpoint, token, and one line for each failure."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class Access:
 
     @property
     def address(self) -> str:
-        """The endpoint without user and password, to be shown."""
+        """The endpoint without user and password, for messages."""
         scheme, _, rest = self.endpoint.partition("://")
         host, slash, path = rest.partition("/")
         return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
@@ -47,8 +45,10 @@ class Access:
 
 
 def access(environ: Mapping[str, str]) -> Access:
-    """What huggingface_hub would use for these variables. Raises CONFIG when HF_TOKEN_FILE cannot
-    be read, USAGE for a token that cannot be sent and an endpoint that is no address.
+    """What huggingface_hub uses for these variables.
+
+    Raises CONFIG when HF_TOKEN_FILE cannot be read, USAGE for a token that a header cannot carry
+    and for an endpoint that is not an address.
     """
     home = hub_home(environ)
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or str(home / "hub")
@@ -83,25 +83,33 @@ def _address(endpoint: str) -> str:
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket without its other
+    except ValueError:  # a port that is not a number, an unclosed bracket
         usable = False
     if not usable:
         expected = "an address such as https://huggingface.co"
         raise NibbleError(
-            ExitCode.USAGE, "HF_ENDPOINT is no address", expected, "correct or unset HF_ENDPOINT"
+            ExitCode.USAGE,
+            what="HF_ENDPOINT is not an address",
+            expected=expected,
+            action="correct or unset HF_ENDPOINT",
         )
     return endpoint.rstrip("/")
 
 
 def _sendable(token: str | None) -> str | None:
-    """`token` without blanks around it, as huggingface_hub takes it. Raises USAGE for what no
-    header can carry, and shows none of it: the HTTP library would.
+    """`token` without blanks around it, as huggingface_hub takes it.
+
+    Raises USAGE for a token that a header cannot carry. The message shows none of it; the HTTP
+    library's would.
     """
     clean = (token or "").strip()
     if not re.fullmatch(r"[\x21-\x7e]*", clean):
         expected = "one token, of visible ASCII characters"
         raise NibbleError(
-            ExitCode.USAGE, "HF_TOKEN is not usable", expected, "correct or unset HF_TOKEN"
+            ExitCode.USAGE,
+            what="HF_TOKEN is not usable",
+            expected=expected,
+            action="correct or unset HF_TOKEN",
         )
     return clean or None
 
@@ -112,15 +120,18 @@ def is_model_id(text: str) -> bool:
 
 
 def not_an_id(model: str) -> NibbleError:
-    """The error for something that is neither a folder nor an id."""
+    """The error for a word that is neither a folder nor an id."""
     what = f"{model!r} is neither a folder nor a Hugging Face id"
     return NibbleError(
-        ExitCode.MODEL, what, "an id such as nvidia/Qwen3-8B-NVFP4 or a folder", "correct MODEL"
+        ExitCode.MODEL,
+        what=what,
+        expected="an id such as nvidia/Qwen3-8B-NVFP4 or a folder",
+        action="correct MODEL",
     )
 
 
 def hub_error(error: BaseException, model: str, revision: str | None, hub: Access) -> NibbleError:
-    """What huggingface_hub raised, with what to do. Exit code 4; 7 for a full disk; 5 for no
+    """The NibbleError for an exception of huggingface_hub: exit 4; 7 for a full disk; 5 without
     permission.
     """
     from huggingface_hub import errors
@@ -133,12 +144,12 @@ def hub_error(error: BaseException, model: str, revision: str | None, hub: Acces
         if isinstance(part, errors.GatedRepoError):
             return _gated(model, hub)
         if isinstance(part, errors.RevisionNotFoundError):
-            what = f"{model} has no revision {revision!r}"
+            what = f"{model} does not have the revision {revision!r}"
             return NibbleError(
                 ExitCode.MODEL,
-                what,
-                "a commit, branch or tag of it",
-                "correct NIBBLE_REVISION or unset it",
+                what=what,
+                expected="a commit, branch or tag of this model",
+                action="correct NIBBLE_REVISION or unset it",
             )
         if isinstance(part, errors.HFValidationError):
             return not_an_id(model)
@@ -150,25 +161,24 @@ def hub_error(error: BaseException, model: str, revision: str | None, hub: Acces
 
 
 def not_cached(model: str, hub: Access) -> NibbleError:
-    """Offline, and the model is not (completely) in the cache."""
+    """The error for an offline start without the complete model in the cache."""
     what = f"{model} is not complete in {hub.cache} and HF_HUB_OFFLINE is set"
-    action = f"unset HF_HUB_OFFLINE, or run `nibble pull {model}` where there is a network"
-    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+    action = f"unset HF_HUB_OFFLINE, or run `nibble pull {model}` on a machine with a network"
+    return NibbleError(ExitCode.MODEL, what=what, action=action, unreachable=True)
 
 
 def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
-    """The Hub did not answer (well)."""
+    """The error for a Hub that does not answer or answers badly."""
     what = f"{model} is not complete in {hub.cache} and {hub.address} cannot be used ({detail})"
     action = (
-        "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: finished files are kept"
+        "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: the cache keeps"
+        " finished files"
     )
-    return NibbleError(ExitCode.MODEL, what, "", action, unreachable=True)
+    return NibbleError(ExitCode.MODEL, what=what, action=action, unreachable=True)
 
 
 def in_words(error: BaseException) -> str:
-    """Why a server could not be asked, without the numbers of errno; it is the subject of the
-    sentence.
-    """
+    """Why a server did not answer, without errno's numbers, as a clause about "it"."""
     chain = list(_chain(error))
     for part in chain:
         if isinstance(part, socket.gaierror):
@@ -199,52 +209,60 @@ def _gated(model: str, hub: Access) -> NibbleError:
             f"accept its terms at {hub.page(model)}, then give a token in HF_TOKEN or HF_TOKEN_FILE"
         )
         return NibbleError(
-            ExitCode.MODEL, f"{model} is a gated model and HF_TOKEN is not set", "", action
+            ExitCode.MODEL, what=f"{model} is a gated model and HF_TOKEN is not set", action=action
         )
     what = f"{model} is a gated model and the account of this HF_TOKEN has no access to it"
     return NibbleError(
-        ExitCode.MODEL, what, "", f"ask for access at {hub.page(model)} with that account"
+        ExitCode.MODEL, what=what, action=f"request access at {hub.page(model)} with that account"
     )
 
 
 def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | None:
-    """An HTTP error about who asks for what; None for any other."""
+    """The error for an HTTP status about authorization; None for any other."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if "Invalid credentials" in str(error):
-        action = "make a new token at https://huggingface.co/settings/tokens or unset HF_TOKEN"
+        action = "create a token at https://huggingface.co/settings/tokens or unset HF_TOKEN"
         return NibbleError(
-            ExitCode.MODEL, f"{hub.address} refuses this HF_TOKEN (invalid or expired)", "", action
+            ExitCode.MODEL,
+            what=f"{hub.address} refuses this HF_TOKEN (invalid or expired)",
+            action=action,
         )
-    if status in (401, 404):  # the Hub answers 401, not 404, to strangers
+    if status in (401, 404):  # without a token the Hub answers 401, not 404
         if hub.token is None:
             what, action = (
                 f"{hub.address} has no public model {model}",
                 "check the spelling; a private model needs HF_TOKEN",
             )
         else:
-            what = f"{hub.address} has no model {model} that this HF_TOKEN may see"
+            what = f"{hub.address} has no model {model} that this HF_TOKEN can read"
             action = "check the spelling and the token's permissions"
-        return NibbleError(ExitCode.MODEL, what, "the id of an existing model", action)
+        return NibbleError(
+            ExitCode.MODEL, what=what, expected="the id of an existing model", action=action
+        )
     if status == 403:
         what = f"{hub.address} forbids access to {model}"
         return NibbleError(
-            ExitCode.MODEL, what, "", f"check the permissions of HF_TOKEN and {hub.page(model)}"
+            ExitCode.MODEL,
+            what=what,
+            action=f"check the permissions of HF_TOKEN and {hub.page(model)}",
         )
     return None
 
 
 def _local_or_network(chain: list[BaseException], model: str, hub: Access) -> NibbleError:
-    """A full disk, a folder that cannot be written, or else the network."""
+    """The error for a full disk or a folder that cannot be written, else for the network."""
     for part in chain:
         number = part.errno if isinstance(part, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(part):
             action = (
-                "free space or move the cache with HF_HOME, then run it again: finished files are"
-                " kept"
+                "free space or move the cache with HF_HOME, then run it again: the cache keeps"
+                " finished files"
             )
             return NibbleError(
-                ExitCode.NO_FIT, f"{hub.cache} ran full while {model} was downloaded", "", action
+                ExitCode.NO_FIT,
+                what=f"{hub.cache} is full during the download of {model}",
+                action=action,
             )
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             return not_writable(hub.cache, part.strerror or "no permission", "HF_HOME")  # type: ignore[union-attr]

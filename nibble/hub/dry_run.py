@@ -1,5 +1,6 @@
-"""`nibble pull --dry-run`: what a pull would fetch, whether it may and whether it fits. Fetches
-nothing but listings.
+"""`nibble pull --dry-run`: what a pull would fetch, with permission and free disk.
+
+It requests listings and headers only.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from nibble.machine.disk import free_bytes, gib, is_folder
 
 @dataclass(frozen=True)
 class PullPlan:
-    """A pull before it begins. `is_pinned`: the revision asked for is the commit itself and will
-    not move.
-    """
+    """A planned pull; `is_pinned`: the requested revision is a commit, which cannot move."""
 
     model: str
     asked_revision: str | None
@@ -36,7 +35,7 @@ class PullPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the cache's file system has room for it and a margin."""
+        """Whether the download and the margin fit on the cache's file system."""
         return not self.fetch_bytes or self.fetch_bytes + MARGIN_BYTES <= self.free_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -46,8 +45,8 @@ class PullPlan:
     def lines(self) -> list[str]:
         """For people."""
         moving = (
-            f"{self.asked_revision or 'main'} is now this commit; NIBBLE_REVISION={self.revision}"
-            " pins it"
+            f"{self.asked_revision or 'main'} is this commit; pin it with"
+            f" NIBBLE_REVISION={self.revision}"
         )
         here = self.total_bytes - self.fetch_bytes
         room = (
@@ -59,7 +58,8 @@ class PullPlan:
             f"model     {self.model}",
             f"revision  {self.revision} ({'pinned' if self.is_pinned else moving})",
             f"access    {self.access}",
-            f"files     {self.files}, {gib(self.total_bytes)}, of which {gib(here)} are here",
+            f"files     {self.files}, {gib(self.total_bytes)}, of which {gib(here)} are in the"
+            f" cache",
             f"download  {gib(self.fetch_bytes)}",
             (
                 f"disk      {gib(self.free_bytes)} free for {self.cache}, {gib(MARGIN_BYTES)} to"
@@ -71,12 +71,16 @@ class PullPlan:
 def plan_pull(
     model: str, revision: str | None, environ: Mapping[str, str], load_format: str = "auto"
 ) -> PullPlan:
-    """Look, and fetch nothing. Raises USAGE for a folder, MODEL as a pull would: unknown, gated
-    without access, not cached.
+    """Plan a pull without a download.
+
+    Raises USAGE for a folder, MODEL as a pull would: unknown, gated without access, not cached.
     """
     if is_folder(Path(os.path.expanduser(model))):
         raise NibbleError(
-            ExitCode.USAGE, f"{model} is a folder", "the id of a model", "a folder needs no pull"
+            ExitCode.USAGE,
+            what=f"{model} is a folder",
+            expected="the id of a model",
+            action="serve the folder; it needs no pull",
         )
     if not is_model_id(model):
         raise not_an_id(model)
@@ -95,7 +99,7 @@ def plan_pull(
             *here,
             hub.cache,
             free_bytes(hub.cache),
-            "offline: not asked",
+            "offline: not checked",
         )
     commit, files = list_files(model, revision, hub)
     wanted = select(files, load_format)
@@ -108,7 +112,7 @@ def plan_pull(
         pinned,
         len(wanted),
         total,
-        missing_bytes(pull),  # asks for each file: what a gated model refuses is refused here
+        missing_bytes(pull),  # requests each file's header: a gated model refuses here
         hub.cache,
         free_bytes(hub.cache),
         "granted to this HF_TOKEN" if hub.token else "granted without a token",

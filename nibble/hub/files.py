@@ -1,6 +1,6 @@
-"""Files of a model on the Hub and in the Hugging Face cache: which are needed, here, sound.
+"""Files of a model on the Hub and in the cache: which are needed, present and intact.
 
-No network. `pull.py` fetches what is missing.
+This module uses no network; `pull.py` fetches what is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHT_ONLY_CANARY_FILE = (  # of W4A4 layers, served by kernels for weights alo
     "nibble-canary.weight-only.json"
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# Same weights for other runtimes, and what no runtime needs.
+# The same weights for other runtimes, and files that no runtime needs.
 OTHER_FOLDERS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "gguf/*", "metal/*", "mlx/*")
 OTHER_WEIGHTS = (
     "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.tflite",
@@ -46,7 +46,7 @@ NOT_NEEDED = (
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What the Hub says about a file: `sha256` of LFS files, git's `blob_id` of all."""
+    """The Hub's record of a file: `sha256` for LFS files, git's `blob_id` for all."""
 
     path: str
     size: int
@@ -60,10 +60,10 @@ def storage_folder(cache: Path, model: str) -> Path:
 
 
 def select(files: Iterable[RemoteFile], load_format: str = "auto") -> tuple[RemoteFile, ...]:
-    """The files a server needs: one copy of the weights, config, tokenizer, code; no pictures.
+    """The files that a server needs: one copy of the weights, config, tokenizer, code; no pictures.
 
-    Between `consolidated*.safetensors` (Mistral's) and `model*.safetensors` it chooses as vLLM
-    does: the former wins when `auto` finds it beside params.json (vllm 0.32 default_loader.py:170,
+    vLLM prefers `consolidated*.safetensors` (Mistral's) over `model*.safetensors` when `auto` finds
+    it beside params.json, and so does this function (vllm 0.32 default_loader.py:170,
     config.py:828).
     """
     needed = [file for file in files if not _matches(file.path, NOT_NEEDED)]
@@ -105,9 +105,9 @@ def _is_consolidated(path: str) -> bool:
 def cached_snapshot(
     model: str, revision: str | None, cache: Path, load_format: str = "auto"
 ) -> Path | None:
-    """The complete, verified and readable snapshot of `model` in `cache`, or None. No network.
+    """The complete, verified and readable snapshot of `model` in `cache`, or None.
 
-    Raises MODEL when it is there and this user may not read it.
+    Raises MODEL when it is present but this user cannot read it.
     """
     storage = storage_folder(cache, model)
     if not storage.is_dir():
@@ -144,13 +144,10 @@ def _ref(storage: Path, name: str) -> str | None:
 
 
 def _missing_files(storage: Path, snapshot: Path, load_format: str) -> list[str]:
-    """Files the snapshot lacks, by the Hub's listing if it is cached, else by the weights'
-    index.
-    """
+    """Files that the snapshot lacks, by the Hub's cached listing, else by the weights' index."""
     listed = _cached_listing(storage, snapshot.name)
     if listed is not None:
-        # A dangling link counts as present: `unreadable_file` names it, a download would not fix
-        # it.
+        # A dangling link counts as present: `unreadable_file` names it; a download cannot fix it.
         wanted = [file.path for file in select(listed, load_format)]
         return [
             path
@@ -175,9 +172,7 @@ def _cached_listing(storage: Path, commit: str) -> list[RemoteFile] | None:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """What a model folder lacks by its own account: config, any weights, shards that its index
-    names.
-    """
+    """What a model folder lacks by its own index: config, weights, or shards."""
     missing = (
         []
         if (folder / "config.json").exists() or (folder / "params.json").exists()
@@ -213,9 +208,7 @@ _VOCABULARIES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has a vocabulary, or a tokenizer that needs no file: its own code,
-    or bytes.
-    """
+    """Whether a model folder has a vocabulary, or a tokenizer without one (own code, or bytes)."""
     names = [path.name for path in folder.iterdir()]
     if any(_matches(name, _VOCABULARIES) for name in names):
         return True
@@ -236,9 +229,7 @@ def unverified_record(storage: Path, commit: str) -> Path:
 
 
 def unverified(storage: Path, commit: str) -> set[str]:
-    """Files whose download began and whose hash was never checked: the trace an interrupted pull
-    leaves.
-    """
+    """Files whose download began without a hash check: what an interrupted pull leaves."""
     try:
         return set(json.loads(unverified_record(storage, commit).read_text()))
     except (OSError, ValueError):

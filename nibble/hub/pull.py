@@ -1,9 +1,8 @@
-"""Get a model completely and correctly onto this disk before vLLM starts: disk pre-flight,
-download, sha256.
+"""Downloads a model completely and verifies it before vLLM starts: disk check, download, sha256.
 
-vLLM then reads the folder with HF_HUB_OFFLINE=1. Give it the returned folder, not the id: files
-that it would not load are left out here, and huggingface_hub 2.4 calls an offline snapshot without
-them incomplete (_snapshot_download.py:447).
+vLLM then reads the folder with HF_HUB_OFFLINE=1. Give it the returned folder, not the id: nibble
+skips files that vLLM does not load, and huggingface_hub 2.4 calls an offline snapshot without them
+incomplete (_snapshot_download.py:447).
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ from nibble.machine.disk import (
 )
 from nibble.settings.options import default_of
 
-# Left free on the cache's file system: torch.compile and FlashInfer caches, logs
+# Space that stays free on the cache's file system for compile caches and logs
 MARGIN_BYTES = 1 << 30
 PROGRESS_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far what comes before vLLM is: bytes of this stage."""
+    """Progress of a stage before vLLM, in bytes."""
 
     stage: Literal["download", "verify", "reference"]
     done_bytes: int
@@ -70,9 +69,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PullResult:
-    """Where the model is: folder and commit (None for a folder that was given); `bytes` came
-    down now.
-    """
+    """The model's folder and commit (None for a given folder); `bytes` counts this download."""
 
     path: Path
     revision: str | None
@@ -91,11 +88,11 @@ def pull(
     on_progress: OnProgress | None = None,
     load_format: str = "auto",
 ) -> PullResult:
-    """Make `model` (an id, or a folder, which is returned as it is) complete on this disk.
+    """Make `model` (an id, or a folder, which is returned unchanged) complete on this disk.
 
-    `load_format` is vLLM's flag; it decides between Mistral's and Hugging Face's copy of the
-    weights. Raises NibbleError: 4 unknown, gated, offline, network, corrupt or unreadable; 5 cache
-    not writable; 7 disk too small.
+    `load_format` is vLLM's flag; it selects Mistral's or Hugging Face's copy of the weights. Raises
+    NibbleError: 4 unknown, gated, offline, network, corrupt or unreadable; 5 cache not writable; 7
+    disk too small.
     """
     started = time.monotonic()
     if is_folder(folder := Path(os.path.expanduser(model))):
@@ -115,7 +112,9 @@ def pull(
     except NibbleError as error:
         if cached is None or not error.__cause__ or not _is_outage(error.__cause__):
             raise
-        notice = f"{hub.address} cannot be reached; using {model} at {cached.name} from the cache"
+        notice = (
+            f"{hub.address} does not answer; nibble uses {model} at {cached.name} from the cache"
+        )
         return PullResult(cached, cached.name, 0, time.monotonic() - started, (notice,))
     if current := cached_snapshot(model, commit, hub.cache, load_format):
         return PullResult(current, commit, 0, time.monotonic() - started)
@@ -135,14 +134,12 @@ def pull(
 
 
 def stall_seconds(environ: Mapping[str, str]) -> float:
-    """NIBBLE_DOWNLOAD_STALL_SECONDS, which settings.py has held to its limits."""
+    """NIBBLE_DOWNLOAD_STALL_SECONDS; settings/options.py has checked its limits."""
     return float(environ.get(STALL_VARIABLE) or default_of("download_stall_seconds"))
 
 
 def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgress:
-    """Progress as text: the start and end of a stage and one line each `every_seconds` between
-    them.
-    """
+    """Progress as text: start and end of a stage, and one line each `every_seconds` between."""
     last: dict[str, float] = {}
     said = ""
 
@@ -210,7 +207,7 @@ def list_files(model: str, revision: str | None, hub: Access) -> tuple[str, list
 
 
 def _is_outage(error: BaseException) -> bool:
-    """Whether the Hub did not answer, as against answering no."""
+    """Whether the Hub did not answer, in contrast to a refusal."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500 or status == 429
 
@@ -221,7 +218,7 @@ def _download(job: Pull, older: Path | None, started: float) -> PullResult:
         if older is None:
             raise not_writable(job.hub.cache, problem, "HF_HOME")
         notice = (
-            f"cannot write to {job.hub.cache} ({problem}); using the older {job.model} at"
+            f"cannot write to {job.hub.cache} ({problem}); nibble uses the older {job.model} at"
             f" {older.name}"
         )
         return PullResult(older, older.name, 0, time.monotonic() - started, (notice,))
@@ -237,17 +234,16 @@ def _download(job: Pull, older: Path | None, started: float) -> PullResult:
 
 
 def _preflight(job: Pull) -> int:
-    """Bytes to fetch. Raises NO_FIT when the cache's file system has not that much and a margin
-    free.
-    """
+    """Bytes to fetch. Raises NO_FIT unless they and a margin fit on the cache's file system."""
     fetch_bytes = missing_bytes(job)
     check_disk(job.model, fetch_bytes, free_bytes(job.hub.cache), job.hub.cache)
     return fetch_bytes
 
 
 def missing_bytes(job: Pull) -> int:
-    """Bytes that are not in the cache, less what an interrupted pull left. Asks the Hub for
-    every file, as a download does.
+    """Bytes that the cache lacks, less what an interrupted pull left.
+
+    It requests every file's header from the Hub, as a download does.
     """
     try:
         plan = _snapshot(job, dry_run=True)
@@ -279,18 +275,15 @@ def _snapshot(job: Pull, dry_run: bool = False) -> Any:
 def check_disk(
     model: str, fetch_bytes: int, available_bytes: int, cache: Path, variable: str = "HF_HOME"
 ) -> None:
-    """Raise NO_FIT unless `fetch_bytes` and the margin fit into `available_bytes`; `variable`
-    moves `cache` elsewhere.
-    """
+    """Raise NO_FIT unless `fetch_bytes` and the margin fit; `variable` moves `cache` elsewhere."""
     needed = fetch_bytes + MARGIN_BYTES
     if fetch_bytes and needed > available_bytes:
         what = (
-            f"{model} needs {gib(fetch_bytes)} of disk for its download and {gib(MARGIN_BYTES)} to"
-            f" spare, {cache} has {gib(available_bytes)} free: {gib(needed - available_bytes)} too"
-            " little"
+            f"the download of {model} needs {gib(fetch_bytes)} and a margin of {gib(MARGIN_BYTES)};"
+            f" {cache} has {gib(available_bytes)} free, {gib(needed - available_bytes)} too little"
         )
         raise NibbleError(
-            ExitCode.NO_FIT, what, "", f"free space or move the cache with {variable}"
+            ExitCode.NO_FIT, what=what, action=f"free space or move the cache with {variable}"
         )
 
 
@@ -312,9 +305,7 @@ def _note_unverified(job: Pull, paths: set[str]) -> None:
 
 
 def _fetch(job: Pull, fetch_bytes: int) -> None:
-    """Download all files of the job; an error names what is missing. Finished files stay for the
-    next try.
-    """
+    """Download all files of the job; the error names what is missing. Finished files stay."""
     try:
         with _watch(job, fetch_bytes):
             fetch_blobs(job.blobs, job.files)
@@ -334,9 +325,7 @@ def _fetch(job: Pull, fetch_bytes: int) -> None:
 
 
 def _write_ref(job: Pull) -> None:
-    """refs/main (or the branch asked for): a download by commit does not write it; offline it is
-    needed.
-    """
+    """Write refs/main or the branch for offline starts: a download by commit does not."""
     ref = job.storage / "refs" / (job.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
     ref.write_text(job.commit)
@@ -344,9 +333,7 @@ def _write_ref(job: Pull) -> None:
 
 @contextmanager
 def _watch(job: Pull, fetch_bytes: int) -> Iterator[None]:
-    """Report progress by the growth of the blobs folder, whatever transport (HTTP, Xet) fills
-    it.
-    """
+    """Report progress by the growth of the blobs folder, for any transport (HTTP, Xet)."""
     if job.on_progress is None:
         yield
         return
@@ -368,7 +355,7 @@ def _watch(job: Pull, fetch_bytes: int) -> Iterator[None]:
 
 
 def _blob_bytes(blobs: Path) -> int:
-    """Bytes written into `blobs` so far; of a file allocated ahead only what is written."""
+    """Bytes written into `blobs`; of a file allocated ahead only the written part."""
     total = 0
     for path in blobs.glob("*"):
         try:
@@ -384,9 +371,7 @@ def _blob_bytes(blobs: Path) -> int:
 
 
 def _verify(job: Pull, pending: set[str]) -> None:
-    """Hash `pending` files against the Hub's listing; remove and name those that differ (exit
-    4).
-    """
+    """Hash `pending` files against the Hub's listing; remove and name those that differ."""
     files = [file for file in job.files if file.path in pending]
     total, done, lock = sum(file.size for file in files), 0, threading.Lock()
 
@@ -411,15 +396,14 @@ def _verify(job: Pull, pending: set[str]) -> None:
     what = f"downloaded files of {job.model} are corrupt: {names}{more}"
     raise NibbleError(
         ExitCode.MODEL,
-        what,
-        "",
-        "they were removed from the cache; run it again to fetch them again",
+        what=what,
+        action="run it again to fetch them again: nibble removed them from the cache",
     )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence huggingface_hub's bars and retry warnings: progress and errors are ours to print."""
+    """Silence huggingface_hub's bars and retry warnings: nibble prints progress and errors."""
     from huggingface_hub.utils import disable_progress_bars, logging
 
     verbosity = logging.get_verbosity()

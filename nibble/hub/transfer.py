@@ -1,10 +1,9 @@
-"""Large files of a model over HTTP: resumed after any interruption, and never waited for without
-end.
+"""Downloads large files over HTTP, resumes after any interruption, and never waits forever.
 
-huggingface_hub 2.4 keeps no part of a file (file_download.py:1997: a name of its own for each try,
-removed at its end), and its Xet transport has no limit on silence. So the files whose sha256 the
-Hub lists come through here, by range requests into blobs/SHA256.nibble.incomplete; everything else
-about the cache stays huggingface_hub's.
+huggingface_hub 2.4 keeps no part of a file (file_download.py:1997: each try writes a new file and
+removes it), and its Xet transport has no limit on silence. So nibble fetches the files with a
+sha256 by range requests into blobs/SHA256.nibble.incomplete. huggingface_hub handles the rest of
+the cache.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ _LOCAL = (
 
 @dataclass(frozen=True)
 class Blobs:
-    """Where a model's files of one commit go, and how patient to be: `stall_s` seconds without a
-    byte end a try.
-    """
+    """Where a commit's files go; a try ends after `stall_s` seconds without a byte."""
 
     model: str
     commit: str
@@ -59,20 +56,19 @@ class Blobs:
         return self.folder / file.sha256
 
     def part(self, file: RemoteFile) -> Path:
-        """What there is of it."""
+        """The unfinished file."""
         return self.folder / f"{file.sha256}{PART}"
 
     def present_bytes(self, files: Sequence[RemoteFile]) -> int:
-        """How much earlier tries left of `files`."""
+        """Bytes that earlier tries left of `files`."""
         return sum(_size(self.part(file)) for file in files if file.sha256)
 
 
 def fetch_blobs(blobs: Blobs, files: Sequence[RemoteFile]) -> None:
-    """Bring every file of `files` with a sha256 into the blobs folder; contents are not verified
-    here.
+    """Fetch every file with a sha256 into the blobs folder; the caller verifies the contents.
 
-    Raises NibbleError(MODEL) once a file has not grown in three tries, and what huggingface_hub
-    raises for a refusal.
+    Raises NibbleError(MODEL) once a file has not grown in three tries, and huggingface_hub's error
+    for a refusal.
     """
     wanted = [file for file in files if file.sha256 and not blobs.path(file).exists()]
     if not wanted:
@@ -100,11 +96,11 @@ class _Transfer:
             if path.exists():  # another process finished it while we waited for the lock
                 part_path.unlink(missing_ok=True)
                 return
-            if part.tell() > self._file.size:  # of another file
+            if part.tell() > self._file.size:  # it belongs to another file
                 _empty(part)
             failures, best, last = 0, part.tell(), ""
             while not self._over.is_set():
-                if part.tell() < self._file.size:  # else a pull was killed when it had all of it
+                if part.tell() < self._file.size:  # else a killed pull left the whole file
                     last = self._try(part) or last
                 if part.tell() >= self._file.size:
                     part_path.replace(path)
@@ -116,9 +112,7 @@ class _Transfer:
                 self._over.wait(failures * BACKOFF_S)
 
     def _try(self, part: IO[bytes]) -> str:
-        """One request, and why it ended early; empty where it did not. Raises what another one
-        would not mend.
-        """
+        """One request, and why it ended early, or "". Raises an error that a retry cannot fix."""
         try:
             self._request(part)
         except Exception as error:
@@ -129,7 +123,7 @@ class _Transfer:
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
-        """The part, at its end, for this process alone."""
+        """The unfinished file, open at its end, locked for this process."""
         path = self._blobs.part(self._file)
         while True:
             with path.open("ab") as part:
@@ -140,7 +134,7 @@ class _Transfer:
                     return
 
     def _request(self, part: IO[bytes]) -> None:
-        """One request from where the part ends; appends until the answer ends or stalls."""
+        """One request from the end of the unfinished file; appends until the end or a stall."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -155,7 +149,7 @@ class _Transfer:
         with session.stream(
             "GET", url, headers=headers, timeout=blobs.stall_s, follow_redirects=True
         ) as response:
-            if response.status_code == 416:  # what is here does not belong to this file
+            if response.status_code == 416:  # the unfinished file does not belong to this file
                 _empty(part)
                 return
             if response.status_code >= 400:
@@ -163,11 +157,9 @@ class _Transfer:
             hf_raise_for_status(response)
             if (
                 begin and response.status_code != 206
-            ):  # a server without ranges sends all of it again
+            ):  # a server without ranges sends the whole file
                 _empty(part)
-            for (
-                chunk
-            ) in response.iter_raw():  # as they come: what is buffered is lost with the connection
+            for chunk in response.iter_raw():  # unbuffered: a lost connection loses its buffer
                 part.write(chunk)
                 part.flush()
                 if self._over.is_set():
@@ -183,7 +175,7 @@ class _Transfer:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another try would end the same: a refusal, or this machine's own fault."""
+    """Whether another try would fail in the same way: a refusal, or a fault of this machine."""
     if isinstance(error, NibbleError) or (isinstance(error, OSError) and error.errno in _LOCAL):
         return True
     status = getattr(getattr(error, "response", None), "status_code", None)

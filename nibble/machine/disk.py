@@ -1,6 +1,4 @@
-"""Folders nibble and vLLM use: free space, writable, readable; each failure with the command
-that fixes it.
-"""
+"""Folders that nibble and vLLM use: free space, writable, readable; each failure with its fix."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from nibble.machine.paths import cache_dir
 
 
 def gib(count: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes in MiB or GiB, for messages."""
     return f"{count / (1 << 30):.1f} GiB" if count >= 100 << 20 else f"{count / (1 << 20):.1f} MiB"
 
 
@@ -25,22 +23,20 @@ def nearest_existing(path: Path) -> Path:
         try:
             if candidate.exists():
                 return candidate
-        except OSError:  # an ancestor we may not enter
+        except OSError:  # an ancestor that this user cannot enter
             continue
     return Path("/")
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes an unprivileged user may still write to the file system that holds (or will hold)
-    `path`.
-    """
+    """Bytes that this user can still write to the file system that holds (or will hold) `path`."""
     return shutil.disk_usage(nearest_existing(path)).free
 
 
 def write_problem(path: Path) -> str | None:
-    """Why no file can be made in the folder `path` (made if absent), or None.
+    """Why nibble cannot create a file in the folder `path` (created if absent), or None.
 
-    Really writes: permission bits say nothing about root, read-only mounts or user namespaces.
+    It writes a file: permission bits say nothing about root, read-only mounts or user namespaces.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -51,23 +47,22 @@ def write_problem(path: Path) -> str | None:
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether the file system that holds (or will hold) `path` is mounted read-only, as
-    everything is with --read-only.
-    """
+    """Whether the file system of `path` is mounted read-only, as with `docker run --read-only`."""
     return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_RDONLY)
 
 
 def is_noexec(path: Path) -> bool:
-    """Whether the file system that holds (or will hold) `path` runs no code: no compiled kernel
-    can be loaded from it.
+    """Whether the file system of `path` is mounted noexec, so that no compiled kernel loads from
+    it.
     """
     return bool(os.statvfs(nearest_existing(path)).f_flag & os.ST_NOEXEC)
 
 
 def secret_mode(folder: Path) -> int:
-    """The mode of a secret file in `folder`: its owner's alone, or readable for the folder's group
-    where all users of the folder are in it, as in the image's volume (group 0, setgid,
-    group-writable). Who may write there may replace the secret and the compiled code anyway.
+    """The mode of a secret file in `folder`: 0600, or 0640 in a folder that its group shares.
+
+    The image's volume is such a folder (group 0, setgid, group-writable). Its writers can replace
+    the secret and the compiled code in any case.
     """
     try:
         info = folder.stat()
@@ -80,34 +75,36 @@ def secret_mode(folder: Path) -> int:
 
 
 def secret_fix(path: Path) -> str:
-    """How this user gets to read a secret file, in one sentence."""
+    """How this user gets to read a secret file, as one action."""
     if not os.path.exists(path) and os.access(nearest_existing(path), os.X_OK):
         return "correct the path"
     group = os.getegid()
     return (
-        f"run `chgrp {group} {path} && chmod g+r {path}` as root where the file comes from, or"
+        f"run `chgrp {group} {path} && chmod g+r {path}` as root on the file's host, or"
         " start the container with `--user` of its owner"
     )
 
 
 def not_writable(path: Path, problem: str, variable: str) -> NibbleError:
-    """The error for a folder that must be written and is not; `variable` moves it elsewhere."""
+    """The error for a folder that nibble cannot write; `variable` moves it elsewhere."""
     return NibbleError(
-        ExitCode.CONFIG, f"cannot write to {path} ({problem})", "", writable_fix(path, variable)
+        ExitCode.CONFIG,
+        what=f"cannot write to {path} ({problem})",
+        action=writable_fix(path, variable),
     )
 
 
 def writable_fix(path: Path, variable: str) -> str:
-    """How to make `path` writable for this user, in one sentence."""
+    """How to make `path` writable for this user, as one action."""
     user, group = os.getuid(), os.getgid()
     owner = nearest_existing(path)
     if not owner.is_dir():
         return f"{owner} is a file; name a folder with {variable}"
-    if is_read_only(owner):  # no owner and no mode helps there
+    if is_read_only(owner):  # neither owner nor mode helps
         own = cache_dir()
         place = own if path.is_relative_to(own) else path
         return (
-            f"mount a volume there (docker run --volume nibble-cache:{place}; --tmpfs {place}:exec"
+            f"mount a volume at it (docker run --volume nibble-cache:{place}; --tmpfs {place}:exec"
             f" keeps nothing for the next start), or name another folder with {variable}"
         )
     return (
@@ -117,7 +114,7 @@ def writable_fix(path: Path, variable: str) -> str:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is one. Raises MODEL where a folder on the way to it is closed to this user."""
+    """Whether it is a folder. Raises MODEL where this user cannot enter a folder on the way."""
     try:
         return path.is_dir()
     except PermissionError:
@@ -125,9 +122,7 @@ def is_folder(path: Path) -> bool:
 
 
 def unreadable_file(folder: Path) -> Path | None:
-    """The first file or folder under `folder` (links followed) that this user may not read, or
-    None.
-    """
+    """The first file or folder under `folder` (links followed) that this user cannot read."""
     if not os.access(folder, os.R_OK | os.X_OK):
         return folder
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -141,32 +136,29 @@ def unreadable_file(folder: Path) -> Path | None:
 
 
 def not_readable(path: Path) -> NibbleError:
-    """The error for a model file this user may not read; a dangling link is named as such."""
+    """The error for a model file that this user cannot read, or a dangling link."""
     if os.path.islink(path) and not os.path.exists(path) and not _hidden(path):
-        what = f"{path} links to {os.readlink(path)}, which is not here"
-        action = "mount or copy the whole Hugging Face cache, not one model's folder of it"
-        return NibbleError(ExitCode.MODEL, what, "the file itself", action)
+        what = f"{path} links to {os.readlink(path)}, which does not exist"
+        action = "mount or copy the whole Hugging Face cache, not one model's folder"
+        return NibbleError(ExitCode.MODEL, what=what, expected="the file itself", action=action)
     real = _blocking(path)
-    what = f"{real} is not readable for uid {os.getuid()}"
+    what = f"uid {os.getuid()} cannot read {real}"
     on_the_way = real in Path(os.path.realpath(path)).parents
     mode = "a+x" if on_the_way else "-R a+rX" if real.is_dir() else "a+rX"
     return NibbleError(
         ExitCode.MODEL,
-        what,
-        "",
-        f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner",
+        what=what,
+        action=f"run `chmod {mode} {real}` as its owner, or use `--user` of the owner",
     )
 
 
 def _hidden(path: Path) -> bool:
-    """Whether the target of a link only looks absent because a folder on the way is closed to
-    us.
-    """
+    """Whether a link's target looks absent because this user cannot enter a folder on the way."""
     return not os.access(nearest_existing(Path(os.path.realpath(path))), os.X_OK)
 
 
 def _blocking(path: Path) -> Path:
-    """The file, or the folder on the way to it, whose permissions keep us out."""
+    """The file, or the folder on the way to it, whose permissions exclude this user."""
     real = Path(os.path.realpath(path))
     for parent in reversed(real.parents):
         if not os.access(parent, os.X_OK):
@@ -175,9 +167,7 @@ def _blocking(path: Path) -> Path:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes allocated under `folder`, each file once however many links lead to it; 0 when
-    absent.
-    """
+    """Bytes allocated under `folder`; each file counts once. 0 for an absent folder."""
     seen: set[tuple[int, int]] = set()
     total = 0
     for parent, _, files in os.walk(folder):

@@ -1,6 +1,4 @@
-"""A stop signal before a server begins: one line and exit 0, as for one that loads. Installed
-before other imports.
-"""
+"""Handles a stop signal before a server begins: one line and exit 0. Import it before all else."""
 
 from __future__ import annotations
 
@@ -9,8 +7,7 @@ import signal
 import sys
 from types import FrameType
 
-# `nibble.machine.processes` has them too; it is not imported here, since its imports would take the
-# time that this is about.
+# `nibble.machine.processes` has them too, but its imports take the time that this module covers.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 VERBS = ("serve", "ray-head", "ray-worker")
 _told = 0
@@ -18,29 +15,27 @@ _is_over = False
 
 
 def stop_early(words: list[str]) -> None:
-    """Handle stop signals from now on, where `words` (of the command line) start a server in the
+    """Handle stop signals from now on if `words` (the command line) start a server in the
     foreground.
 
-    entrypoint.sh may have blocked them, so that none is lost or kills before this line.
+    entrypoint.sh may have blocked them, so that no signal is lost or kills before this line.
     """
     if words[:1] and words[0] in VERBS and "--detach" not in words:
         for one in SIGNALS:
             if (
                 signal.getsignal(one) != signal.SIG_IGN or one == signal.SIGTERM
-            ):  # nohup's stays ignored
+            ):  # nohup ignores SIGHUP: keep it
                 signal.signal(one, _stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def told() -> int:
-    """The signal that came already, or 0. An exception of a handler can get lost, as in a
-    destructor.
-    """
+    """The signal that arrived, or 0. A handler's exception can get lost, as in a destructor."""
     return _told
 
 
 def over() -> None:
-    """The server ran and ends: a signal asks for nothing more."""
+    """Call it when the server has ended: a later signal has no effect."""
     global _is_over
     _is_over = True
 
@@ -51,8 +46,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         return
     if not _told:
         line = (
-            f"[nibble] {signal.Signals(signum).name} before the start: stopped; nothing was being"
-            " served\n"
+            f"[nibble] {signal.Signals(signum).name} before the start: stopped; no server was"
+            " running\n"
         )
         os.write(sys.stderr.fileno() if sys.stderr else 2, line.encode())
     _told = signum

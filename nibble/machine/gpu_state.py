@@ -1,4 +1,4 @@
-"""Clocks, power, temperature and errors of the GPUs as NVML tells them; no CUDA context."""
+"""Clocks, power, temperature and errors of the GPUs from NVML, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# nvml.h nvmlClocksEventReason*: what a server should never see for long. Idle, the application's
-# own clocks, a power cap and sync boost are ordinary.
+# nvml.h nvmlClocksEventReason*: faults of a server. Idle, application clocks, a power cap and sync
+# boost are ordinary.
 ALARMING = {
     0x8: "hardware slowdown (heat or power)",
     0x20: "thermal slowdown by the driver",
     0x40: "thermal slowdown by the hardware",
-    0x80: "power brake: the supply asks for less",
+    0x80: "power brake by the power supply",
 }
 BUSY_PERCENT = 50
 REPORT_S = 5.0
@@ -22,7 +22,7 @@ MAX_XIDS = 16
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU; None where NVML does not say. `performance_state` is 0 (fastest) to 15."""
+    """One GPU; None for what NVML does not report. `performance_state` is 0 (fastest) to 15."""
 
     index: int
     performance_state: int | None
@@ -36,14 +36,12 @@ class GpuState:
 
 
 def gpu_states(indices: Iterable[int]) -> list[GpuState]:
-    """GPUs by their NVML index; without those that the driver has lost, none where it does not
-    answer.
-    """
+    """GPUs by their NVML index, without lost ones; none if the driver does not answer."""
     return [found for found in _look(indices) if isinstance(found, GpuState)]
 
 
 def _look(indices: Iterable[int]) -> list[GpuState | str]:
-    """Each GPU's state, or what NVML says instead (`GPU 3: GPU is lost`)."""
+    """Each GPU's state, or NVML's error (`GPU 3: GPU is lost`)."""
     import pynvml
 
     try:
@@ -63,9 +61,7 @@ def _look(indices: Iterable[int]) -> list[GpuState | str]:
 
 
 class XidLog:
-    """Xid errors of GPUs from now on, as NVML tells them; nothing where the driver does not
-    answer.
-    """
+    """Xid errors of GPUs from now on, from NVML; none if the driver does not answer."""
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._nvml: Any = None
@@ -86,7 +82,7 @@ class XidLog:
         self._nvml = pynvml
 
     def read(self) -> list[str]:
-        """`GPU 0: Xid 79`, of all that came since the last look."""
+        """New errors since the last call, as `GPU 0: Xid 79`."""
         found: list[str] = []
         while self._nvml is not None and len(found) < MAX_XIDS:
             try:
@@ -99,9 +95,7 @@ class XidLog:
 
 
 def gpu_report(indices: Sequence[int], xids: XidLog | None) -> list[str]:
-    """What NVML says of each GPU and its Xid errors. A driver that hangs is given REPORT_S
-    seconds.
-    """
+    """NVML's report of each GPU, and its Xid errors. A driver that hangs gets REPORT_S seconds."""
     found: list[str] = []
 
     def ask() -> None:
@@ -149,17 +143,15 @@ def describe(state: GpuState) -> str:
     if state.watts is not None:
         parts.append(f"{state.watts:.0f} of {state.limit_watts or 0:.0f} W")
     parts += [f"{state.celsius} C"] if state.celsius is not None else []
-    return f"GPU {state.index}: {', '.join(parts) or 'NVML does not say'}"
+    return f"GPU {state.index}: {', '.join(parts) or 'NVML reports nothing'}"
 
 
 def problem(state: GpuState) -> tuple[str, str] | None:
-    """What is wrong with a GPU's clocks and what mends it, or None. Pure."""
+    """What is wrong with a GPU's clocks and its fix, or None. Pure."""
     if reasons := [text for bit, text in ALARMING.items() if state.throttled_by & bit]:
         return f"slowed down: {', '.join(reasons)}", "check cooling, power supply and cables"
     slow = state.performance_state is not None and state.performance_state >= 5
     if slow and (state.busy_percent or 0) >= BUSY_PERCENT:
-        what = (
-            f"busy ({state.busy_percent} %) and still in low-power state P{state.performance_state}"
-        )
-        return what, "a GPU can stay there after a crash: restart the machine"
+        what = f"busy ({state.busy_percent} %) but in low-power state P{state.performance_state}"
+        return what, "restart the machine: a GPU can stay in this state after a crash"
     return None

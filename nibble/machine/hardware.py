@@ -1,6 +1,4 @@
-"""What is in this machine: GPUs through NVML (no CUDA context), memory within the cgroup, CPU
-features.
-"""
+"""This machine: GPUs through NVML (no CUDA context), memory within the cgroup, CPU features."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from typing import Any
 from nibble.machine.memory import HOST, memory_now
 from nibble.machine.targets import Target
 
-# Instruction sets by which vLLM 0.32 (platforms/cpu.py:639) and oneDNN compute, widest first.
+# Instruction sets that vLLM 0.32 (platforms/cpu.py:639) and oneDNN use, widest first.
 _WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML sees it. `memory_bytes` is None where NVML does not say (unified memory)."""
+    """One GPU as NVML sees it; `memory_bytes` is None on unified memory."""
 
     index: int
     name: str
@@ -33,10 +31,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine a plan is made for; `assumed` when it was described (`--target`, NUM_GPUS), not
-    found.
+    """The machine of a plan; `assumed` if described (`--target`, NUM_GPUS) instead of detected.
 
-    `gpus` are those that CUDA_VISIBLE_DEVICES leaves, `hidden_gpus` how many it does not.
+    `gpus` are those that CUDA_VISIBLE_DEVICES selects; `hidden_gpus` counts the others.
     """
 
     gpus: tuple[Gpu, ...]
@@ -53,21 +50,19 @@ class Hardware:
     hidden_gpus: int = 0
 
     def arithmetic(self, device: str) -> str:
-        """Whose roundings a model's numbers have: a GPU's name, or the widest instructions that
-        vLLM's CPU build takes here.
-        """
+        """The hardware that decides a model's rounding: GPU name or widest CPU instructions."""
         if device == "cuda":
             return self.gpus[0].name if self.gpus else ""
         return next((flag for flag in _WIDE if flag in self.cpu_flags), self.cpu_arch)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for --json; of the CPU flags only those vLLM's CPU build asks for."""
+        """Plain data for --json, with the CPU flags that vLLM's CPU build needs."""
         wanted = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "i8mm"}
         return asdict(self) | {"cpu_flags": sorted(self.cpu_flags & wanted)}
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
-    """Look at this machine. Never fails: what cannot be read is absent or named in `nvml_error`."""
+    """Detect this machine. It never fails: unreadable facts are absent or named in `nvml_error`."""
     found, driver, cuda_driver, error = _nvml()
     gpus = visible(found, environ.get("CUDA_VISIBLE_DEVICES"))
     memory = memory_now()
@@ -87,9 +82,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def assume(target: Target, gpu_count: int, here: Hardware) -> Hardware:
-    """Hardware of a target that is not here: `gpu_count` of its first product, for `nibble plan
-    --target`.
-    """
+    """Hardware of another target, for `nibble plan --target`: `gpu_count` of its first product."""
     if target.device == "cpu":
         return replace(here, gpus=(), driver=None, cuda_driver=None, nvml_error=None)
     model = target.gpu_models[0]
@@ -110,7 +103,7 @@ def _nvml() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
         or Path("/dev/dxg").exists()
         or Path("/proc/driver/nvidia").exists()
     ):
-        return (), None, None, None  # loading NVML where no driver is costs 20 ms and only says so
+        return (), None, None, None  # without a driver, loading NVML costs 20 ms and fails
     import pynvml
 
     try:
@@ -149,13 +142,13 @@ def _text(value: str | bytes) -> str:
 
 
 def visible(gpus: tuple[Gpu, ...], selection: str | None) -> tuple[Gpu, ...]:
-    """The GPUs CUDA_VISIBLE_DEVICES leaves, in its order; NVML itself does not honour it."""
+    """The GPUs that CUDA_VISIBLE_DEVICES selects, in its order; NVML does not honour it."""
     if selection is None:
         return gpus
     chosen: list[Gpu] = []
     for word in (part.strip() for part in selection.split(",")):
         match = [g for g in gpus if word and (str(g.index) == word or g.uuid.startswith(word))]
-        if not match:  # CUDA stops at the first entry that names no device
+        if not match:  # CUDA stops at the first invalid entry
             break
         chosen.append(match[0])
     return tuple(chosen)

@@ -1,6 +1,4 @@
-"""What the host gives a process besides hardware: ports, shared memory, open files, a container
-or not.
-"""
+"""What the host gives a process besides hardware: ports, shared memory, open files, container."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Literal
 from nibble.machine.paths import home
 
 SHM = Path("/dev/shm")
-# vLLM raises its own soft limit to 65535 where the hard limit lets it (vllm 0.32
+# vLLM raises its soft limit to 65535 if the hard limit allows (vllm 0.32
 # utils/system_utils.py:241).
 FEW_OPEN_FILES = 4096
 
@@ -24,15 +22,15 @@ BindProblem = Literal["in use", "no address of this machine", "not permitted"]
 
 
 def has_cpp_compiler(environ: Mapping[str, str]) -> bool:
-    """Whether torch finds what it compiles with for a CPU (torch 2.13 _inductor/config.py:1690)."""
+    """Whether torch finds a C++ compiler for the CPU (torch 2.13 _inductor/config.py:1690)."""
     return (
         shutil.which(environ.get("CXX") or "g++", path=environ.get("PATH", os.defpath)) is not None
     )
 
 
 def bind_problem(host: str, port: int) -> BindProblem | None:
-    """Why a server cannot listen on `host`:`port`, or None. Tries it, as vLLM would (with
-    SO_REUSEADDR).
+    """Why a server cannot listen on `host`:`port`, or None. It binds with SO_REUSEADDR, as vLLM
+    does.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -57,7 +55,7 @@ def bind_problem(host: str, port: int) -> BindProblem | None:
 
 
 def shm_free_bytes() -> int | None:
-    """What is free in /dev/shm, or None where there is none."""
+    """Free bytes of /dev/shm, or None without it."""
     try:
         return shutil.disk_usage(SHM).free
     except OSError:
@@ -65,25 +63,23 @@ def shm_free_bytes() -> int | None:
 
 
 def open_files_limit() -> int:
-    """The hard limit of open files; vLLM raises the soft one itself."""
+    """The hard limit of open files; vLLM raises the soft limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return 1 << 30 if hard == resource.RLIM_INFINITY else hard
 
 
 def open_files_problem(hard_limit: int) -> str | None:
-    """A warning when a busy server would run out of file descriptors."""
+    """A warning if a busy server would run out of file descriptors."""
     if hard_limit >= FEW_OPEN_FILES:
         return None
     return (
-        f"only {hard_limit} files may be open: use `ulimit -Hn 65535` or --ulimit"
+        f"the limit of open files is {hard_limit}: run `ulimit -Hn 65535` or pass --ulimit"
         " nofile=65535:65535"
     )
 
 
 def cpu_problem(arch: str, flags: frozenset[str]) -> str | None:
-    """What vLLM's CPU build needs and this CPU lacks (vllm 0.32 ships _C_AVX2 and _C_AVX512 for
-    x86-64).
-    """
+    """What this CPU lacks for vLLM's x86-64 build (vllm 0.32 has _C_AVX2 and _C_AVX512)."""
     if arch != "x86_64" or not flags or "avx2" in flags:
         return None
     return "this x86-64 CPU has no AVX2"
@@ -99,17 +95,13 @@ def container_kind(environ: Mapping[str, str]) -> str | None:
 
 
 def elsewhere_hint(environ: Mapping[str, str], command: str) -> str:
-    """Where a server of this image runs: in a container of its own, which another one does not
-    see.
-    """
+    """A hint that a server of this image may run in another container."""
     if "NIBBLE_IMAGE" not in environ:
         return ""
-    return (
-        f"; a server in another container is asked there: `docker exec CONTAINER nibble {command}`"
-    )
+    return f"; for a server in another container, run `docker exec CONTAINER nibble {command}`"
 
 
 def vllm_cache(environ: Mapping[str, str]) -> Path:
-    """Where vLLM keeps compiled graphs (vllm 0.32 envs.py:712)."""
+    """vLLM's folder of compiled graphs (vllm 0.32 envs.py:712)."""
     root = environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache"
     return Path(os.path.expanduser(environ.get("VLLM_CACHE_ROOT") or f"{root}/vllm"))

@@ -1,8 +1,7 @@
-"""How much memory is there now? One source for the budget before a start and for the watchdog after
-it.
+"""Reads the available memory: one source for the budget before a start and for the watchdog.
 
-MemAvailable, not MemFree: the page cache can be taken back (vllm#48140). Where a cgroup leaves
-less, the cgroup counts.
+It reads MemAvailable, not MemFree, because the kernel can reclaim the page cache (vllm#48140). A
+cgroup with less memory left takes precedence.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of this machine, or of the cgroup that leaves less.
+    """Bytes of this machine, or of the cgroup with less.
 
     `limited_by` is "MemAvailable" or names the cgroup. `stalled_percent` is the share of the last
-    ten seconds in which all tasks waited for memory (PSI "full avg10"); None where the kernel does
-    not say.
+    ten seconds in which all tasks waited for memory (PSI "full avg10"); None if the kernel does not
+    report it.
     """
 
     total_bytes: int
@@ -33,10 +32,9 @@ class Memory:
 
 
 class MemorySource:
-    """Reads memory again and again through files opened once, so that a look costs little and opens
-    nothing.
+    """Reads memory repeatedly through files that it opens once, so that a reading is cheap.
 
-    `root` is the file system's root; tests give a folder of their own.
+    `root` is the file system's root; tests pass a separate folder.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -46,7 +44,7 @@ class MemorySource:
         self._cgroups = [_Cgroup(folder) for folder in memory_cgroups(root)]
 
     def read(self) -> Memory:
-        """The memory there is now. OSError where /proc/meminfo cannot be read."""
+        """The memory now. OSError if /proc/meminfo cannot be read."""
         fields = dict(re.findall(rb"^(\w+):\s+(\d+) kB", self._meminfo.read(), re.MULTILINE))
         total, available = int(fields[b"MemTotal"]) << 10, int(fields[b"MemAvailable"]) << 10
         limited_by, pressure = HOST, self._pressure
@@ -59,8 +57,8 @@ class MemorySource:
         return Memory(total, available, limited_by, _stalled_percent(pressure))
 
     def kernel_kills(self) -> int:
-        """Processes the kernel's OOM killer has ended, in our limited cgroups and anywhere: only
-        its growth says something.
+        """Kills by the kernel's OOM killer, in nibble's limited cgroups and anywhere; compare
+        readings.
         """
         counts = [count for cgroup in self._cgroups if (count := cgroup.kernel_kills()) is not None]
         return sum(counts) + (_counter(self._vmstat, rb"oom_kill") or 0)
@@ -83,10 +81,9 @@ def memory_now() -> Memory:
 
 
 def memory_cgroups(root: Path = Path("/")) -> list[Path]:
-    """Folders of this process's memory cgroup and of its ancestors as far as they can be seen,
-    innermost first.
+    """Folders of this process's memory cgroup and its visible ancestors, innermost first.
 
-    A container sees its own cgroup mounted at the top, with or without a cgroup namespace.
+    A container sees its cgroup mounted at the top, with or without a cgroup namespace.
     """
     for mount_root, mount_point, is_v2 in _memory_mounts(root):
         own = _own_path(root, is_v2)
@@ -94,7 +91,7 @@ def memory_cgroups(root: Path = Path("/")) -> list[Path]:
             continue
         top, base = root / mount_point.lstrip("/"), mount_root.rstrip("/")
         folder = top / own[len(base) :].strip("/") if own.startswith(f"{base}/") else top
-        if ".." in folder.parts or not folder.is_dir():  # outside our cgroup namespace
+        if ".." in folder.parts or not folder.is_dir():  # outside this cgroup namespace
             folder = top
         found = [folder, *(up for up in folder.parents if up.is_relative_to(top))]
         if any(
@@ -156,19 +153,17 @@ class _Cgroup:
         self.pressure = _File(folder / "memory.pressure")
 
     def limit_bytes(self) -> int | None:
-        """memory.max, or memory.high where that is lower: above it the kernel throttles instead
-        of killing.
-        """
+        """memory.max, or a lower memory.high, above which the kernel throttles."""
         limits = [
             number for file in (self._limit, self._high) if (number := _number(file)) is not None
         ]
         return min(limits, default=None)
 
     def used_bytes(self) -> int:
-        """Use without what the kernel takes back before it refuses memory.
+        """Use without what the kernel reclaims before it refuses memory.
 
-        That is the inactive page cache and half of the active: a mapped checkpoint that was read
-        twice is active.
+        That is the inactive page cache and half of the active one: a mapped checkpoint that was
+        read twice is active.
         """
         prefix = b"" if self._is_v2 else b"total_"
         stat = self._stat.read()
@@ -186,9 +181,7 @@ class _Cgroup:
 
 
 class _File:
-    """A small file of the kernel's, read anew from its start each time; empty where there is
-    none.
-    """
+    """A small file of the kernel, read from its start each time; empty if absent."""
 
     def __init__(self, path: Path) -> None:
         try:

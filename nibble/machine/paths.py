@@ -1,4 +1,4 @@
-"""Where nibble's own data and its caches lie."""
+"""Locations of nibble's data and its caches."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from nibble.errors import ExitCode, NibbleError
 
 
 def root() -> Path:
-    """The folder that holds targets/, recipes/, rules/ and models/: NIBBLE_ROOT, else the
-    checkout (or /opt/nibble).
+    """The folder with targets/, recipes/, rules/ and models/: NIBBLE_ROOT, the checkout or
+    /opt/nibble.
     """
     return Path(os.environ.get("NIBBLE_ROOT") or Path(__file__).resolve().parents[2])
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """nibble's own state: the generated key, crash-loop record; NIBBLE_CACHE_DIR, else the XDG
-    cache.
-    """
+    """The folder of nibble's state (key, crash record): NIBBLE_CACHE_DIR, else the XDG cache."""
     if given := environ.get("NIBBLE_CACHE_DIR"):
         return Path(given)
     return Path(environ.get("XDG_CACHE_HOME") or f"{home(environ)}/.cache") / "nibble"
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """HOME, else what the system knows of this user. Raises CONFIG where neither says (`docker
-    run --user`).
+    """HOME, else the system's record of this user. Raises CONFIG without either (`docker run
+    --user`).
     """
     found = environ.get("HOME") or os.path.expanduser("~")
     if found == "~":
         what = f"uid {os.getuid()} has no home folder"
         raise NibbleError(
-            ExitCode.CONFIG, what, "HOME", "set HOME to a folder that this user can write"
+            ExitCode.CONFIG,
+            what=what,
+            expected="HOME",
+            action="set HOME to a folder that this user can write",
         )
     return found
 
@@ -44,8 +45,6 @@ def demo_model() -> Path:
 
 
 def demo_models() -> dict[str, Path]:
-    """Every embedded demo model by its name: dense in BF16 and NVFP4, and a mixture of experts
-    in NVFP4.
-    """
+    """The embedded demo models by name: dense in BF16 and NVFP4, mixture of experts in NVFP4."""
     found = (demo_model().with_name(f"nibble-demo{form}") for form in ("", "-nvfp4", "-moe-nvfp4"))
     return {folder.name: folder for folder in found}

@@ -1,8 +1,7 @@
 """GPU targets as data: targets/*.toml, and which of them this machine is.
 
-A target names the compute capabilities it covers, what it builds for, facts about the hardware that
-must never be inferred from an architecture number, default settings with their reasons, and drivers
-known to be bad.
+A target names its compute capabilities, what it builds for, hardware facts that an architecture
+number does not determine, default settings with their reasons, and known bad drivers.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ TARGET_NAMES = ("gb10", "sm120", "b200", "hopper", "cpu")
 
 @dataclass(frozen=True)
 class Features:
-    """What the hardware can do. `smem_bytes` is shared memory a thread block may use; 0 on the
-    CPU.
-    """
+    """Hardware features. `smem_bytes` is shared memory per thread block, 0 on the CPU."""
 
     has_fp4_mma: bool
     has_fp4_cvt: bool
@@ -35,7 +32,7 @@ class Features:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """A product of a target: how NVML names it, its memory and its specified bandwidth."""
+    """A product of a target: its NVML name, memory and specified bandwidth."""
 
     match: str
     capability: tuple[int, int]
@@ -47,7 +44,7 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class Default:
-    """A default of a target, with the sentence and the evidence that `nibble plan` prints."""
+    """A target's default, with reason and evidence for `nibble plan`."""
 
     value: Any
     reason: str
@@ -56,9 +53,7 @@ class Default:
 
 @dataclass(frozen=True)
 class KnownBad:
-    """A version (prefix) known to fail on a target: of the driver, the Linux kernel, or an
-    installed package.
-    """
+    """A version prefix of driver, kernel or package that fails on a target."""
 
     version: str
     severity: Literal["error", "warning"]
@@ -69,10 +64,9 @@ class KnownBad:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of one device that a plan leaves alone or takes beside weights and KV cache, and why
-    that many.
+    """Bytes of one device that a plan reserves or that vLLM takes beside weights and KV cache.
 
-    `engine_bytes` are vLLM's processes and the CUDA context, `graphs_bytes` the captured CUDA
+    `engine_bytes` covers vLLM's processes and the CUDA context, `graphs_bytes` the captured CUDA
     graphs, `workspace_bytes` activations and what the kernels allocate.
     """
 
@@ -103,27 +97,25 @@ class Target:
     known_bad: tuple[KnownBad, ...]
     expected: Mapping[
         str, tuple[str, ...]
-    ]  # part of what runs -> names of which one has to be it (assertion.py)
+    ]  # part of the engine -> kernels, one of which has to run (canary/kernels.py)
     image: Mapping[str, str]
 
     def gpu_model(self, name: str) -> GpuModel | None:
-        """The product NVML calls `name`; the longest match wins."""
+        """The product that NVML calls `name`; the longest match wins."""
         found = [model for model in self.gpu_models if model.match.lower() in name.lower()]
         return max(found, key=lambda model: len(model.match), default=None)
 
 
 @cache
 def load_target(name: str) -> Target:
-    """Read targets/`name`.toml. Raises CONFIG for a name that is none of TARGET_NAMES, and
-    without the file.
-    """
+    """Read targets/`name`.toml. Raises CONFIG for an unknown name or an unreadable file."""
     if name not in TARGET_NAMES:
         what = f"there is no target {name!r}"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "one of " + ", ".join(TARGET_NAMES),
-            "correct NIBBLE_TARGET or --target",
+            what=what,
+            expected="one of " + ", ".join(TARGET_NAMES),
+            action="correct NIBBLE_TARGET or --target",
         )
     try:
         return parse_target(root() / "targets" / f"{name}.toml")
@@ -131,16 +123,14 @@ def load_target(name: str) -> Target:
         what = f"{root()}/targets/{name}.toml cannot be read ({error.strerror})"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "nibble's own files",
-            "unset NIBBLE_ROOT, or install nibble again",
+            what=what,
+            expected="a file of nibble's installation",
+            action="unset NIBBLE_ROOT, or install nibble again",
         ) from None
 
 
 def parse_target(path: Path) -> Target:
-    """A target file as a value; a KeyError or TypeError here is a broken installation, not user
-    input.
-    """
+    """A target file as a value; a KeyError or TypeError means a broken installation."""
     data = tomllib.loads(path.read_text())
     capabilities = tuple(_capability(text) for text in data["capabilities"])
     return Target(

@@ -19,10 +19,13 @@ from nibble.machine.hardware import Hardware, assume, detect
 from nibble.machine.host import has_cpp_compiler, shm_free_bytes
 from nibble.machine.paths import cache_dir, demo_models, root
 from nibble.machine.targets import TARGET_NAMES, Target, load_target, target_for_capability
-from nibble.plan.layers import Choice, Ingredients, file_flags
+from nibble.plan.choice import Choice
+from nibble.plan.inputs import Ingredients, LocalFiles
+from nibble.plan.layers import file_flags
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.moe_tuning import installed_configs
-from nibble.plan.plan import Plan, make_plan
+from nibble.plan.plan import Plan
+from nibble.plan.resolve import make_plan
 from nibble.recipes.recipe import ResolvedRecipe, load_recipe, resolve
 from nibble.recipes.rules import load_rules
 from nibble.settings.command_line import CommandLine, read_command_line
@@ -46,6 +49,11 @@ class Asked:
     @property
     def settings(self) -> Settings:
         return self.loaded.settings
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What vLLM finds in its environment, but for the plan's own choices."""
+        return {**self.loaded.file_env, **self.accepted.environ}
 
     @property
     def cache(self) -> Path:
@@ -75,18 +83,22 @@ def local_model(model: str) -> Path | None:
     return path if looks_like_path else None
 
 
-def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Plan:
-    """The plan for what was asked; without a `find_checkpoint` of the caller's, from what can be
-    read of the model.
+def plan_for(
+    asked: Asked,
+    find_checkpoint: FindCheckpoint | None = None,
+    local: LocalFiles = LocalFiles(),  # noqa: B008  # frozen
+) -> Plan:
+    """The plan for what was asked. Without `find_checkpoint`, from what can be read of the model;
+    `local` has the folders of what was fetched.
     """
     settings = asked.settings
     if settings.model is None:
         what = "no model is given"
         raise NibbleError(
             ExitCode.USAGE,
-            what,
-            "MODEL or an argument",
-            "try `nibble serve nibble-demo-nvfp4`, the embedded demo",
+            what=what,
+            expected="MODEL or an argument",
+            action="try `nibble serve nibble-demo-nvfp4`, the embedded demo",
         )
     here = detect(asked.accepted.environ)
     target, choice = choose_target(settings, asked, here)
@@ -109,7 +121,6 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         (file_flags(asked.loaded), str(settings.config)),
     ):
         _check_limits(flags, source)
-    for_vllm = {**asked.loaded.file_env, **asked.accepted.environ}
     parts = Ingredients(
         loaded=asked.loaded,
         accepted=asked.accepted,
@@ -121,6 +132,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         checkpoint=checkpoint,
         checkpoint_note=note,
         recipe=recipe,
+        local=local,
         is_demo=folder is not None
         and folder.resolve() in [demo.resolve() for demo in demo_models().values()],
         tuned_configs=installed_configs() if target.device == "cuda" else None,
@@ -128,9 +140,9 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         build="" if hardware.assumed else compiled_id(),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
-        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(for_vllm),
+        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(asked.environ),
         shm_free_bytes=None if hardware.assumed else shm_free_bytes(),
-        without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
+        without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(asked.environ),
     )
     return make_plan(parts)
 
@@ -183,9 +195,9 @@ def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Tar
             what = f"this image is for {image} and {reason}"
             raise NibbleError(
                 ExitCode.NO_HARDWARE,
-                what,
-                "a GPU in the container",
-                "run with --gpus all and the NVIDIA Container Toolkit",
+                what=what,
+                expected="a GPU in the container",
+                action="run with --gpus all and the NVIDIA Container Toolkit",
             )
         return load_target("cpu"), Choice("cpu", "this machine", reason)
     return _target_of_gpus(here, image)
@@ -203,7 +215,12 @@ def _why_no_gpu(here: Hardware, selection: str) -> str:
     if selection in ("", "-1", "NoDevFiles"):
         return what
     expected = "indices or UUIDs from `nvidia-smi -L`, a MIG device's excepted"
-    raise NibbleError(ExitCode.NO_HARDWARE, what, expected, "correct or unset CUDA_VISIBLE_DEVICES")
+    raise NibbleError(
+        ExitCode.NO_HARDWARE,
+        what=what,
+        expected=expected,
+        action="correct or unset CUDA_VISIBLE_DEVICES",
+    )
 
 
 def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
@@ -216,7 +233,10 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
     if mixed := [gpu for gpu in here.gpus if gpu.capability != first.capability]:
         what = f"{first.name} and {mixed[0].name} differ in compute capability"
         raise NibbleError(
-            ExitCode.NO_HARDWARE, what, "GPUs of one kind", "choose some with CUDA_VISIBLE_DEVICES"
+            ExitCode.NO_HARDWARE,
+            what=what,
+            expected="GPUs of one kind",
+            action="choose some with CUDA_VISIBLE_DEVICES",
         )
     target = target_for_capability(first.capability)
     if target is None:
@@ -224,15 +244,18 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
         what = f"{first.name} has compute capability {major}.{minor}, which nibble does not support"
         raise NibbleError(
             ExitCode.NO_HARDWARE,
-            what,
-            f"one of the targets {known}",
-            "set NIBBLE_TARGET=cpu to serve on the CPU",
+            what=what,
+            expected=f"one of the targets {known}",
+            action="set NIBBLE_TARGET=cpu to serve on the CPU",
         )
     # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
     if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
         what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"
         raise NibbleError(
-            ExitCode.NO_HARDWARE, what, f"the {target.name} image", f"run nibble:{target.name}"
+            ExitCode.NO_HARDWARE,
+            what=what,
+            expected=f"the {target.name} image",
+            action=f"run nibble:{target.name}",
         )
     return target, Choice(
         target.name, "this machine", f"{first.name}, compute capability {major}.{minor}"

@@ -17,6 +17,8 @@ from nibble.engine.contract import CONFIG_FLAG as FLAG
 from nibble.engine.contract import given_options
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
+from nibble.plan.choice import OURS, Flags
+from nibble.recipes.rules import NESTED, in_effect
 
 REASON = "for nibble's vLLM plugin"
 
@@ -26,18 +28,23 @@ def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
     return given_options(args.get(FLAG))
 
 
-def check_nvfp4_options(
-    checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
-) -> None:
-    """Raise CONFIG for an option that this model or target rules out."""
+def check_is_object(args: Mapping[str, Any]) -> None:
+    """Raise CONFIG where --additional-config holds no JSON object, into which nibble writes."""
     if not isinstance(given := args.get(FLAG, {}), Mapping):
         raise NibbleError(
-            ExitCode.CONFIG, f"{FLAG} is {given!r}", "a JSON object", f"correct or drop {FLAG}"
+            ExitCode.CONFIG,
+            what=f"{FLAG} is {given!r}",
+            expected="a JSON object",
+            action=f"correct or drop {FLAG}",
         )
-    wanted = asked(args)
+
+
+def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Flags) -> None:
+    """Raise CONFIG for an option that this model or target rules out."""
+    wanted = asked(flags.plain)
     for part in ("linear", "moe"):
         if wanted.get(f"{part}_kernel") == "nibble":
-            _check_our_kernel(part, checkpoint, target, args)
+            _check_our_kernel(part, checkpoint, target, flags)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
@@ -47,7 +54,9 @@ def check_nvfp4_options(
             f" {checkpoint.scheme.name}"
         )
         action = "unset NIBBLE_ACT_SCALE_MODE or drop --act-scale-mode"
-        raise NibbleError(ExitCode.CONFIG, what, "a checkpoint of Quartet II", action)
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected="a checkpoint of Quartet II", action=action
+        )
     if wanted.get("nvfp4_activations") == "bf16" and not (
         checkpoint.scheme.is_nvfp4 or is_quartet2
     ):
@@ -56,40 +65,49 @@ def check_nvfp4_options(
             f" {checkpoint.scheme.name}"
         )
         action = "unset NIBBLE_NVFP4_ACTIVATIONS or drop --nvfp4-activations"
-        raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", action)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=action)
     if wanted.get("quantize_lm_head") == "nvfp4" and (problem := _head_problem(checkpoint)):
         what = f"the output head of {checkpoint.id} cannot be quantized: {problem}"
         action = "unset NIBBLE_QUANTIZE_LM_HEAD or drop --quantize-lm-head"
-        raise NibbleError(ExitCode.CONFIG, what, "an unquantized output head of its own", action)
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=what,
+            expected="an unquantized output head of its own",
+            action=action,
+        )
 
 
 def _check_our_kernel(
-    part: str, checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
+    part: str, checkpoint: Checkpoint | None, target: Target, flags: Flags
 ) -> None:
     """`part`: linear or moe."""
     option = f"NIBBLE_{part.upper()}_KERNEL"
     off, ours = f"unset {option} or drop --{part}-kernel", f"{option}=nibble"
     if target.device != "cuda":
         what = f"{ours} is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
-        raise NibbleError(ExitCode.CONFIG, what, "a GPU target", off)
-    if (backend := args.get(f"--{part}-backend", "auto")) != "auto":
-        what = f"{ours} and --{part}-backend {backend} ask for two kernels"
-        raise NibbleError(ExitCode.CONFIG, what, "one of them", off)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="a GPU target", action=off)
+    if (backend := in_effect(f"--{part}-backend", flags.plain)) != "auto":
+        kernel = flags.origin(FLAG, "nibble", f"{part}_kernel")
+        what = (
+            f"{ours} ({kernel.source if kernel else OURS}) and --{part}-backend {backend}"
+            f" ({source_of(f'--{part}-backend', flags)}) ask for two kernels"
+        )
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="one of them", action=off)
     if checkpoint is None:
         return
     scheme = checkpoint.scheme
     if not (scheme.is_nvfp4 or (part == "linear" and scheme.vllm_quantization == "quartet2")):
         what = f"{ours} is for NVFP4 checkpoints, and {checkpoint.id} is {scheme.name}"
-        raise NibbleError(ExitCode.CONFIG, what, "an NVFP4 checkpoint", off)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=off)
     if part == "moe" and not checkpoint.num_experts:
         raise NibbleError(
             ExitCode.CONFIG,
-            f"{ours} is for experts, and {checkpoint.id} has none",
-            "a mixture of experts",
-            off,
+            what=f"{ours} is for experts, and {checkpoint.id} has none",
+            expected="a mixture of experts",
+            action=off,
         )
     is_weight_only = (
-        asked(args).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
+        asked(flags.plain).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
     )
     if target.features.has_fp4_mma and not is_weight_only:
         what = (
@@ -97,7 +115,7 @@ def _check_our_kernel(
             f" {target.name}"
         )
         action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {off}"
-        raise NibbleError(ExitCode.CONFIG, what, "activations in BF16", action)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="activations in BF16", action=action)
 
 
 def with_served_activations(
@@ -147,3 +165,10 @@ def is_tied(checkpoint: Checkpoint) -> bool:
         if isinstance(found := config.get("tie_word_embeddings"), bool):
             return found
     return False
+
+
+def source_of(flag: str, flags: Flags) -> str:
+    """Who sets a flag, itself or as a key of a JSON-valued one."""
+    outer, key = NESTED.get(flag, ("", ""))
+    found = flags.get(flag) or (flags.origin(outer, key) if outer else None)
+    return found.source if found is not None else OURS

@@ -18,7 +18,7 @@ from nibble.engine.contract import BATCH_INVARIANT as INVARIANT
 from nibble.engine.contract import GPU_LINEAR
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.layers import Ingredients
+from nibble.plan.inputs import Ingredients
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
 
@@ -44,7 +44,7 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
             " tokens there are"
         )
         action = f"unset NIBBLE_MOE_KERNEL or drop --moe-kernel, or unset {INVARIANT}"
-        raise NibbleError(ExitCode.CONFIG, what, "vLLM's experts", action)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's experts", action=action)
     kernels = (
         kernels_in_one_order(checkpoint, parts.target) if _may_have_layers(checkpoint) else set()
     )
@@ -55,9 +55,9 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
         )
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "nibble-kernels with its CUDA kernels",
-            f"install it, or unset {INVARIANT}",
+            what=what,
+            expected="nibble-kernels with its CUDA kernels",
+            action=f"install it, or unset {INVARIANT}",
         )
     backend = in_effect("--linear-backend", args)
     if kernels and backend != "auto" and kernels != {backend}:
@@ -70,7 +70,7 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
             "drop --linear-backend, or write `--linear-backend auto` over a recipe's, or unset"
             f" {INVARIANT}"
         )
-        raise NibbleError(ExitCode.CONFIG, what, "no --linear-backend", action)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="no --linear-backend", action=action)
 
 
 def kernels_in_one_order(checkpoint: Checkpoint, target: Target) -> set[str]:

@@ -17,7 +17,8 @@ from typing import Any
 from nibble.engine.contract import CHUNK_MIB as VARIABLE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.layers import Choice, Choices, Ingredients
+from nibble.plan.choice import Choice, Choices
+from nibble.plan.inputs import Ingredients
 from nibble.plan.topology import BACKEND, Topology
 
 CHUNKS = 10
@@ -95,7 +96,7 @@ def check_shared_memory(free_bytes: int | None, needed: int, workers: int) -> li
             f"/dev/shm has {free_bytes // MIB} MiB free, and vLLM needs {needed // MIB} MiB there"
             f" for {who}"
         )
-        raise NibbleError(ExitCode.NO_FIT, what, "", ADVICE)
+        raise NibbleError(ExitCode.NO_FIT, what=what, action=ADVICE)
     if workers > 1 and free_bytes < SEVERAL_WORKERS_BYTES:
         return [f"/dev/shm has only {free_bytes // MIB} MiB free for {who}: {ADVICE}"]
     return []

@@ -65,7 +65,10 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     if data < 1:
         what = f"--data-parallel-size is {data}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "1 or more", "correct or drop --data-parallel-size"
+            ExitCode.CONFIG,
+            what=what,
+            expected="1 or more",
+            action="correct or drop --data-parallel-size",
         )
     ranks = tensor * pipeline * data
     nodes, rank = int(values.get("--nnodes") or 1), int(values.get("--node-rank") or 0)
@@ -79,7 +82,10 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     if rank:
         what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is not set"
         raise NibbleError(
-            ExitCode.USAGE, what, "both", "set NIBBLE_NNODES to the number of machines"
+            ExitCode.USAGE,
+            what=what,
+            expected="both",
+            action="set NIBBLE_NNODES to the number of machines",
         )
     here = tensor * pipeline * replicas_here(values)
     fits = here <= (1 if gpus_here is None else gpus_here)
@@ -87,7 +93,7 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
         if settings.cluster == "mp":
             what = f"NIBBLE_CLUSTER is mp and the {here} ranks do not fit this machine"
             action = "set it to the number of machines, on all of them"
-            raise NibbleError(ExitCode.USAGE, what, "NIBBLE_NNODES", action)
+            raise NibbleError(ExitCode.USAGE, what=what, expected="NIBBLE_NNODES", action=action)
         if backend is None:
             reason = "HEAD_IP is set and the ranks do not fit this machine"
             return _on_ray(settings, ranks, nodes, gpus_here, reason)
@@ -115,11 +121,19 @@ def _on_ray(
     if nodes > 1:
         what = "NIBBLE_NNODES is set and the cluster is Ray's"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one of them", "unset NIBBLE_NNODES or set NIBBLE_CLUSTER=mp"
+            ExitCode.CONFIG,
+            what=what,
+            expected="one of them",
+            action="unset NIBBLE_NNODES or set NIBBLE_CLUSTER=mp",
         )
     if not settings.head_ip:
         what = "serving through Ray needs the head's address"
-        raise NibbleError(ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to what `ray-head` printed")
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=what,
+            expected="HEAD_IP",
+            action="set HEAD_IP to what `ray-head` printed",
+        )
     here = min(ranks, gpus_here) if gpus_here is not None else 1
     return Topology("ray", ranks, here, None, 0, settings.head_ip, reason)
 
@@ -128,17 +142,25 @@ def _without_ray(settings: Settings, ranks: int, nodes: int, rank: int) -> Topol
     if not settings.head_ip:
         what = "several machines without Ray need the address of the one with rank 0"
         raise NibbleError(
-            ExitCode.USAGE, what, "HEAD_IP", "set HEAD_IP to the same address on all of them"
+            ExitCode.USAGE,
+            what=what,
+            expected="HEAD_IP",
+            action="set HEAD_IP to the same address on all of them",
         )
     if rank >= nodes:
         what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is {nodes}"
         raise NibbleError(
-            ExitCode.USAGE, what, f"a rank from 0 to {nodes - 1}", "correct NIBBLE_NODE_RANK"
+            ExitCode.USAGE,
+            what=what,
+            expected=f"a rank from 0 to {nodes - 1}",
+            action="correct NIBBLE_NODE_RANK",
         )
     if ranks % nodes:
         what = f"{ranks} ranks cannot be divided over {nodes} machines"
         action = "change TENSOR_PARALLEL_SIZE, NIBBLE_PIPELINE_PARALLEL_SIZE or NIBBLE_NNODES"
-        raise NibbleError(ExitCode.CONFIG, what, f"a multiple of {nodes}", action)
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected=f"a multiple of {nodes}", action=action
+        )
     return Topology(
         "mp", ranks, ranks // nodes, nodes, rank, settings.head_ip, f"NIBBLE_NNODES is {nodes}"
     )

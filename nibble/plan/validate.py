@@ -42,21 +42,23 @@ def check_request(settings: Settings) -> None:
         )
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "CUTE_WO_SPLIT=1 until nibble ships that kernel",
-            "unset CUTE_WO_SPLIT",
+            what=what,
+            expected="CUTE_WO_SPLIT=1, because nibble has no such kernel",
+            action="unset CUTE_WO_SPLIT",
         )
     if settings.tq is not None and settings.tq not in TURBOQUANT_COST:
         what = f"there is no TurboQuant preset {settings.tq!r}"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "one of " + ", ".join(TURBOQUANT_COST),
-            "correct --tq or NIBBLE_TQ",
+            what=what,
+            expected="one of " + ", ".join(TURBOQUANT_COST),
+            action="correct --tq or NIBBLE_TQ",
         )
     if settings.port == settings.control_port:
         what = f"PORT and NIBBLE_CONTROL_PORT are both {settings.port}"
-        raise NibbleError(ExitCode.CONFIG, what, "two different ports", "change one of them")
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected="two different ports", action="change one of them"
+        )
 
 
 def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
@@ -65,9 +67,8 @@ def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
         reason = ("; ".join(recipe.notes) or recipe.evidence).strip().rstrip(".")
         raise NibbleError(
             ExitCode.CONFIG,
-            f"{recipe.id} is not supported on {target.name}: {reason}",
-            "",
-            "see `nibble recipes show`",
+            what=f"{recipe.id} is not supported on {target.name}: {reason}",
+            action="see `nibble recipes show`",
         )
 
 
@@ -86,9 +87,8 @@ def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
     if scheme.unsupported_reason:
         raise NibbleError(
             ExitCode.CONFIG,
-            f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}",
-            "",
-            "choose another quantization of this model",
+            what=f"{checkpoint.id} is {scheme.name}: {scheme.unsupported_reason}",
+            action="choose another quantization of this model",
         )
     with_draft = drafts_from_itself(args.get("--speculative-config"))
     for problem in checkpoint.problems:
@@ -107,7 +107,10 @@ def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
     if limit is not None and tokens is not None and tokens > limit:
         what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
         raise NibbleError(
-            ExitCode.CONFIG, what, f"at most {limit}", "lower MAX_MODEL_LEN or --max-model-len"
+            ExitCode.CONFIG,
+            what=what,
+            expected=f"at most {limit}",
+            action="lower MAX_MODEL_LEN or --max-model-len",
         )
 
 
@@ -122,7 +125,10 @@ def _check_turboquant(checkpoint: Checkpoint | None, target: Target, kv_cache_dt
     if where:
         what = f"the KV cache dtype {kv_cache_dtype} does not work {where}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "a GPU and ordinary attention", "drop --tq or --kv-cache-dtype"
+            ExitCode.CONFIG,
+            what=what,
+            expected="a GPU and ordinary attention",
+            action="drop --tq or --kv-cache-dtype",
         )
 
 
@@ -138,9 +144,9 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
         )
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "a revision of 40 hex digits",
-            "set NIBBLE_REVISION to the commit you have read",
+            what=what,
+            expected="a revision of 40 hex digits",
+            action="set NIBBLE_REVISION to the commit you have read",
         )
 
 
@@ -168,7 +174,7 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
         action = "drop it, and ask for certificates in a proxy in front"
     else:
         return
-    raise NibbleError(ExitCode.CONFIG, what, "vLLM's HTTP API", action)
+    raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's HTTP API", action=action)
 
 
 def _divisors(heads: int) -> str:
@@ -195,14 +201,19 @@ def check_parallel(
             f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of"
             f" {checkpoint.id if checkpoint else ''}"
         )
-        raise NibbleError(ExitCode.CONFIG, what, _divisors(heads), "change TENSOR_PARALLEL_SIZE")
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=what,
+            expected=_divisors(heads),
+            action="change TENSOR_PARALLEL_SIZE",
+        )
     wanted = topology.ranks_here
     if target.device == "cuda" and wanted > len(hardware.gpus):
         what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "at most the GPUs of this machine",
-            "lower TENSOR_PARALLEL_SIZE or --data-parallel-size, or serve on several machines"
-            " (docs/cluster.md)",
+            what=what,
+            expected="at most the GPUs of this machine",
+            action="lower TENSOR_PARALLEL_SIZE or --data-parallel-size, or serve on several"
+            " machines (docs/cluster.md)",
         )

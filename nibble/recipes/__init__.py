@@ -1,1 +1,1 @@
-"""What is known of a model."""
+"""Recipes and known risks: what is known about serving a model on a target."""

@@ -1,10 +1,9 @@
-"""`nibble recipes lint`: every name and value of every recipe and every known risk against the
-installed vLLM.
+"""`nibble recipes lint`: checks recipes and known risks against the installed vLLM.
 
-A recipe is data written by people for one vLLM version; vLLM drops variables and flags without
-notice (a dead VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds
-what would be refused or ignored, and `lint(live=True)` asks the installed vLLM itself, whose own
-parser also reads every command line a recipe leads to.
+People write recipes for one vLLM version, and vLLM drops variables and flags without an error (an
+unknown VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds what
+vLLM would refuse or ignore. `lint(live=True)` also runs the installed vLLM's parser on every
+command line of a recipe.
 """
 
 from __future__ import annotations
@@ -32,23 +31,21 @@ from nibble.recipes.recipe import (
     resolve,
     shape_problems,
 )
-from nibble.recipes.rules import Rule, Situation, applying, hits, in_effect, load_rules
+from nibble.recipes.rules import Rule, RuleContext, applying, hits, in_effect, load_rules
 from nibble.settings.environment import DEAD_VARIABLES
 
-# Set by nibble at run time, never by a recipe: what vllm_args.OWNED lists, and the shape of a
-# cluster.
+# nibble sets these at run time, never a recipe: engine.flags.OWNED, and the shape of a cluster.
 OWNED_BY_NIBBLE = frozenset(OWNED) | {
     "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--tokenizer-revision", "--code-revision", "--fail-on-environ-validation",
     "--ssl-keyfile", "--ssl-certfile", "--grpc", "--grpc-port",
 }  # fmt: skip
-# Names that are other projects' own, so that nobody here can say whether they exist.
+# Names of other projects, whose existence nibble cannot check.
 ECOSYSTEM_PREFIXES = (
     "NCCL_", "HF_", "PYTORCH_", "TORCH_", "CUDA_", "CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_",
     "OMP_", "RAY_", "TRITON_", "UCX_", "GLOO_", "SAFETENSORS_", "TOKENIZERS_", "CUBLAS_",
 )  # fmt: skip
-# Load formats whose package is not in nibble's image (vllm 0.32 names them, and fails at load
-# without it).
+# Load formats whose package the image lacks; vLLM 0.32 fails at load without it.
 MISSING_PACKAGES: Mapping[str, str] = {
     "fastsafetensors": "fastsafetensors",
     "instanttensor": "instanttensor",
@@ -62,11 +59,11 @@ _PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-paral
 def lint(
     root: Path, ids: Sequence[str] = (), live: bool = True, python: str = sys.executable
 ) -> list[Problem]:
-    """Problems of the named recipes (ids or paths), or of all; empty when clean. `root` holds
-    recipes/ and benchmarks/.
+    """Problems of the named recipes (ids or paths), or of all; `root` holds recipes/ and
+    benchmarks/.
 
-    live: check against the vLLM that `python` imports (and report where it differs from the
-    snapshot) instead of the snapshot alone. Raises VERIFY where that interpreter has no vLLM.
+    live: check the vLLM that `python` imports, and report where it differs from the snapshot,
+    instead of the snapshot alone. Raises VERIFY if that interpreter has no vLLM.
     """
     files = _files(root, ids)
     if not live:
@@ -82,7 +79,7 @@ def lint(
     problems += [] if ids else lint_rules(root, schema)
     problems += [p for file in files for p in lint_file(file, root, schema)]
     told = {p.file for p in problems}
-    # Where a rule above already names the mistake, the parser's long answer adds nothing.
+    # Where a check above names the mistake, the parser's long answer adds nothing.
     for (file, where, _), refusal in zip(argvs, refusals, strict=True):
         if refusal and file not in told:
             problems.append(
@@ -100,7 +97,7 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
         return [Problem(file, "", error.what)]
     shape = list(shape_problems(data, file))
     if shape:
-        return shape  # the rest reads what has the wrong shape
+        return shape  # the checks below need the right shape
     model_id = path.relative_to(root / "recipes").with_suffix("").as_posix()
     recipe = load_recipe(model_id, root)
     if recipe is None:
@@ -108,7 +105,8 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
             Problem(
                 file,
                 "",
-                f"the path is no Hugging Face id ({model_id!r}): recipes/<org>/<repo>.toml",
+                f"the path does not give a Hugging Face id ({model_id!r}); write"
+                f" recipes/<org>/<repo>.toml",
             )
         ]
     problems = [*_model_problems(recipe, data["model"], schema), *_layer_problems(recipe, schema)]
@@ -120,7 +118,7 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
 
 
 def lint_rules(root: Path, schema: Schema) -> list[Problem]:
-    """Problems of rules/backends.toml; none where the folder has no rules."""
+    """Problems of rules/backends.toml; none in a folder without rules."""
     file = "rules/backends.toml"
     try:
         rules = _rules(root)
@@ -150,17 +148,17 @@ def _rule_problems(rule: Rule, schema: Schema) -> Iterator[Finding]:
         if name not in TARGET_NAMES:
             yield "when.targets", f"there is no target {name!r}", closest(name, TARGET_NAMES)
     if not values and not rule.env:
-        yield "when", "nothing follows: give it force, forbid, warn or env", ""
+        yield "when", "has no effect: add force, forbid, warn or env", ""
     if not rule.reason or not rule.reference:
-        yield "reason", "a rule says why, and where that is known from", ""
+        yield "reason", "is missing: a rule needs reason and reference", ""
 
 
 def _risky_values(recipe: Recipe, rules: Sequence[Rule]) -> Iterator[Finding]:
-    """Values a rule refuses or overrides; what a checkpoint alone would tell counts as so."""
+    """Values that a rule refuses or overrides; conditions about the checkpoint count as met."""
     for where, resolved in resolutions(recipe):
         size = resolved.args.get("--tensor-parallel-size")
         ranks = size if isinstance(size, int) else 1
-        situation = Situation(
+        situation = RuleContext(
             resolved.target, recipe.id, tensor_parallel=ranks, quantization=recipe.scheme
         )
         for rule in applying(rules, situation):
@@ -183,7 +181,7 @@ def _model_problems(recipe: Recipe, model: Mapping[str, Any], schema: Schema) ->
     if recipe.revision and not _HEX40.fullmatch(recipe.revision):
         yield (
             "model.revision",
-            f"{recipe.revision!r} is no commit of 40 hex digits (or leave it empty)",
+            f"{recipe.revision!r} is not a commit of 40 hex digits (or leave it empty)",
             "",
         )
     if not recipe.source:
@@ -192,7 +190,7 @@ def _model_problems(recipe: Recipe, model: Mapping[str, Any], schema: Schema) ->
     if recipe.scheme and recipe.scheme not in schemes:
         yield (
             "model.scheme",
-            f"{recipe.scheme!r} is no quantization of vLLM",
+            f"{recipe.scheme!r} is not a quantization of vLLM",
             closest(recipe.scheme, schemes),
         )
 
@@ -225,11 +223,15 @@ def _flag_problems(key: str, flag: str, value: Any, schema: Schema) -> Iterator[
     name = canonical(flag)
     spec = schema.flag(name)
     if name in OWNED_BY_NIBBLE:
-        yield key, f"{name} is set by nibble itself and belongs in no recipe", OWNED.get(name, "")
+        yield key, f"{name} is set by nibble; remove it from the recipe", OWNED.get(name, "")
     elif spec is None:
         yield key, f"vLLM {schema.version} has no flag {name}", schema.suggest(name)
     elif spec.name != name:
-        yield key, f"{name} is not the long name of the flag", spec.name.removeprefix("--")
+        yield (
+            key,
+            f"{name} is a short name of the flag; write the long one",
+            spec.name.removeprefix("--"),
+        )
     elif isinstance(value, dict):
         yield from ((key, problem, "") for problem in schema.check_json(name, value))
     elif problem := schema.check_value(name, value):
@@ -260,7 +262,7 @@ def _env_problems(key: str, name: str, schema: Schema) -> Iterator[Finding]:
         prefixes = ", ".join(ECOSYSTEM_PREFIXES)
         yield (
             key,
-            f"{name} is neither vLLM's variable nor has a known prefix ({prefixes})",
+            f"{name} is not a variable of vLLM and has no known prefix ({prefixes})",
             closest(name, schema.envs),
         )
 
@@ -286,7 +288,7 @@ def _target_problems(name: str, section: Section, root: Path) -> Iterator[Findin
     if not section.status:
         yield f"{where}.status", f"is missing; one of {', '.join(STATUSES)}", ""
     if not section.evidence:
-        yield f"{where}.evidence", "is missing: a target section says where its facts are from", ""
+        yield f"{where}.evidence", "is missing: a target section names the source of its facts", ""
     for at, part in [
         (where, section),
         *((f"{where}.variants[{i}]", v) for i, v in enumerate(section.variants)),
@@ -294,7 +296,7 @@ def _target_problems(name: str, section: Section, root: Path) -> Iterator[Findin
         if part.status and part.status not in STATUSES:
             yield (
                 f"{at}.status",
-                f"{part.status!r} is none of {', '.join(STATUSES)}",
+                f"{part.status!r} is not one of {', '.join(STATUSES)}",
                 closest(part.status, STATUSES),
             )
         if part.status == "verified" and not _is_result(part.evidence, root):
@@ -316,19 +318,19 @@ def _variant_problems(where: str, variants: Sequence[Section]) -> Iterator[Findi
     for index, variant in enumerate(variants):
         keys = (variant.gpu.lower(), variant.gpus)
         if keys == ("", None):
-            yield f"{where}.variants[{index}]", "matches everything; give it gpu or gpus", ""
+            yield f"{where}.variants[{index}]", "matches every machine; add gpu or gpus", ""
         elif keys in seen:
             yield f"{where}.variants[{index}]", "has the same gpu and gpus as another variant", ""
         seen.add(keys)
 
 
 def _resolved_problems(recipe: Recipe) -> Iterator[Finding]:
-    """Rules about what a machine would really get: after all layers are laid on each other."""
+    """Checks of the final values of each target and variant, after all layers."""
     for where, resolved in resolutions(recipe):
         if resolved.args.get("--trust-remote-code") and not _HEX40.fullmatch(recipe.revision):
             yield (
                 f"{where}args.trust-remote-code",
-                "without model.revision (40 hex digits) any later code would run",
+                "needs model.revision (40 hex digits), or any later code of the model runs",
                 "",
             )
         draft = _speculative(resolved).get("model", "")
@@ -348,9 +350,7 @@ def _resolved_problems(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _processes(resolved: ResolvedRecipe) -> int:
-    """How many GPUs the flags ask for; a size that is no number counts once (`_flag_problems`
-    tells).
-    """
+    """GPUs that the flags use; an invalid size counts as one (`_flag_problems` reports it)."""
     sizes = [resolved.args.get(flag, 1) for flag in _PARALLEL]
     return math.prod(size for size in sizes if isinstance(size, int))
 
@@ -361,9 +361,7 @@ def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
 
 
 def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
-    """Everything the recipe can come to: each target on its evidence's machine, each variant on
-    its own.
-    """
+    """Every resolution of the recipe: each target and variant on the machine of its evidence."""
     for name, section in recipe.targets.items():
         yield (
             f"target.{name}.",
@@ -381,18 +379,14 @@ def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
 
 
 def _files(root: Path, names: Iterable[str]) -> list[Path]:
-    """The recipe files of ids or of paths (`recipes/org/repo.toml`); all files where none is
-    named.
-    """
+    """The recipe files of ids or paths (`recipes/org/repo.toml`), or all files."""
     folder = root / "recipes"
     ids = [re.sub(r"^(.*/)?recipes/|\.toml$", "", name) for name in names]
     return [folder / f"{name}.toml" for name in ids] or sorted(folder.glob("**/*.toml"))
 
 
 def _command_lines(files: Iterable[Path], root: Path) -> list[tuple[str, str, list[str]]]:
-    """(file, key path, argv of `vllm serve`) of every resolution of the recipes whose shape is
-    right.
-    """
+    """(file, key path, argv of `vllm serve`) of every resolution of valid recipes."""
     lines = []
     for path in files:
         file = path.relative_to(root).as_posix()
@@ -400,7 +394,7 @@ def _command_lines(files: Iterable[Path], root: Path) -> list[tuple[str, str, li
         try:
             recipe = load_recipe(model_id, root)
         except NibbleError:
-            continue  # lint_file tells
+            continue  # lint_file reports it
         for where, resolved in resolutions(recipe) if recipe else ():
             words = [
                 word for flag, value in resolved.args.items() for word in write_flag(flag, value)

@@ -1,10 +1,10 @@
-"""Recipes: what is known, with its source, about serving one model on one target with so many GPUs.
+"""Recipes: sourced facts about serving one model on one target with a number of GPUs.
 
 A recipe is `recipes/<hf_org>/<hf_repo>.toml`; its path is the Hugging Face id. `[args]` and `[env]`
-hold what belongs to the model everywhere (parsers, mostly), `[target.NAME]` what was reported for a
-target, and `[[target.NAME.variants]]` what differs for a number or a kind of GPU. A target without
-a section is unknown. `nibble recipes lint` (lint.py) checks names and values against the installed
-vLLM; this module checks the shape.
+hold for the model everywhere (parsers, mostly), `[target.NAME]` for a target, and
+`[[target.NAME.variants]]` for a number or a kind of GPU. A target without a section is unknown.
+This module checks the shape; `nibble recipes lint` (lint.py) checks names and values against the
+installed vLLM.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EXPECTED_KEYS = ("moe", "linear", "attention")
 # key -> types of its value; the whole vocabulary of a recipe file.
 MODEL_KEYS: Mapping[str, tuple[type, ...]] = {
     "id": (str,),
-    "revision": (str,),  # 40 hex digits, or "" for: resolve, print, suggest pinning
-    # vLLM's quantization name (modelopt_fp4, compressed-tensors, mxfp4, ...); "" where no source says  # noqa: E501
+    "revision": (str,),  # 40 hex digits; with "" nibble resolves it and suggests a pin
+    # vLLM's quantization name (modelopt_fp4, compressed-tensors, mxfp4, ...); "" without a source
     "scheme": (str,),
     "min_memory_gb": (int, float),  # GB of all GPUs together, as the source reports it
     "download_bytes": (int,),
@@ -46,7 +46,7 @@ SECTION_KEYS: Mapping[str, tuple[type, ...]] = {
     "min_acceptance": (
         int,
         float,
-    ),  # share of drafted tokens that has to be accepted before the server is ready
+    ),  # share of drafted tokens that the model has to accept before the server is ready
     "remove": (list,),  # inherited flags or variables to drop
     "variants": (list,),
 }
@@ -61,9 +61,7 @@ TOP_KEYS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong in a recipe file: where (`target.gb10.args.moe-backend`), what, and what to
-    write instead.
-    """
+    """A mistake in a recipe file: key (`target.gb10.args.moe-backend`), message, suggestion."""
 
     file: str
     key: str
@@ -81,9 +79,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Section:
-    """`[target.NAME]` or one of its variants. An empty status or evidence is inherited by a
-    variant.
-    """
+    """`[target.NAME]` or a variant. A variant inherits an empty status or evidence."""
 
     status: str = ""
     evidence: str = ""
@@ -99,7 +95,7 @@ class Section:
 
     @property
     def specificity(self) -> int:
-        """The kind of GPU says more than their number; both together say most."""
+        """The kind of GPU counts more than the number; both together count most."""
         return 2 * bool(self.gpu) + (self.gpus is not None)
 
 
@@ -123,10 +119,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe for one target and machine. `args` has canonical names (`--max-model-len`);
-    `origins` says per flag and variable which part of the file it is from. `gpus` is the number the
-    evidence is for, None where no source says. status "unknown": nothing is reported for this
-    hardware, and only what holds for the model everywhere (`[args]`, `[env]`) is given.
+    """A recipe for one target and machine.
+
+    `args` has canonical names (`--max-model-len`). `origins` names the part of the file for each
+    flag and variable. `gpus` is the number in the evidence, None without a source. With the status
+    "unknown" it holds only what applies to the model everywhere (`[args]`, `[env]`).
     """
 
     id: str
@@ -152,9 +149,7 @@ def list_recipes(root: Path) -> list[str]:
 
 
 def load_recipe(model_id: str, root: Path) -> Recipe | None:
-    """The recipe of a Hugging Face id, or None. Raises CONFIG where the file is not what this
-    module describes.
-    """
+    """The recipe of a Hugging Face id, or None. Raises CONFIG for a file of another shape."""
     path = recipe_path(model_id, root)
     if path is None or not path.is_file():
         return None
@@ -166,13 +161,13 @@ def load_recipe(model_id: str, root: Path) -> Recipe | None:
             else "`nibble recipes lint` lists all problems"
         )
         raise NibbleError(
-            ExitCode.CONFIG, f"{problem.file}: {problem.key}: {problem.message}", "", action
+            ExitCode.CONFIG, what=f"{problem.file}: {problem.key}: {problem.message}", action=action
         )
     return _recipe(model_id, path, data)
 
 
 def recipe_path(model_id: str, root: Path) -> Path | None:
-    """Where the recipe of an id would be; None for what is no id (a local path)."""
+    """The path of an id's recipe; None for a local path, which is not an id."""
     org, _, name = model_id.partition("/")
     if not org or not name or "/" in name or org.startswith(".") or name.startswith("."):
         return None
@@ -184,7 +179,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML recipe", "correct it"
+            ExitCode.CONFIG,
+            what=f"{path} cannot be read: {error}",
+            expected="a TOML recipe",
+            action="correct that file",
         ) from None
 
 
@@ -218,7 +216,7 @@ def _section(raw: Mapping[str, Any]) -> Section:
 
 
 def shape_problems(data: Mapping[str, Any], file: str) -> Iterator[Problem]:
-    """Unknown keys and values of a wrong type, wherever they stand in the file."""
+    """Unknown keys, and values of a wrong type, anywhere in the file."""
     yield from _keys(data, TOP_KEYS, file, "")
     if not isinstance(data.get("model"), dict):
         yield Problem(file, "model", "the table is missing")
@@ -231,7 +229,7 @@ def shape_problems(data: Mapping[str, Any], file: str) -> Iterator[Problem]:
     for name, section in targets.items() if isinstance(targets, dict) else ():
         where = f"target.{name}"
         if not isinstance(section, dict):
-            yield Problem(file, where, "is no table")
+            yield Problem(file, where, "is not a table")
             continue
         yield from _section_shape(section, SECTION_KEYS, file, where)
         for index, variant in enumerate(section.get("variants", ())):
@@ -242,7 +240,7 @@ def _section_shape(
     section: Any, keys: Mapping[str, tuple[type, ...]], file: str, where: str
 ) -> Iterator[Problem]:
     if not isinstance(section, dict):
-        yield Problem(file, where, "is no table")
+        yield Problem(file, where, "is not a table")
         return
     yield from _keys(section, keys, file, where)
     yield from _env_types(section.get("env", {}), file, f"{where}.env")
@@ -255,7 +253,7 @@ def _keys(
     table: Any, known: Mapping[str, tuple[type, ...]], file: str, where: str
 ) -> Iterator[Problem]:
     if not isinstance(table, dict):
-        return  # its own key already told
+        return  # the check of its key reports it
     for key, value in table.items():
         at = f"{where}.{key}" if where else key
         if key not in known:
@@ -290,12 +288,11 @@ def _env_types(env: Any, file: str, where: str) -> Iterator[Problem]:
 def resolve(
     recipe: Recipe, target: str, gpu_count: int | None = None, gpu_names: Sequence[str] = ()
 ) -> ResolvedRecipe:
-    """What the recipe says for this target and these GPUs; without a count and names, for the
-    evidence's own machine.
+    """The recipe's values for this target and these GPUs; without them, for the evidence's machine.
 
     Layers, each over the one before: [args], the target's section, then its matching variants, the
     most specific last. JSON-valued flags merge key by key. `remove` drops inherited names before
-    its own layer is laid on.
+    its layer applies.
     """
     layers = [("[args]", Section(args=recipe.args, env=recipe.env))]
     section = recipe.targets.get(target)
@@ -325,16 +322,14 @@ def resolve(
 
 
 def _matches(variant: Section, section: Section, count: int | None, names: Sequence[str]) -> bool:
-    """A variant's own GPU must be here; a GPU it inherits must only not be contradicted."""
+    """A variant's GPU has to be present; an inherited GPU must only not be contradicted."""
     right_count = variant.gpus is None or variant.gpus == count
     right_kind = all(_named(variant.gpu or section.gpu, name) for name in names)
     return right_count and right_kind and (bool(names) or not variant.gpu)
 
 
 def _covers(section: Section, count: int | None, names: Sequence[str]) -> bool:
-    """Whether the section's own evidence is for such a machine; more GPUs than it used do no
-    harm.
-    """
+    """Whether the section's evidence is for such a machine; more GPUs than it used are fine."""
     enough = section.gpus is None or count is None or count >= section.gpus
     return enough and (not section.gpu or all(_named(section.gpu, n) for n in names))
 
@@ -351,9 +346,7 @@ def _described(section: Section) -> str:
 
 def _other_hardware(section: Section) -> str:
     known = [_described(s) for s in (section, *section.variants) if _described(s)]
-    return (
-        f"reported only for {', '.join(dict.fromkeys(known))}; nothing is known about this machine"
-    )
+    return f"reported only for {', '.join(dict.fromkeys(known))}, not for this machine"
 
 
 def _merged(

@@ -1,9 +1,8 @@
-"""Known risks of vLLM's backends as data: rules/backends.toml, and where each of them applies.
+"""Known risks of vLLM's backends as data: rules/backends.toml, and where each applies.
 
-A rule names the machines and models it is for and what follows for a plan: a flag to force, values
-to forbid, values to warn about, variables to set. `precedence.py` and `plan.py` carry that out,
-`rules.py` refuses, `lint.py` holds rules and recipes against each other and against the installed
-vLLM.
+A rule names machines and models, and its effect on a plan: a flag to force, values to forbid,
+values to warn about, variables to set. plan/layers.py and plan/plan.py apply it, plan/rules.py
+refuses, and lint.py checks rules and recipes against the installed vLLM.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from nibble.errors import ExitCode, NibbleError
 Words = tuple[str, ...]
 STRICT = ConfigDict(extra="forbid")
 
-# Flags that a key of a JSON-valued flag sets too; vLLM takes the flag itself first, unless it is
-# `auto` (vllm 0.32 engine/arg_utils.py:2757).
+# Flags that a key of a JSON-valued flag sets too; vLLM prefers the flag unless it is `auto`
+# (vllm 0.32 engine/arg_utils.py:2757).
 NESTED: Mapping[str, tuple[str, str]] = {
     "--moe-backend": ("--kernel-config", "moe_backend"),
     "--linear-backend": ("--kernel-config", "linear_backend"),
@@ -36,16 +35,14 @@ NESTED: Mapping[str, tuple[str, str]] = {
 
 @checked_dataclass(frozen=True, config=STRICT)
 class Condition:
-    """Where a rule applies: all that is given must hold, and what is unknown before the download
-    counts as so.
+    """Where a rule applies: all conditions hold; before the download, unknown ones count as met.
 
-    models              parts of the model's id; with `families` they stand in for the family while
-                        that is unknown
-    activations         what some of the quantized layers are multiplied in; an unknown NVFP4
-                        checkpoint is taken for fp4
-    k_multiple          some 4-bit weight that tensor parallelism splits has a K per rank that is no
-                        multiple of this;
-    k_unknown_from_tp   while the shapes are unknown: from this tensor parallel size on
+    models              parts of the model's id; they replace `families` while the family is unknown
+    activations         the activation format of some quantized layers; an unknown NVFP4
+                        checkpoint counts as fp4
+    k_multiple          some 4-bit weight has a K per rank, under tensor parallelism, that is not a
+                        multiple of this
+    k_unknown_from_tp   while shapes are unknown: the rule applies from this tensor parallel size on
     """
 
     targets: Words = ()
@@ -80,16 +77,15 @@ class Rule:
         return f"{self.reason} ({self.reference})"
 
     def beats_recipe(self, status: str) -> bool:
-        """Whether a forced value goes above a recipe's own: never above one that nibble has
-        measured.
-        """
+        """Whether a forced value wins over a recipe's; it never does over a verified recipe's."""
         return self.effect == "wrong output" and status != "verified"
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What conditions are held against. `quantization` is vLLM's name for what the checkpoint or
-    a recipe declares.
+class RuleContext:
+    """The facts that conditions are checked against.
+
+    `quantization` is vLLM's name for the declaration of the checkpoint or a recipe.
     """
 
     target: str
@@ -100,9 +96,7 @@ class Situation:
 
 
 def load_rules(root: Path) -> tuple[Rule, ...]:
-    """The rules of `root`/rules/backends.toml. Raises CONFIG for a file that is not what this
-    module describes.
-    """
+    """The rules of `root`/rules/backends.toml. Raises CONFIG for a file of another shape."""
     return parse_rules(root / "rules" / "backends.toml")
 
 
@@ -116,41 +110,49 @@ def parse_rules(path: Path) -> tuple[Rule, ...]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise NibbleError(
-            ExitCode.CONFIG, f"{path}: {where}: {first['msg']}", "", "correct it"
+            ExitCode.CONFIG, what=f"{path}: {where}: {first['msg']}", action="correct that entry"
         ) from None
     except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path} cannot be read: {error}", "a TOML file of rules", "correct it"
+            ExitCode.CONFIG,
+            what=f"{path} cannot be read: {error}",
+            expected="a TOML file of rules",
+            action="correct that file",
         ) from None
     ids = [rule.id for rule in rules]
     if repeated := {name for name in ids if ids.count(name) > 1}:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path}: the id {min(repeated)} is given twice", "", "rename one"
+            ExitCode.CONFIG,
+            what=f"{path}: the id {min(repeated)} is given twice",
+            action="rename one of the rules",
         )
     return tuple(rules)
 
 
 def accepted_risks(text: str, rules: Iterable[Rule]) -> frozenset[str]:
-    """The ids in NIBBLE_ALLOW_RISK. Raises CONFIG for one that no rule has."""
+    """The ids in NIBBLE_ALLOW_RISK. Raises CONFIG for an id without a rule."""
     names = frozenset(name.strip() for name in text.split(",") if name.strip())
     known = sorted(rule.id for rule in rules)
     if unknown := sorted(names - set(known)):
         what = f"there is no known risk {unknown[0]!r} to allow"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one of " + ", ".join(known), "correct NIBBLE_ALLOW_RISK"
+            ExitCode.CONFIG,
+            what=what,
+            expected="one of " + ", ".join(known),
+            action="correct NIBBLE_ALLOW_RISK",
         )
     return names
 
 
 def applying(
-    rules: Iterable[Rule], situation: Situation, without: Collection[str] = ()
+    rules: Iterable[Rule], situation: RuleContext, without: Collection[str] = ()
 ) -> tuple[Rule, ...]:
     """The rules whose conditions hold, except those named in `without`."""
     return tuple(rule for rule in rules if rule.id not in without and holds(rule.when, situation))
 
 
-def holds(when: Condition, situation: Situation) -> bool:
-    """Whether all of a condition is so, or not known to be otherwise."""
+def holds(when: Condition, situation: RuleContext) -> bool:
+    """Whether all of a condition holds or may hold."""
     checkpoint = situation.checkpoint
     found = [
         not when.targets or situation.target in when.targets,
@@ -169,7 +171,7 @@ def holds(when: Condition, situation: Situation) -> bool:
     return all(found)
 
 
-def _is_family(when: Condition, situation: Situation) -> bool:
+def _is_family(when: Condition, situation: RuleContext) -> bool:
     checkpoint = situation.checkpoint
     if when.families and checkpoint is not None:
         return bool(
@@ -179,13 +181,13 @@ def _is_family(when: Condition, situation: Situation) -> bool:
     return named or not (when.families or when.models)
 
 
-def _is_nvfp4(situation: Situation) -> bool:
+def _is_nvfp4(situation: RuleContext) -> bool:
     if situation.checkpoint is not None:
         return situation.checkpoint.scheme.is_nvfp4
     return situation.quantization == "modelopt_fp4" or "nvfp4" in situation.model.lower()
 
 
-def _unaligned(when: Condition, situation: Situation) -> bool:
+def _unaligned(when: Condition, situation: RuleContext) -> bool:
     size = situation.tensor_parallel
     if situation.checkpoint is None or situation.checkpoint.weights is None:
         return bool(when.k_unknown_from_tp) and size >= when.k_unknown_from_tp
@@ -193,7 +195,7 @@ def _unaligned(when: Condition, situation: Situation) -> bool:
 
 
 def in_effect(flag: str, args: Mapping[str, Any], declared_quantization: str = "") -> str:
-    """The value of a flag that vLLM will see, `auto` where nobody says; in vLLM's spelling."""
+    """The value of a flag that vLLM sees, `auto` for an unset flag, in vLLM's spelling."""
     own = _spelled(flag, args.get(flag))
     if own not in ("", "auto"):
         return own

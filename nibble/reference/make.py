@@ -112,11 +112,16 @@ def make_request(
     for name, value, known in (("--device", device, DEVICES), ("--dtype", dtype, DTYPES)):
         if value not in known:
             raise NibbleError(
-                ExitCode.USAGE, f"{name} is {value!r}", " or ".join(known), f"correct {name}"
+                ExitCode.USAGE,
+                what=f"{name} is {value!r}",
+                expected=" or ".join(known),
+                action=f"correct {name}",
             )
     if checkpoint.path is None:
         what = f"{checkpoint.id} is not on this disk"
-        raise NibbleError(ExitCode.MODEL, what, "", f"run `nibble pull {checkpoint.id}` first")
+        raise NibbleError(
+            ExitCode.MODEL, what=what, action=f"run `nibble pull {checkpoint.id}` first"
+        )
     return Request(
         checkpoint.id,
         str(checkpoint.path),

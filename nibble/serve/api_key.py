@@ -97,9 +97,9 @@ def _require_sendable(key: str) -> None:
     if not _is_sendable(key):
         raise NibbleError(
             ExitCode.CONFIG,
-            "NIBBLE_API_KEY holds something an HTTP header cannot carry",
-            f"1 to {_LONGEST} printable ASCII characters without spaces",
-            "make one with: openssl rand -hex 32",
+            what="NIBBLE_API_KEY holds something an HTTP header cannot carry",
+            expected=f"1 to {_LONGEST} printable ASCII characters without spaces",
+            action="make one with: openssl rand -hex 32",
         )
 
 
@@ -177,7 +177,8 @@ def _tighten(path: Path, descriptor: int) -> str:
 def _key_file_error(path: Path, problem: str) -> NibbleError:
     return NibbleError(
         ExitCode.CONFIG,
-        f"the key file {path} {problem}",
-        "a regular file of mode 0600 that this user owns",
-        f"run `rm {path}` to get a new key, or give one in NIBBLE_API_KEY or NIBBLE_API_KEY_FILE",
+        what=f"the key file {path} {problem}",
+        expected="a regular file of mode 0600 that this user owns",
+        action=f"run `rm {path}` to get a new key, or give one in NIBBLE_API_KEY or"
+        " NIBBLE_API_KEY_FILE",
     )

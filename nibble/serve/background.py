@@ -111,7 +111,7 @@ class Place:
                 "run it as the user who started the server, or name another folder with"
                 " NIBBLE_CACHE_DIR"
             )
-            raise NibbleError(ExitCode.CONFIG, what, "", action)
+            raise NibbleError(ExitCode.CONFIG, what=what, action=action)
         return record.exit_code is None and not ended_without_a_word(record.process, this_process())
 
 
@@ -183,7 +183,7 @@ def _already(place: Place) -> NibbleError:
     who = f" (pid {record.pid}, {record.model})" if record else ""
     what = f"a server runs in the background on port {place.port} already{who}"
     return NibbleError(
-        ExitCode.CONFIG, what, "", f"`nibble stop --port {place.port}`, or set another PORT"
+        ExitCode.CONFIG, what=what, action=f"`nibble stop --port {place.port}`, or set another PORT"
     )
 
 
@@ -197,7 +197,7 @@ def _ended_early(place: Place, code: int) -> NibbleError:
         else f"it ended with code {code}; see `nibble logs --port {place.port}`"
     )
     known = code in set(ExitCode) and code != ExitCode.OK
-    return NibbleError(ExitCode(code) if known else ExitCode.INTERNAL, what)
+    return NibbleError(ExitCode(code) if known else ExitCode.INTERNAL, what=what)
 
 
 # --- in the server ---
@@ -249,20 +249,24 @@ def stop(place: Place) -> tuple[int, str]:
         return ExitCode.OK, _not_running(place, record)
     if record is None or ended_without_a_word(record.process, this_process()):
         what = f"the server on port {place.port} keeps no record that can be read"
-        raise NibbleError(ExitCode.CONFIG, what, "", "find it with `ps` and send it SIGTERM")
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, action="find it with `ps` and send it SIGTERM"
+        )
     if record.process.split(" ")[1] != this_process().split(" ")[1]:
         what = (
             f"the server on port {place.port} runs in another container or host"
             f" ({record.process.split(' ')[1]})"
         )
-        raise NibbleError(ExitCode.CONFIG, what, "", "run `nibble stop` there")
+        raise NibbleError(ExitCode.CONFIG, what=what, action="run `nibble stop` there")
     try:
         os.kill(record.pid, signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError:
         what = f"pid {record.pid} on port {place.port} belongs to another user"
-        raise NibbleError(ExitCode.CONFIG, what, "", "run `nibble stop` as that user") from None
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, action="run `nibble stop` as that user"
+        ) from None
     return _wait(place, record)
 
 
@@ -273,7 +277,9 @@ def _wait(place: Place, record: Record) -> tuple[int, str]:
         if time.monotonic() > deadline:
             what = f"pid {record.pid} still runs {limit_s:.0f} s after SIGTERM"
             raise NibbleError(
-                ExitCode.TERMINATED, what, "", f"`kill -9 {record.pid}`; `nibble logs` may say why"
+                ExitCode.TERMINATED,
+                what=what,
+                action=f"`kill -9 {record.pid}`; `nibble logs` may say why",
             )
         time.sleep(_POLL_S)
     after = place.read()
@@ -305,12 +311,14 @@ def show_logs(place: Place, lines: int, follow: bool) -> None:
     except FileNotFoundError:
         what = f"no server was started in the background on port {place.port}"
         raise NibbleError(
-            ExitCode.USAGE, what, "", "start one with `nibble serve --detach`, or give its --port"
+            ExitCode.USAGE,
+            what=what,
+            action="start one with `nibble serve --detach`, or give its --port",
         ) from None
     except OSError as error:
         what = f"{place.log.path} cannot be read ({error.strerror})"
         raise NibbleError(
-            ExitCode.CONFIG, what, "", "run `nibble logs` as the user who started it"
+            ExitCode.CONFIG, what=what, action="run `nibble logs` as the user who started it"
         ) from None
     last, end = place.log.tail(lines)
     print(_shown("\n".join(last)), flush=True)

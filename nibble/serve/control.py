@@ -46,7 +46,10 @@ class ControlServer:
         except OSError as error:
             what = f"control port {port} cannot be opened on {ADDRESS} ({error.strerror or error})"
             raise NibbleError(
-                ExitCode.CONFIG, what, "a free port", "set NIBBLE_CONTROL_PORT to another one"
+                ExitCode.CONFIG,
+                what=what,
+                expected="a free port",
+                action="set NIBBLE_CONTROL_PORT to another one",
             ) from None
         self.answers = Answers(status, is_ready, why)
 

@@ -177,7 +177,7 @@ class Breaker:
         """The end of a crash loop."""
         what = f"{verdict.failures} starts in a row failed, the last with: {verdict.cause}"
         action = f"mend that and remove {self.path}; with other settings it starts at once"
-        return NibbleError(ExitCode.CRASH_LOOP, what, "", action)
+        return NibbleError(ExitCode.CRASH_LOOP, what=what, action=action)
 
     def _others(self) -> list[Failure]:
         """The record without this start. Only starts that may still run somewhere else have a

@@ -41,25 +41,32 @@ def engine_died(
         action = "download the model again"
         if NOT_INITIALIZED in cause:
             action += f"; if it is whole, skip this check with {SKIP}"
-        return NibbleError(ExitCode.MODEL, what, "a whole checkpoint", action)
+        return NibbleError(ExitCode.MODEL, what=what, expected="a whole checkpoint", action=action)
     if match := _MISFIT.search(cause):
         what = f"vLLM ended the load: {match[1]}, {match[2]}, {DOES_NOT_FIT} ({match[3]}"
         action = "download the model again, or correct config.json"
-        return NibbleError(ExitCode.MODEL, what, "the tensors that config.json describes", action)
+        return NibbleError(
+            ExitCode.MODEL,
+            what=what,
+            expected="the tensors that config.json describes",
+            action=action,
+        )
     what = f"vLLM ended by itself in phase {phase} ({how})"
     what += f": {cause}" if cause else ""
     what += f"; {lost} ended first" if lost else ""
     if memory_ladder is None:
-        return NibbleError(ExitCode.ENGINE_DIED, what, "", "see the log above")
+        return NibbleError(ExitCode.ENGINE_DIED, what=what, action="see the log above")
     what += "; the kernel's OOM killer struck just then"
-    return NibbleError(ExitCode.ENGINE_DIED, what, "", f"to need less: {steps(memory_ladder)}")
+    return NibbleError(
+        ExitCode.ENGINE_DIED, what=what, action=f"to need less: {steps(memory_ladder)}"
+    )
 
 
 def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
     """The hang watch ended vLLM. `what` did not move, `gpus` is what NVML says."""
     told = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
     action = "see the stacks in the log above; NIBBLE_HANG_SECONDS sets how long to wait"
-    return NibbleError(ExitCode.ENGINE_DIED, told, "", action)
+    return NibbleError(ExitCode.ENGINE_DIED, what=told, action=action)
 
 
 def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
@@ -91,7 +98,9 @@ def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Ste
     """The watchdog stopped the engine."""
     what = f"stopped the engine in phase {phase}: {why}, {kept(limit)}"
     expected = f"at least {show_gib(limit.stop_below_bytes)}"
-    return NibbleError(ExitCode.NO_FIT, what, expected, f"to need less: {steps(ladder)}")
+    return NibbleError(
+        ExitCode.NO_FIT, what=what, expected=expected, action=f"to need less: {steps(ladder)}"
+    )
 
 
 def kept(limit: Limits) -> str:

@@ -108,4 +108,6 @@ def overlap(one: str, other: str) -> bool:
 
 def _in_use(host: str, port: int) -> NibbleError:
     what = f"PORT {port} is in use on {host}: another nibble starts or serves there"
-    return NibbleError(ExitCode.CONFIG, what, "", "stop it with `nibble stop` or set another PORT")
+    return NibbleError(
+        ExitCode.CONFIG, what=what, action="stop it with `nibble stop` or set another PORT"
+    )

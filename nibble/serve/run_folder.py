@@ -26,7 +26,10 @@ def make_run_folder() -> Path:
     except OSError as error:
         what = f"no folder for temporary files can be written ({error.strerror or error})"
         raise NibbleError(
-            ExitCode.CONFIG, what, "a writable /tmp", "mount a tmpfs on /tmp or set TMPDIR"
+            ExitCode.CONFIG,
+            what=what,
+            expected="a writable /tmp",
+            action="mount a tmpfs on /tmp or set TMPDIR",
         ) from None
 
 

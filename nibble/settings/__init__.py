@@ -1,1 +1,1 @@
-"""What was asked for."""
+"""Settings: what the user sets, from all sources."""

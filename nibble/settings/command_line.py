@@ -1,8 +1,7 @@
-"""Words after `nibble serve` or `nibble plan`: the model, nibble's options, and any flag of `vllm
-serve`.
+"""Reads the words after `nibble serve` or `nibble plan`: model, nibble's options, vLLM's flags.
 
-One grammar for both, from the same declarations that give environment names and help:
-`settings.options()` for ours, the schema of the pinned vLLM for the rest.
+One grammar covers both kinds of flags: `options.options()` declares nibble's, the schema of the
+pinned vLLM declares the rest.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from nibble.settings.options import Option, Settings, options
 
 @dataclass(frozen=True)
 class CommandLine:
-    """`values`: Settings fields given; `flags`: flags of `vllm serve`; `rest`: switches of the
-    command itself.
-    """
+    """Parsed words: `values` of Settings, `flags` of vLLM, and `rest`, the verb's switches."""
 
     values: Mapping[str, Any]
     flags: Flags
@@ -31,8 +28,8 @@ class CommandLine:
 def read_command_line(
     words: Sequence[str], own_switches: Sequence[str], schema: Schema
 ) -> CommandLine:
-    """Split `words`. `own_switches` are the command's own (`--json`). Words after `--` go to
-    vLLM as they are.
+    """Split `words`. `own_switches` belong to the verb (`--json`); words after `--` go to vLLM
+    unchanged.
     """
     by_flag = {option.flag: (name, option) for name, option in options().items() if option.flag}
     values: dict[str, Any] = {}
@@ -66,9 +63,7 @@ def read_command_line(
 
 
 def _canonical(name: str, schema: Schema, by_flag: Mapping[str, Any]) -> str:
-    """Our spelling of a flag: `-tp` and `--max_model_len` are options of ours under vLLM's other
-    names.
-    """
+    """nibble's spelling of a flag: vLLM's `-tp` and `--max_model_len` name options of nibble."""
     dashed = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
     if dashed in by_flag:
         return dashed
@@ -93,9 +88,9 @@ def _own_value(
     if position >= len(words):
         raise NibbleError(
             ExitCode.USAGE,
-            f"{option.flag} is given without a value",
-            option.expected,
-            f"write {option.flag} VALUE",
+            what=f"{option.flag} has no value",
+            expected=option.expected,
+            action=f"write {option.flag} VALUE",
         )
     return words[position], position + 1
 

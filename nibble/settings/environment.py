@@ -1,9 +1,7 @@
-"""Which environment variables are ours, which are vLLM's, which are dead, and which only look like
-ours.
+"""Sorts environment variables into nibble's, vLLM's, dead ones and misspelled ones.
 
 `accept` runs before settings are resolved. It refuses misspelled names, translates variables that
-old guides set and vLLM 0.32 no longer has, and drops what Kubernetes injects for services named
-`nibble` or `vllm`.
+vLLM 0.32 does not read, and drops what Kubernetes injects for services named `nibble` or `vllm`.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from nibble.engine import contract
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings.options import closest, options
 
-# Names with our prefix that are not options of the server: installer, image build, and the
-# supervisor's own hand-over to the processes it starts.
+# Names with nibble's prefix that are not options of the server: installer, image build, and what
+# the supervisor hands to the processes that it starts.
 OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_VLLM_CPU_WHEEL": "installer: URL or path of the official CPU wheel, with #sha256=…",
     "NIBBLE_TORCH_INDEX": "installer: index that has the CPU build of torch",
     "NIBBLE_KERNELS_WHEEL": (
-        "installer: path of a nibble-kernels wheel to take instead of compiling"
+        "installer: path of a nibble-kernels wheel to install instead of compiling"
     ),
     "NIBBLE_KERNELS_COMPILE": "installer: 0 leaves nibble-kernels at plain torch code",
     "NIBBLE_RUNTIME": "installer: auto, cpu or cuda",
@@ -36,10 +34,10 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
-    contract.REPORT_FOLDER: "supervisor to vLLM's workers: the folder of their reports of what ran",
-    contract.PULSE_FOLDER: (
-        "supervisor to vLLM's processes: the folder where they tell how far they are"
+    contract.REPORT_FOLDER: (
+        "supervisor to vLLM's workers: the folder of their reports of the kernels that ran"
     ),
+    contract.PULSE_FOLDER: "supervisor to vLLM's processes: the folder where they report progress",
     "NIBBLE_RUN": "supervisor to vLLM's processes: marks those of one run",
     "NIBBLE_DETACHED": (
         "`nibble serve --detach` to the server it starts: keep a record and rotate the log"
@@ -56,9 +54,7 @@ _SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
 
 @dataclass(frozen=True)
 class Successor:
-    """What replaced a dead variable: the flags that `value` means today, or None where nothing
-    does.
-    """
+    """What replaces a dead variable: the flags with the meaning of `value`, or None without one."""
 
     flags: Callable[[str], dict[str, object] | None]
     note: str = ""
@@ -78,21 +74,20 @@ def _gone(note: str) -> Successor:
     return Successor(lambda value: None, note)
 
 
-# None of these names occurs in vllm 0.32's envs.py (peers.md 0.2; a test compares with the schema
-# of the installed package). In the order they are applied: a name that says a backend outright wins
-# over a switch for one.
+# None of these names occurs in vllm 0.32's envs.py (a test compares with the schema of the
+# installed package). In the order of application: a name that sets a backend wins over a switch.
 DEAD_VARIABLES: Mapping[str, Successor] = {
     "VLLM_USE_FLASHINFER_MOE_FP4": _when_on(
-        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+        {"--moe-backend": "flashinfer_cutlass"}, "0 means vLLM's automatic choice"
     ),
     "VLLM_USE_FLASHINFER_MOE_FP8": _when_on(
-        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+        {"--moe-backend": "flashinfer_cutlass"}, "0 means vLLM's automatic choice"
     ),
     "VLLM_USE_FLASHINFER_MOE_FP16": _when_on(
-        {"--moe-backend": "flashinfer_cutlass"}, "0 is today's automatic choice"
+        {"--moe-backend": "flashinfer_cutlass"}, "0 means vLLM's automatic choice"
     ),
     "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on(
-        {"--moe-backend": "flashinfer_trtllm"}, "0 is today's automatic choice"
+        {"--moe-backend": "flashinfer_trtllm"}, "0 means vLLM's automatic choice"
     ),
     "VLLM_FLASHINFER_MOE_BACKEND": Successor(
         lambda value: {
@@ -104,7 +99,7 @@ DEAD_VARIABLES: Mapping[str, Successor] = {
             )
         }
     ),
-    # Seed 002: it forces the MoE backend; the dense GEMM had the variable below.
+    # This one forces the MoE backend, VLLM_NVFP4_GEMM_BACKEND that of dense layers.
     "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin"}, "0 forced nothing"),
     "VLLM_USE_NVFP4_CT_EMULATIONS": _when_on({"--linear-backend": "emulation"}, "0 forced nothing"),
     "VLLM_NVFP4_GEMM_BACKEND": _flag("--linear-backend"),
@@ -115,19 +110,17 @@ DEAD_VARIABLES: Mapping[str, Successor] = {
         }
     ),
     "VLLM_USE_V1": Successor(
-        lambda value: {} if value.strip() == "1" else None, "the V1 engine is the only one"
+        lambda value: {} if value.strip() == "1" else None, "vLLM has only the V1 engine"
     ),
-    "VLLM_NVFP4_SPARSE_V7": _gone("the 2:4 sparse kernel of that guide is not part of vLLM"),
-    "VLLM_RPC_TIMEOUT": _gone("the multiprocessing front end it belonged to is gone"),
+    "VLLM_NVFP4_SPARSE_V7": _gone("vLLM has no 2:4 sparse NVFP4 kernel"),
+    "VLLM_RPC_TIMEOUT": _gone("vLLM 0.32 has no multiprocessing front end"),
     "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),
 }
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """`environ` without what must not reach the settings or vLLM; flags that dead variables
-    became; notices.
-    """
+    """`environ` for settings and vLLM, flags translated from dead variables, and notices."""
 
     environ: Mapping[str, str]
     flags: Mapping[str, object]
@@ -138,8 +131,8 @@ class Accepted:
 def accept(
     environ: Mapping[str, str], known_vllm_names: Collection[str], in_image: bool
 ) -> Accepted:
-    """Sort the environment. Raises USAGE for a misspelled name, CONFIG for a dead variable
-    without a successor.
+    """Sort the environment. Raises USAGE for a misspelled name, CONFIG for a dead variable without
+    a successor.
     """
     kept = dict(environ)
     notices: list[str] = []
@@ -151,7 +144,7 @@ def accept(
         if is_service_link(name, environ[name]):
             del kept[name]
             notices.append(
-                f"{name} is a Kubernetes service link and is ignored (enableServiceLinks: false"
+                f"{name} is a Kubernetes service link; nibble ignores it (enableServiceLinks: false"
                 " avoids it)"
             )
         elif name not in DEAD_VARIABLES and not _is_known(name, known_vllm_names):
@@ -163,11 +156,11 @@ def accept(
             origins |= dict.fromkeys(new, name)
             notices.append(_translation_notice(name, value, new))
     if (host := kept.get("HOST")) and not in_image and not _is_address(host):
-        # zsh, tcsh and many shells export HOST=<machine name>; natively that is no wish of the
-        # user's.
+        # zsh, tcsh and other shells export HOST=<machine name> without a request of the user.
         del kept["HOST"]
         notices.append(
-            f"HOST={host} is not an address and is ignored; use --host to listen somewhere else"
+            f"HOST={host} is not an address; nibble ignores it. Set --host to listen on another"
+            f" address"
         )
     return Accepted(kept, flags, origins, tuple(notices))
 
@@ -175,11 +168,10 @@ def accept(
 def check_file_environment(
     names: Collection[str], file: str, known_vllm_names: Collection[str]
 ) -> None:
-    """The [env] table of the user's TOML file is for vLLM and its ecosystem, and it is shown by
-    `nibble plan`.
+    """Check the [env] table of the user's TOML file, which is for vLLM and its ecosystem.
 
-    Raises CONFIG for a secret or another option of ours, a dead variable, and a name vLLM does not
-    have.
+    `nibble plan` shows it. Raises CONFIG for a secret or another option of nibble, a dead variable,
+    and a name that vLLM does not have.
     """
     secrets = {
         "HUGGING_FACE_HUB_TOKEN",
@@ -187,34 +179,34 @@ def check_file_environment(
     }
     for name in sorted(names):
         if name in secrets:
-            action = "give it in the environment or as a file"
+            action = "set it in the environment or name its file there"
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"[env] of {file} holds the secret {name}",
-                "no secret there",
-                action,
+                what=f"[env] of {file} holds the secret {name}",
+                expected="a table without secrets",
+                action=action,
             )
         if name in nibble_names() or name.startswith("NIBBLE_"):
             what = f"[env] of {file} has {name}, which is not for vLLM"
             raise NibbleError(
-                ExitCode.CONFIG, what, "", "write the option itself at the top of the file"
+                ExitCode.CONFIG, what=what, action="write the option itself at the top of the file"
             )
         if name in DEAD_VARIABLES:
             action = (
-                "set it in the environment to have it translated, or write today's flag in [args]"
+                "set it in the environment, where nibble translates it, or write vLLM's flag in"
+                " [args]"
             )
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"[env] of {file} has {name}, which vLLM no longer reads",
-                "",
-                action,
+                what=f"[env] of {file} has {name}, which vLLM 0.32 does not read",
+                action=action,
             )
         if name.startswith("VLLM_") and not _is_known(name, known_vllm_names):
             raise _unknown_name(name, known_vllm_names)
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes set this variable for a Service, whatever the Service is called."""
+    """Whether Kubernetes set this variable for a Service of any name."""
     if name in nibble_names() and not _SERVICE_URL.match(value):
         return False
     return bool(_SERVICE_LINK.search(name)) or (
@@ -223,7 +215,7 @@ def is_service_link(name: str, value: str) -> bool:
 
 
 def nibble_names() -> set[str]:
-    """Every variable with our prefix (and every alias of an option) that means something."""
+    """Every variable with nibble's prefix, and every alias of an option."""
     names = {name for option in options().values() for name in option.env}
     secrets = {
         f"{name}_FILE" for option in options().values() if option.secret for name in option.env
@@ -232,8 +224,7 @@ def nibble_names() -> set[str]:
 
 
 def _is_known(name: str, known_vllm_names: Collection[str]) -> bool:
-    # Without a schema of vLLM (never the case in a release) its names cannot be judged, so they
-    # pass.
+    # Without a schema of vLLM (every release has one) nibble cannot check its names: they pass.
     if name.startswith("VLLM_") and (name in known_vllm_names or not known_vllm_names):
         return True
     return name in nibble_names()
@@ -243,14 +234,17 @@ def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
     if name.startswith("NIBBLE_"):
         hint = closest(name, sorted(nibble_names()))
         return NibbleError(
-            ExitCode.USAGE, f"unknown variable {name}", "a name from `nibble serve --help`", hint
+            ExitCode.USAGE,
+            what=f"unknown variable {name}",
+            expected="a name from `nibble serve --help`",
+            action=hint,
         )
     hint = closest(name, sorted(known_vllm_names))
     return NibbleError(
         ExitCode.CONFIG,
-        f"vLLM 0.32 has no variable {name}",
-        "one of vLLM's own",
-        f"unset it; {hint}",
+        what=f"vLLM 0.32 has no variable {name}",
+        expected="a variable of vLLM",
+        action=f"unset it; {hint}",
     )
 
 
@@ -258,18 +252,19 @@ def _translate(name: str, value: str) -> dict[str, object]:
     successor = DEAD_VARIABLES[name]
     flags = successor.flags(value)
     if flags is None:
-        what = f"{name}={value} has no effect since vLLM 0.32 and no successor: {successor.note}"
-        raise NibbleError(ExitCode.CONFIG, what, "", f"unset {name}")
+        what = f"{name}={value} has no effect in vLLM 0.32 and no replacement: {successor.note}"
+        raise NibbleError(ExitCode.CONFIG, what=what, action=f"unset {name}")
     return flags
 
 
 def _translation_notice(name: str, value: str, flags: Mapping[str, object]) -> str:
     if not flags:
         return (
-            f"{name}={value} is no longer read by vLLM; nothing to do ({DEAD_VARIABLES[name].note})"
+            f"vLLM 0.32 does not read {name}={value}; it needs no replacement"
+            f" ({DEAD_VARIABLES[name].note})"
         )
     shown = " ".join(f"{flag} {content}" for flag, content in flags.items())
-    return f"{name}={value} is no longer read by vLLM; using {shown}"
+    return f"vLLM 0.32 does not read {name}={value}; nibble uses {shown}"
 
 
 def _is_address(host: str) -> bool:

@@ -1,6 +1,4 @@
-"""What may stand on the command line of `ray-head` and `ray-worker`: the options that a Ray node
-reads, and no model. Pure.
-"""
+"""Checks the command line of `ray-head` and `ray-worker`: options of a Ray node, no model. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ NODE_FIELDS = (
 )
 WHAT_THEY_DO = {
     "ray-head": (
-        "Starts the head node of a Ray cluster in the foreground, and prints the address and where"
-        " the token is."
+        "Starts the head node of a Ray cluster in the foreground, and prints its address and the"
+        " file of the token."
     ),
     "ray-worker": (
         "Joins the Ray cluster of HEAD_IP as a worker, in the foreground. It needs the head's"
@@ -33,17 +31,19 @@ WHAT_THEY_DO = {
 
 
 def check_node_words(command: CommandLine, verb: str) -> None:
-    """Raise USAGE for a model, a flag of `vllm serve`, or an option of `serve`: a Ray node would
-    ignore them.
+    """Raise USAGE for a model, a flag of `vllm serve` or an option of `serve`: a Ray node ignores
+    them.
     """
     flags = {name: option.flag for name, option in options().items()}
     others = [str(flags[name]) for name in command.values if name not in ("model", *NODE_FIELDS)]
     others += list(command.flags)
     if "model" in command.values:
-        what = f"`{verb}` takes no model, and {command.values['model']!r} is given"
+        what = f"`{verb}` takes no model, but the command line has {command.values['model']!r}"
     elif others:
         what = f"`{verb}` does not take {others[0]}"
     else:
         return
     expected = f"the flags that `nibble {verb} --help` shows"
-    raise NibbleError(ExitCode.USAGE, what, expected, "drop it, or give it to `nibble serve`")
+    raise NibbleError(
+        ExitCode.USAGE, what=what, expected=expected, action="drop it, or give it to `nibble serve`"
+    )

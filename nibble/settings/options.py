@@ -1,7 +1,7 @@
-"""Every option of nibble, declared once: environment name, flag, help, limits; the docs table comes
-from here.
+"""Declares every option of nibble once: environment name, flag, help, limits.
 
-`settings_layers.py` resolves them; `plan.py` joins them with rules, recipe and target.
+`sources.py` resolves the values. Help, environment names and the table in docs/operations.md come
+from these declarations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TURBOQUANT_DEFAULT = "turboquant_k8v4"
 
 @dataclass(frozen=True)
 class Option:
-    """What an option is called everywhere, apart from its type and default (the field's own).
+    """An option's name, help and limits for every place that shows them; the field has type and
+    default.
 
-    `vllm` is the flag of `vllm serve` the value becomes, where there is one; `expected` completes
-    the sentence "expected …" of an error; `bare` is the value that the flag without a value stands
-    for.
+    `vllm` is the flag of `vllm serve` that gets the value. `expected` completes the sentence
+    "expected …" of an error. `bare` is the value of a flag without a value.
     """
 
     group: str
@@ -59,7 +59,7 @@ def _option(
 
 
 class Settings(BaseSettings):
-    """All options, typed. Construct through `settings_layers.load_settings`."""
+    """All options, typed. Construct them through `sources.load_settings`."""
 
     model_config = SettingsConfigDict(extra="forbid", protected_namespaces=())
 
@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     revision: str | None = _option(
         None,
         "Model",
-        "Revision of the model; 40 hex digits pin it.",
+        "Commit, branch or tag of the model; 40 hex digits pin it. Default: `main`.",
         "NIBBLE_REVISION",
         flag="--revision",
         vllm="--revision",
@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     served_model_name: str | None = _option(
         None,
         "Model",
-        "One more name of the model, beside its id and `default`.",
+        "Additional name of the model, beside its id and `default`.",
         "NIBBLE_SERVED_MODEL_NAME",
         flag="--served-model-name",
         expected="a name",
@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     recipe: Literal["auto", "off"] = _option(
         "auto",
         "Model",
-        "Use the recipe known for this model and target, or `off`.",
+        "Use of the recipe known for this model and target: `auto` or `off`.",
         "NIBBLE_RECIPE",
         flag="--recipe",
         expected="auto or off",
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
     target: Literal["auto", "gb10", "sm120", "b200", "hopper", "cpu"] = _option(
         "auto",
         "Model",
-        "GPU target; `auto` asks the machine (the image sets its own).",
+        "GPU target: `auto` detects the machine's; an image sets its target.",
         "NIBBLE_TARGET",
         flag="--target",
         expected="auto, gb10, sm120, b200, hopper or cpu",
@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     allow_risk: str = _option(
         "",
         "Model",
-        "Known risks to take, by id and separated by commas: their rules are switched off.",
+        "Known risks to accept, as ids separated by commas; nibble does not apply their rules.",
         "NIBBLE_ALLOW_RISK",
         flag="--allow-risk",
         expected="ids from the table of known risks",
@@ -118,7 +118,7 @@ class Settings(BaseSettings):
     host: str = _option(
         "127.0.0.1",
         "Server",
-        "Address to listen on (0.0.0.0 in the image).",
+        "Address to listen on; the image sets 0.0.0.0.",
         "HOST",
         flag="--host",
         expected="an IP address or localhost",
@@ -137,7 +137,7 @@ class Settings(BaseSettings):
     control_port: int = _option(
         8001,
         "Server",
-        "Loopback port of /status and /ready, open from the first second.",
+        "Loopback port of /status and /ready; nibble opens it before vLLM starts.",
         "NIBBLE_CONTROL_PORT",
         flag="--control-port",
         expected="a whole number from 1 to 65535",
@@ -147,7 +147,8 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = _option(
         None,
         "Server",
-        "Key that clients must send; VLLM_API_KEY is read too.",
+        "Key that clients must send. nibble also reads VLLM_API_KEY. Default: a generated key"
+        " on any address but loopback, else none.",
         ("NIBBLE_API_KEY", "VLLM_API_KEY"),
         secret=True,
         expected="a key of at least 8 visible characters",
@@ -155,7 +156,7 @@ class Settings(BaseSettings):
     allow_anonymous: bool = _option(
         False,
         "Server",
-        "Serve without a key on an address that is not loopback.",
+        "Permission to serve without a key on an address other than loopback: 1 or 0.",
         "NIBBLE_ALLOW_ANONYMOUS",
         flag="--allow-anonymous",
         expected="1 or 0",
@@ -163,7 +164,7 @@ class Settings(BaseSettings):
     drain_seconds: int = _option(
         30,
         "Server",
-        "How long running requests may finish after SIGTERM.",
+        "Seconds that running requests may take to finish after SIGTERM.",
         "NIBBLE_DRAIN_SECONDS",
         flag="--drain-seconds",
         expected="a whole number of seconds from 0 to 86400",
@@ -173,7 +174,8 @@ class Settings(BaseSettings):
     stall_seconds: int = _option(
         300,
         "Server",
-        "Silence of the engine that is reported as a stall, never killed.",
+        "Seconds without a sign of the engine after which nibble reports a stall; nibble does"
+        " not end vLLM.",
         "NIBBLE_STALL_SECONDS",
         flag="--stall-seconds",
         expected="a whole number of seconds from 1 to 86400",
@@ -195,7 +197,7 @@ class Settings(BaseSettings):
     max_header_bytes: int = _option(
         65536,
         "Requests",
-        "Bytes of a request's first line and headers; over it 431.",
+        "Maximum bytes of a request's first line and headers; above it, nibble answers 431.",
         "NIBBLE_MAX_HEADER_BYTES",
         vllm="--h11-max-incomplete-event-size",
         expected="a whole number from 1024 to 16777216",
@@ -205,7 +207,7 @@ class Settings(BaseSettings):
     max_headers: int = _option(
         128,
         "Requests",
-        "Headers of a request; over it 431.",
+        "Maximum headers of a request; above it, nibble answers 431.",
         "NIBBLE_MAX_HEADERS",
         vllm="--h11-max-header-count",
         expected="a whole number from 8 to 65536",
@@ -215,8 +217,8 @@ class Settings(BaseSettings):
     max_body_bytes: int | None = _option(
         None,
         "Requests",
-        "Bytes of a request's body; over it 413. Default: 32 MiB, or 128 MiB where the model takes"
-        " images, audio or video.",
+        "Maximum bytes of a request's body; above it, nibble answers 413. Default: 32 MiB, or"
+        " 128 MiB if the model takes images, audio or video.",
         "NIBBLE_MAX_BODY_BYTES",
         expected="a whole number from 1024 to 17179869184",
         ge=1024,
@@ -225,8 +227,8 @@ class Settings(BaseSettings):
     max_buffered_bytes: int | None = _option(
         None,
         "Requests",
-        "Bytes of all bodies that an API process holds until they are answered; over it 503 for"
-        " bodies over 64 KiB. Default: 8 times NIBBLE_MAX_BODY_BYTES.",
+        "Maximum bytes of all unanswered bodies in an API process; above it, a body over 64 KiB"
+        " gets 503. Default: 8 times NIBBLE_MAX_BODY_BYTES.",
         "NIBBLE_MAX_BUFFERED_BYTES",
         expected="a whole number from 1024 to 1099511627776",
         ge=1024,
@@ -235,8 +237,8 @@ class Settings(BaseSettings):
     head_seconds: int = _option(
         RequestLimits.head_seconds,
         "Requests",
-        "Seconds from a connection, or from a request's first byte, to the end of its headers; over"
-        " it 408.",
+        "Maximum seconds from a connection, or from a request's first byte, to the end of its"
+        " headers; above it, nibble answers 408.",
         "NIBBLE_HEAD_SECONDS",
         expected="a whole number of seconds from 1 to 3600",
         ge=1,
@@ -245,7 +247,7 @@ class Settings(BaseSettings):
     body_gap_seconds: int = _option(
         RequestLimits.body_gap_seconds,
         "Requests",
-        "Seconds between two bytes of a body; over it 408.",
+        "Maximum seconds between two bytes of a body; above it, nibble answers 408.",
         "NIBBLE_BODY_GAP_SECONDS",
         expected="a whole number of seconds from 1 to 3600",
         ge=1,
@@ -254,7 +256,7 @@ class Settings(BaseSettings):
     body_seconds: int = _option(
         RequestLimits.body_seconds,
         "Requests",
-        "Seconds for a whole body; over it 408.",
+        "Maximum seconds for a whole body; above it, nibble answers 408.",
         "NIBBLE_BODY_SECONDS",
         expected="a whole number of seconds from 1 to 86400",
         ge=1,
@@ -263,8 +265,8 @@ class Settings(BaseSettings):
     max_connections: int = _option(
         RequestLimits.max_connections,
         "Requests",
-        "Connections of an API process. Above it, nibble closes the oldest connection without a"
-        " complete request; if all have one, the new connection gets 503.",
+        "Maximum connections of an API process. Above it, nibble closes the oldest connection"
+        " without a complete request; if all have one, the new connection gets 503.",
         "NIBBLE_MAX_CONNECTIONS",
         expected="a whole number from 8 to 65536",
         ge=8,
@@ -273,7 +275,8 @@ class Settings(BaseSettings):
     max_connections_per_address: int = _option(
         RequestLimits.max_connections_per_address,
         "Requests",
-        "Connections from one address to an API process; above it as for NIBBLE_MAX_CONNECTIONS.",
+        "Maximum connections from one address to an API process; above it, nibble acts as for"
+        " NIBBLE_MAX_CONNECTIONS.",
         "NIBBLE_MAX_CONNECTIONS_PER_ADDRESS",
         expected="a whole number from 1 to 65536",
         ge=1,
@@ -282,7 +285,7 @@ class Settings(BaseSettings):
     max_json_depth: int = _option(
         RequestLimits.max_json_depth,
         "Requests",
-        "Levels of nested arrays and objects in a body; over it 400.",
+        "Maximum levels of nested arrays and objects in a body; above it, nibble answers 400.",
         "NIBBLE_MAX_JSON_DEPTH",
         expected="a whole number from 8 to 500",
         ge=8,
@@ -291,7 +294,7 @@ class Settings(BaseSettings):
     max_json_keys: int = _option(
         RequestLimits.max_json_keys,
         "Requests",
-        "Keys of all objects in a body; over it 400.",
+        "Maximum keys of all objects in a body; above it, nibble answers 400.",
         "NIBBLE_MAX_JSON_KEYS",
         expected="a whole number from 100 to 10000000",
         ge=100,
@@ -300,8 +303,9 @@ class Settings(BaseSettings):
     max_json_items: int | None = _option(
         None,
         "Requests",
-        "Commas and opening brackets in a body, outside its strings; over it 400."
-        " Default: 262144 (1048576 to embed or score) plus twice the context length.",
+        "Maximum commas and opening brackets in a body, outside its strings; above it, nibble"
+        " answers 400. Default: 262144 (1048576 to embed or score) plus twice the context"
+        " length.",
         "NIBBLE_MAX_JSON_ITEMS",
         expected="a whole number from 100 to 1000000000",
         ge=100,
@@ -310,7 +314,8 @@ class Settings(BaseSettings):
     max_messages: int = _option(
         RequestLimits.max_messages,
         "Requests",
-        "Messages of a chat request, where each part and tool call counts as one; over it 400.",
+        "Maximum messages of a chat request; each part and tool call counts as one. Above it,"
+        " nibble answers 400.",
         "NIBBLE_MAX_MESSAGES",
         expected="a whole number from 1 to 1000000",
         ge=1,
@@ -319,8 +324,8 @@ class Settings(BaseSettings):
     max_sequences: int = _option(
         RequestLimits.max_sequences,
         "Requests",
-        "Prompts of a request times `n` (or `best_of`); twice as many inputs to embed or score;"
-        " over it 400.",
+        "Maximum sequences of a request: prompts times `n` (or `best_of`), or twice as many"
+        " inputs to embed or score. Above it, nibble answers 400.",
         "NIBBLE_MAX_SEQUENCES",
         expected="a whole number from 1 to 1000000",
         ge=1,
@@ -329,8 +334,8 @@ class Settings(BaseSettings):
     max_text_chars: int | None = _option(
         None,
         "Requests",
-        "Characters of all text in a body; over it 400. Default: 4194304, or 8 per token of"
-        " context, whichever is larger.",
+        "Maximum characters of all text in a body; above it, nibble answers 400. Default:"
+        " 4194304, or 8 per token of context if that is larger.",
         "NIBBLE_MAX_TEXT_CHARS",
         expected="a whole number from 1024 to 17179869184",
         ge=1024,
@@ -339,8 +344,8 @@ class Settings(BaseSettings):
     max_logprob_entries: int = _option(
         RequestLimits.max_logprob_entries,
         "Requests",
-        "Log-probs of a request: tokens times (`logprobs` + 1) times `n`; one of a chat's answer"
-        " counts 4; over it 400.",
+        "Maximum log-probs of a request: tokens times (`logprobs` + 1) times `n`; an entry of a"
+        " chat counts 4. Above it, nibble answers 400.",
         "NIBBLE_MAX_LOGPROB_ENTRIES",
         expected="a whole number from 1000 to 1000000000",
         ge=1000,
@@ -349,8 +354,8 @@ class Settings(BaseSettings):
     grammar_seconds: int = _option(
         RequestLimits.grammar_seconds,
         "Requests",
-        "Seconds of CPU time that a structured output may take to compile, in a process beside the"
-        " API's; over it 400.",
+        "Maximum seconds of CPU time to compile a structured output, in a separate process;"
+        " above it, nibble answers 400.",
         "NIBBLE_GRAMMAR_SECONDS",
         expected="a whole number of seconds from 1 to 60",
         ge=1,
@@ -359,7 +364,7 @@ class Settings(BaseSettings):
     grammar_memory_mib: int = _option(
         RequestLimits.grammar_memory_mib,
         "Requests",
-        "MiB of memory that a structured output may take to compile; over it 400.",
+        "Maximum MiB of memory to compile a structured output; above it, nibble answers 400.",
         "NIBBLE_GRAMMAR_MEMORY_MIB",
         expected="a whole number of MiB from 16 to 65536",
         ge=16,
@@ -368,7 +373,8 @@ class Settings(BaseSettings):
     grammar_bytes: int = _option(
         RequestLimits.grammar_bytes,
         "Requests",
-        "Bytes of the schemas, grammars and tools of a request; over it 400.",
+        "Maximum bytes of the schemas, grammars and tools of a request; above it, nibble"
+        " answers 400.",
         "NIBBLE_GRAMMAR_BYTES",
         expected="a whole number from 1024 to 33554432",
         ge=1024,
@@ -378,7 +384,7 @@ class Settings(BaseSettings):
     max_model_len: int | None = _option(
         None,
         "Engine",
-        "Context length in tokens; 32K means 32768.",
+        "Context length in tokens, such as 32768 or 32K. Default: the recipe's or the model's.",
         "MAX_MODEL_LEN",
         flag="--max-model-len",
         vllm="--max-model-len",
@@ -389,7 +395,7 @@ class Settings(BaseSettings):
     max_num_seqs: int | None = _option(
         None,
         "Engine",
-        "Sequences decoded at the same time.",
+        "Sequences decoded at the same time. Default: the recipe's or the target's.",
         "MAX_NUM_SEQS",
         flag="--max-num-seqs",
         vllm="--max-num-seqs",
@@ -400,7 +406,7 @@ class Settings(BaseSettings):
     tensor_parallel_size: int | None = _option(
         None,
         "Engine",
-        "GPUs one model is split over.",
+        "GPUs that each layer of one model is split over. Default: the recipe's, else 1.",
         "TENSOR_PARALLEL_SIZE",
         flag="--tensor-parallel-size",
         vllm="--tensor-parallel-size",
@@ -411,7 +417,7 @@ class Settings(BaseSettings):
     pipeline_parallel_size: int | None = _option(
         None,
         "Engine",
-        "Stages the layers of one model are split into.",
+        "Stages that the layers of one model are split into. Default: 1.",
         "NIBBLE_PIPELINE_PARALLEL_SIZE",
         flag="--pipeline-parallel-size",
         vllm="--pipeline-parallel-size",
@@ -422,7 +428,7 @@ class Settings(BaseSettings):
     gpu_memory_util: float | None = _option(
         None,
         "Engine",
-        "Cap on the fraction of GPU memory vLLM may take.",
+        "Upper limit of the fraction of GPU memory that vLLM takes.",
         "GPU_MEMORY_UTIL",
         flag="--gpu-memory-utilization",
         vllm="--gpu-memory-utilization",
@@ -433,7 +439,7 @@ class Settings(BaseSettings):
     kv_cache_bytes: int | None = _option(
         None,
         "Engine",
-        "Bytes of KV cache; overrides what vLLM would measure.",
+        "Bytes of KV cache; replaces what vLLM would measure.",
         "NIBBLE_KV_CACHE_BYTES",
         flag="--kv-cache-bytes",
         vllm="--kv-cache-memory-bytes",
@@ -443,8 +449,8 @@ class Settings(BaseSettings):
     memory_reserve_gib: float | None = _option(
         None,
         "Engine",
-        "GiB of memory that plan and watchdog leave to the rest of the machine; 0 switches the"
-        " watchdog off.",
+        "GiB of memory that plan and watchdog leave to the rest of the machine; 0 disables the"
+        " watchdog. Default: the target's.",
         "NIBBLE_MEMORY_RESERVE_GIB",
         flag="--memory-reserve-gib",
         expected="a number of GiB from 0 to 4096",
@@ -454,7 +460,8 @@ class Settings(BaseSettings):
     tq: str | None = _option(
         None,
         "Engine",
-        "TurboQuant KV cache: more context, lower quality; alone it means turboquant_k8v4.",
+        "TurboQuant KV cache with more context and lower quality: `1` or a preset. Default:"
+        " off; `1` means turboquant_k8v4.",
         "NIBBLE_TQ",
         flag="--tq",
         bare=TURBOQUANT_DEFAULT,
@@ -463,8 +470,8 @@ class Settings(BaseSettings):
     gemma4_attention: Literal["triton", "per-layer", "flashinfer"] = _option(
         "triton",
         "Engine",
-        "Attention of Gemma 4 on gb10 and sm120: `triton` (vLLM's own), `per-layer` (FlashAttention"
-        " 2 for sliding layers) or `flashinfer`; unmeasured.",
+        "Attention of Gemma 4 on gb10 and sm120: `triton` (vLLM's choice), `per-layer`"
+        " (FlashAttention 2 for sliding layers) or `flashinfer`. Only `triton` is measured.",
         "NIBBLE_GEMMA4_ATTENTION",
         flag="--gemma4-attention",
         expected="triton, per-layer or flashinfer",
@@ -472,8 +479,8 @@ class Settings(BaseSettings):
     nvfp4_activations: contract.Activations = _option(
         "checkpoint",
         "Engine",
-        "Activations of NVFP4 layers: as the checkpoint was made for, or `bf16`: a W4A4 checkpoint"
-        " served weight-only.",
+        "Activations of NVFP4 layers: `checkpoint` (what the checkpoint declares) or `bf16`"
+        " (weights alone in NVFP4).",
         "NIBBLE_NVFP4_ACTIVATIONS",
         flag="--nvfp4-activations",
         expected="checkpoint or bf16",
@@ -481,7 +488,7 @@ class Settings(BaseSettings):
     quantize_lm_head: contract.HeadFormat = _option(
         "off",
         "Engine",
-        "`nvfp4` quantizes an unquantized output head when it is loaded.",
+        "Quantization of a BF16 output head during the load: `off` or `nvfp4`.",
         "NIBBLE_QUANTIZE_LM_HEAD",
         flag="--quantize-lm-head",
         expected="off or nvfp4",
@@ -489,9 +496,9 @@ class Settings(BaseSettings):
     linear_kernel: Literal["auto", contract.Kernel] = _option(
         "auto",
         "Engine",
-        "Which kernel multiplies NVFP4 weights with BF16 activations on a GPU: vLLM's choice"
-        " (`vllm`), `nibble`'s, made for few tokens at a time, or the faster one as measured for"
-        " this target and MAX_NUM_SEQS (docs/kernels/nvfp4_linear.md).",
+        "Kernel for NVFP4 weights with BF16 activations on a GPU: `vllm` (vLLM's choice),"
+        " `nibble` (for few tokens) or `auto`. `auto` takes the one measured faster for this"
+        " target and MAX_NUM_SEQS (docs/kernels/nvfp4_linear.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
@@ -499,7 +506,8 @@ class Settings(BaseSettings):
     moe_kernel: contract.Kernel = _option(
         "vllm",
         "Engine",
-        "Which kernel multiplies a model's NVFP4 experts so: vLLM's choice, or `nibble`'s.",
+        "Kernel for NVFP4 experts with BF16 activations on a GPU: `vllm` (vLLM's choice) or"
+        " `nibble`.",
         "NIBBLE_MOE_KERNEL",
         flag="--moe-kernel",
         expected="vllm or nibble",
@@ -507,8 +515,8 @@ class Settings(BaseSettings):
     act_scale_mode: contract.ScaleMode = _option(
         "token",
         "Engine",
-        "What the scale of CloverLM's NVFP4 activations is made for: each `token`, the batch"
-        " (`batch`, as its authors have it) or the batch's power of two (`batch-pow2`).",
+        "Group that shares one activation scale in CloverLM: each `token`, the whole `batch`"
+        " (its authors' choice), or `batch-pow2` (the batch's scale as a power of two).",
         "NIBBLE_ACT_SCALE_MODE",
         flag="--act-scale-mode",
         expected="token, batch-pow2 or batch",
@@ -516,7 +524,8 @@ class Settings(BaseSettings):
     kernel_assertion: Literal["strict", "warn"] = _option(
         "strict",
         "Engine",
-        "What a start does whose kernels are not those planned: end (`strict`, exit 8) or `warn`.",
+        "Action if the kernels that run differ from the plan: `strict` ends the start (exit 8),"
+        " `warn` continues.",
         "NIBBLE_KERNEL_ASSERTION",
         flag="--kernel-assertion",
         expected="strict or warn",
@@ -524,8 +533,8 @@ class Settings(BaseSettings):
     canary: Literal["strict", "warn", "off"] = _option(
         "strict",
         "Engine",
-        "What a start does whose layers or answers are wrong: end (`strict`, exit 8) or `warn`;"
-        " `off` asks nothing.",
+        "Action if layers or answers are wrong: `strict` ends the start (exit 8), `warn`"
+        " continues; `off` skips the check.",
         "NIBBLE_CANARY",
         flag="--canary",
         expected="strict, warn or off",
@@ -533,9 +542,8 @@ class Settings(BaseSettings):
     reference: Literal["auto", "always", "off"] = _option(
         "auto",
         "Engine",
-        "Answers computed from the checkpoint for the canary: made at the first start where that"
-        " takes under 60 s (`auto`), or however long it takes (`always`); `off` neither makes nor"
-        " uses them.",
+        "Canary answers computed from the checkpoint: `auto` computes them at the first start"
+        " if that takes under 60 s, `always` at any cost, `off` uses none.",
         "NIBBLE_REFERENCE",
         flag="--reference",
         expected="auto, always or off",
@@ -543,7 +551,7 @@ class Settings(BaseSettings):
     debug: bool = _option(
         False,
         "Engine",
-        "Eager mode, no CUDA graphs, verbose logs.",
+        "Debug mode with eager execution, no CUDA graphs and verbose logs: 1 or 0.",
         "NIBBLE_DEBUG",
         flag="--debug",
         expected="1 or 0",
@@ -551,21 +559,24 @@ class Settings(BaseSettings):
     cute_wo_split: int = _option(
         1,
         "Engine",
-        "K-split of the CuTe output projection; only 1 exists until that kernel does.",
+        "K-split of the CuTe output projection; 1 is the only supported value.",
         "CUTE_WO_SPLIT",
         expected="1, 2, 4 or 8",
         ge=1,
         le=8,
     )
     vllm_extra_args: str = _option(
-        "", "Engine", "More flags for `vllm serve`, split as a shell splits.", "VLLM_EXTRA_ARGS"
+        "",
+        "Engine",
+        "Additional flags for `vllm serve`, split as a shell splits them.",
+        "VLLM_EXTRA_ARGS",
     )
 
     cluster: Literal["auto", "ray", "mp"] = _option(
         "auto",
         "Cluster",
-        "How ranks on several machines find each other: `ray`, vLLM's own (`mp`), or by what else"
-        " is set.",
+        "Connection of ranks on several machines: `ray`, `mp` (vLLM without Ray) or `auto`"
+        " (derived from the other options).",
         "NIBBLE_CLUSTER",
         flag="--cluster",
         expected="auto, ray or mp",
@@ -584,7 +595,7 @@ class Settings(BaseSettings):
     node_rank: int | None = _option(
         None,
         "Cluster",
-        "This machine's number among them; 0 has the API and the address HEAD_IP.",
+        "Number of this machine among them; number 0 has the API and the address HEAD_IP.",
         "NIBBLE_NODE_RANK",
         flag="--node-rank",
         vllm="--node-rank",
@@ -603,7 +614,7 @@ class Settings(BaseSettings):
     worker_ip: str | None = _option(
         None,
         "Cluster",
-        "Address this node is reached at (wins over HEAD_IP for itself).",
+        "Address at which other nodes reach this node; on this node it wins over HEAD_IP.",
         "WORKER_IP",
         expected="an IP address or host name",
         min_length=1,
@@ -611,7 +622,7 @@ class Settings(BaseSettings):
     num_gpus: int | None = _option(
         None,
         "Cluster",
-        "GPUs this node offers to Ray; also the GPU count `plan` assumes.",
+        "GPUs that this node offers to Ray; `plan` assumes the same number.",
         "NUM_GPUS",
         flag="--num-gpus",
         expected="a whole number from 0 to 1024",
@@ -621,7 +632,7 @@ class Settings(BaseSettings):
     ray_auth_token: SecretStr | None = _option(
         None,
         "Cluster",
-        "Cluster token, the same on every node, with Ray and without.",
+        "Cluster token, the same on every node, with and without Ray.",
         ("RAY_AUTH_TOKEN", "NIBBLE_CLUSTER_TOKEN"),
         secret=True,
         expected="a token",
@@ -629,7 +640,7 @@ class Settings(BaseSettings):
     cluster_wait_seconds: int = _option(
         300,
         "Cluster",
-        "How long `serve` waits for the other nodes.",
+        "Seconds that `serve` waits for the other nodes.",
         "NIBBLE_CLUSTER_WAIT_SECONDS",
         flag="--cluster-wait-seconds",
         expected="a whole number of seconds from 0 to 86400",
@@ -639,8 +650,8 @@ class Settings(BaseSettings):
     cluster_model: Literal["own", "head"] = _option(
         "own",
         "Cluster",
-        "Where other nodes have the model from: each its `own` cache or the Hub, or the `head`'s"
-        " files, verified.",
+        "Source of the model on other nodes: `own` (their cache or the Hub) or `head` (the"
+        " head's files, verified).",
         "NIBBLE_CLUSTER_MODEL",
         flag="--cluster-model",
         expected="own or head",
@@ -648,8 +659,7 @@ class Settings(BaseSettings):
     cluster_interface: str | None = _option(
         None,
         "Cluster",
-        "Network interface of the cluster's traffic; by default the one that has this node's"
-        " address.",
+        "Network interface of the cluster's traffic. Default: the one with this node's address.",
         "NIBBLE_CLUSTER_INTERFACE",
         flag="--cluster-interface",
         expected="the name of an interface, such as enp1s0f0np0",
@@ -659,8 +669,8 @@ class Settings(BaseSettings):
     cluster_min_gb_per_s: float | None = _option(
         None,
         "Cluster",
-        "Pass mark of the all-reduce between nodes, in 10^9 bytes/s of bus bandwidth (default 1"
-        " with GPUs, 0.01 without).",
+        "Lowest accepted bus bandwidth of the all-reduce between nodes, in 10^9 bytes/s."
+        " Default: 1 with GPUs, 0.01 without.",
         "NIBBLE_CLUSTER_MIN_GB_PER_S",
         flag="--cluster-min-gb-per-s",
         expected="a number from 0 up",
@@ -679,8 +689,8 @@ class Settings(BaseSettings):
     download_stall_seconds: int = _option(
         60,
         "Files",
-        "Seconds without a byte after which a download is tried again; after three such tries it"
-        " ends.",
+        "Seconds without a byte after which nibble retries a download; after three such"
+        " attempts it stops.",
         "NIBBLE_DOWNLOAD_STALL_SECONDS",
         flag="--download-stall-seconds",
         expected="a whole number of seconds from 1 to 3600",
@@ -690,14 +700,14 @@ class Settings(BaseSettings):
     cache_dir: Path | None = _option(
         None,
         "Files",
-        "Where nibble keeps its own state (/var/cache/nibble in the image).",
+        "Folder of nibble's state; the image sets /var/cache/nibble.",
         "NIBBLE_CACHE_DIR",
         expected="a folder",
     )
     config: Path | None = _option(
         None,
         "Files",
-        "User TOML file with any of these options, [args] and [env].",
+        "TOML file with any of these options, [args] and [env].",
         "NIBBLE_CONFIG",
         flag="--config",
         expected="a TOML file",
@@ -751,7 +761,7 @@ class Settings(BaseSettings):
 def token_count(value: Any) -> int | None:
     """A number of tokens written as 32768 or 32K; None for anything else.
 
-    The same suffixes as vLLM's own flag: k = 1000, K = 1024 (vllm 0.32 argparse_utils.py:29).
+    The suffixes are those of vLLM's flag: k = 1000, K = 1024 (vllm 0.32 argparse_utils.py:29).
     """
     match = re.fullmatch(r"(\d+)([kKmM]?)", str(value).strip())
     if match is None:
@@ -779,7 +789,7 @@ def default_of(name: str) -> Any:
 
 
 def closest(name: str, known: list[str]) -> str:
-    """An action sentence that names the nearest known spelling, or where the list is."""
+    """An action that names the nearest known spelling, or where the list is."""
     import difflib
 
     match = difflib.get_close_matches(name, known, 1, 0.6)

@@ -1,15 +1,13 @@
-"""Where the value of each option comes from: command line, environment, the user's TOML file,
-nibble's default.
+"""Resolves nibble's options from command line, environment, the user's TOML file and defaults.
 
 Precedence: command line > VLLM_EXTRA_ARGS > other environment > user TOML > known risk (rules/) >
-recipe > target > nibble's default > vLLM's default. This module resolves nibble's own options and
-keeps the origin of every value.
+recipe > target > nibble's default > vLLM's default. This module keeps the origin of every value.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +20,14 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.settings.options import Settings, closest, options
 from nibble.settings.secrets import read_secret
 
+LayerName = Literal["command line", "environment", "file", "default"]
+
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: the layer, and the exact name the user wrote (`PORT`, `--port`,
-    `nibble.toml`).
-    """
+    """A value's layer, and the exact name that the user wrote (`PORT`, `--port`, `nibble.toml`)."""
 
-    layer: Literal["command line", "environment", "file", "default"]
+    layer: LayerName
     name: str
 
     def __str__(self) -> str:
@@ -38,12 +36,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, the origin of every field, and the [args] / [env] tables of the user's TOML
-    file.
+    """Settings, the origin of every field, and [args] and [env] of the user's TOML file.
+
+    `given` has every value of a field as it was written, the winning one last.
     """
 
     settings: Settings
     origins: Mapping[str, Origin]
+    given: Mapping[str, tuple[tuple[Origin, Any], ...]]
     file_args: Mapping[str, Any]
     file_env: Mapping[str, str]
     notices: tuple[str, ...]
@@ -53,7 +53,7 @@ DEFAULT = Origin("default", "nibble's default")
 
 
 class _Layer(PydanticBaseSettingsSource):
-    """One layer of already collected values, as a source of pydantic-settings."""
+    """One layer of collected values, as a source of pydantic-settings."""
 
     def __init__(self, cls: type[BaseSettings], values: Mapping[str, Any]) -> None:
         super().__init__(cls)
@@ -71,18 +71,25 @@ def load_settings(
 ) -> Loaded:
     """Resolve all layers.
 
-    `cli` maps field names to values given on the command line (absent when not given). `environ`
-    has already been through `environment.accept`. Raises NibbleError(USAGE) for a value that does
-    not fit, with the name the user wrote; CONFIG for contradictions (two names or X and X_FILE with
-    different values).
+    `cli` maps field names to values of the command line. `environ` has passed `environment.accept`.
+    Raises USAGE for an invalid value, with the name that the user wrote; CONFIG for two names, or X
+    and X_FILE, with different values.
     """
     from_env, env_names = _environment_layer(environ)
     path = cli.get("config") or from_env.get("config")
     from_file, file_args, file_env = _file_layer(Path(path)) if path else ({}, {}, {})
-    origins = dict.fromkeys(Settings.model_fields, DEFAULT)
-    origins |= {name: Origin("file", str(path)) for name in from_file}
-    origins |= {name: Origin("environment", env_names[name]) for name in from_env}
-    origins |= {name: Origin("command line", _cli_name(name)) for name in cli}
+    given: dict[str, tuple[tuple[Origin, Any], ...]] = {}
+    layers: tuple[tuple[LayerName, Mapping[str, Any], Callable[[str], str]], ...] = (
+        ("file", from_file, lambda _: str(path)),
+        ("environment", from_env, env_names.__getitem__),
+        ("command line", cli, _cli_name),
+    )
+    for layer, values, name_of in layers:
+        for field, value in values.items():
+            given[field] = (*given.get(field, ()), (Origin(layer, name_of(field)), value))
+    origins = {
+        name: given[name][-1][0] if name in given else DEFAULT for name in Settings.model_fields
+    }
     _reject_two_models(cli, from_env)
 
     class Bound(Settings):
@@ -94,12 +101,12 @@ def load_settings(
         settings = Bound()
     except ValidationError as error:
         raise _usage_error(error, origins) from None
-    return Loaded(settings, origins, file_args, file_env, notices)
+    return Loaded(settings, origins, given, file_args, file_env, notices)
 
 
 def check_option(field: str, value: Any, written: str) -> None:
-    """Hold a value that came as a flag of vLLM to the limits of our option for it. `written`
-    names it in the error.
+    """Check a vLLM flag's value against the limits of nibble's option; `written` names it in the
+    error.
     """
     try:
         Settings.__pydantic_validator__.validate_assignment(
@@ -114,9 +121,7 @@ def _cli_name(field: str) -> str:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Field -> value and field -> the name used. An empty variable counts as unset, as in
-    compose files.
-    """
+    """Field -> value, and field -> the name used. An empty variable counts as unset."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for field, option in options().items():
@@ -131,9 +136,9 @@ def _environment_layer(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict
             )
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{shown} differ",
-                "one of them, or the same value",
-                "unset one of them",
+                what=f"{shown} differ",
+                expected="one of them, or the same value",
+                action="unset one of them",
             )
         if found:
             names[field], values[field] = next(iter(found.items()))
@@ -149,37 +154,43 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise NibbleError(
-            ExitCode.CONFIG, f"{path} is not valid TOML: {error}", "", "mend that line"
+            ExitCode.CONFIG, what=f"{path} is not valid TOML: {error}", action="correct that line"
         ) from None
     except PermissionError:
         table = None
     if table is None:
         raise NibbleError(
             ExitCode.CONFIG,
-            f"the settings file {path} cannot be read",
-            "a TOML file",
-            "check NIBBLE_CONFIG",
+            what=f"the settings file {path} cannot be read",
+            expected="a TOML file",
+            action="check NIBBLE_CONFIG",
         )
     args, env = table.pop("args", {}), table.pop("env", {})
     for key, value in (("args", args), ("env", env)):
         if not isinstance(value, dict):
             what = f"{key} in {path} is {value!r}"
             raise NibbleError(
-                ExitCode.CONFIG, what, f"a table [{key}] of names and values", "mend that line"
+                ExitCode.CONFIG,
+                what=what,
+                expected=f"a table [{key}] of names and values",
+                action="correct that line",
             )
     for key in table:
         if key not in Settings.model_fields:
             hint = closest(key, [*Settings.model_fields, "args", "env"])
             raise NibbleError(
-                ExitCode.CONFIG, f"{path} has the unknown key {key!r}", "an option of nibble", hint
+                ExitCode.CONFIG,
+                what=f"{path} has the unknown key {key!r}",
+                expected="an option of nibble",
+                action=hint,
             )
         if options()[key].secret:
-            action = f"put it into a file and name that file in {options()[key].env[0]}_FILE"
+            action = f"write it to a file and set {options()[key].env[0]}_FILE to that file"
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{path} holds the secret {key!r}",
-                "no secret in a settings file",
-                action,
+                what=f"{path} holds the secret {key!r}",
+                expected="a settings file without secrets",
+                action=action,
             )
     return table, dict(args), {name: str(value) for name, value in env.items()}
 
@@ -187,12 +198,12 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
 def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> None:
     given, variable = cli.get("model"), from_env.get("model")
     if given and variable and given != variable:
-        what = (
-            f"the model is given twice: {given!r} as an argument and {variable!r} in the"
-            " environment"
-        )
+        what = f"the command line has the model {given!r} and the environment has {variable!r}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "one model", "unset MODEL and HF_MODEL or drop the argument"
+            ExitCode.CONFIG,
+            what=what,
+            expected="one model",
+            action="unset MODEL and HF_MODEL or drop the argument",
         )
 
 
@@ -203,5 +214,8 @@ def _usage_error(error: ValidationError, origins: Mapping[str, Origin]) -> Nibbl
     written = f"{field} in {origin.name}" if origin.layer == "file" else origin.name
     shown = "not usable" if option.secret else repr(str(first["input"]))
     return NibbleError(
-        ExitCode.USAGE, f"{written} is {shown}", option.expected, f"correct or unset {written}"
+        ExitCode.USAGE,
+        what=f"{written} is {shown}",
+        expected=option.expected,
+        action=f"correct or unset {written}",
     )

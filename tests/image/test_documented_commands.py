@@ -265,7 +265,7 @@ def test_too_little_shared_memory_is_refused_before_the_load_with_the_option(
         (["--help"], 0, "ray-head"),
         (["inspect", "nibble-demo-nvfp4"], 0, "loads exactly"),
         (["status"], 10, "docker exec CONTAINER nibble status"),
-        (["ray-head", "extra"], 2, "takes no model, and 'extra' is given"),
+        (["ray-head", "extra"], 2, "takes no model, but the command line has 'extra'"),
         (["sttaus"], 127, "neither a verb of nibble nor a program; expected serve, stop,"),
     ],
 )

@@ -19,7 +19,7 @@ from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.lint import lint, lint_rules
-from nibble.recipes.rules import Rule, Situation, holds, in_effect, load_rules, parse_rules
+from nibble.recipes.rules import Rule, RuleContext, holds, in_effect, load_rules, parse_rules
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -126,9 +126,9 @@ def test_no_plan_chooses_b12x_by_itself(model) -> None:
 @pytest.mark.parametrize("flag", ["--moe-backend", "--linear-backend"])
 def test_the_direct_b12x_kernels_are_taken_with_a_notice(model, flag) -> None:
     found = plan(model(MODELOPT_NVFP4, **MOE), "--target", "gb10", flag, "b12x")
-    assert found.args[flag].value == "b12x" and f"{flag} b12x: vLLM never picks" in notices(found)
-    assert "vLLM never picks" not in notices(plan(model(None), "--target", "gb10", flag, "b12x"))
-    assert "vLLM never picks" not in notices(
+    assert found.args[flag].value == "b12x" and f"{flag} b12x: vLLM never chooses" in notices(found)
+    assert "vLLM never chooses" not in notices(plan(model(None), "--target", "gb10", flag, "b12x"))
+    assert "vLLM never chooses" not in notices(
         plan(model(MODELOPT_NVFP4), "--target", "b200", flag, "b12x")
     )
 
@@ -508,6 +508,8 @@ def test_the_plan_as_json_names_its_rules(model) -> None:
 
 def test_an_unknown_checkpoint_is_judged_by_its_name() -> None:
     when = next(rule.when for rule in load_rules(root()) if rule.id == "nemotron-trtllm-moe")
-    assert holds(when, Situation("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"))
-    assert not holds(when, Situation("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
-    assert not holds(when, Situation("b200", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4"))
+    assert holds(when, RuleContext("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"))
+    assert not holds(when, RuleContext("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
+    assert not holds(
+        when, RuleContext("b200", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4")
+    )

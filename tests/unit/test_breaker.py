@@ -25,7 +25,7 @@ from nibble.serve.crash_loop import (
     this_process,
 )
 
-DIED = NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself", "", "see the log above")
+DIED = NibbleError(ExitCode.ENGINE_DIED, what="vLLM ended by itself", action="see the log above")
 NOW = 1_000_000.0
 
 
@@ -91,17 +91,17 @@ def test_what_the_user_asked_for_and_what_is_refused_before_the_load_do_not_coun
     breaker: Breaker,
 ) -> None:
     fail(breaker, 3, None)
-    fail(breaker, 3, NibbleError(ExitCode.CONFIG, "PORT is in use"))
+    fail(breaker, 3, NibbleError(ExitCode.CONFIG, what="PORT is in use"))
     assert breaker.verdict().failures == 0 and not breaker.path.exists()
 
 
 def test_memory_that_ran_out_while_serving_counts(breaker: Breaker) -> None:
-    fail(breaker, 1, NibbleError(ExitCode.NO_FIT, "stopped the engine"))
+    fail(breaker, 1, NibbleError(ExitCode.NO_FIT, what="stopped the engine"))
     assert breaker.verdict().failures == 1
 
 
 def test_a_load_that_vllm_ended_for_want_of_weights_counts(breaker: Breaker) -> None:
-    fail(breaker, 1, NibbleError(ExitCode.MODEL, "vLLM ended the load"))
+    fail(breaker, 1, NibbleError(ExitCode.MODEL, what="vLLM ended the load"))
     assert breaker.verdict().failures == 1
 
 

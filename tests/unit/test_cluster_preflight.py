@@ -292,7 +292,7 @@ def test_a_check_that_hangs_ends_when_it_is_told_to() -> None:
 
 def test_what_is_wrong_here_is_no_fault_of_a_node() -> None:
     def reduce(address: str) -> dict[str, Any]:
-        raise NibbleError(ExitCode.CONFIG, "the certificates of RAY_TLS_* cannot be used")
+        raise NibbleError(ExitCode.CONFIG, what="the certificates of RAY_TLS_* cannot be used")
 
     with pytest.raises(NibbleError, match="certificates") as caught:
         check(Nodes(reduce=reduce), "a", "b")

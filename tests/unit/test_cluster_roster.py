@@ -165,7 +165,7 @@ def test_no_beat_arrives_after_the_goodbye(served: Roster) -> None:
 
 def test_a_beat_whose_facts_cannot_be_read_is_one_that_failed(served: Roster) -> None:
     def unreadable() -> dict[str, Any]:
-        raise NibbleError(ExitCode.NO_HARDWARE, "the driver does not answer")
+        raise NibbleError(ExitCode.NO_HARDWARE, what="the driver does not answer")
 
     one = member()
     one.facts = unreadable

@@ -414,7 +414,7 @@ def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_
             "ago_s": 1.0,
         }
         roster.beat(message(1, ended=[end]))
-        raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself in phase load")
+        raise NibbleError(ExitCode.ENGINE_DIED, what="vLLM ended by itself in phase load")
 
     environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
     with pytest.raises(
@@ -578,7 +578,7 @@ def test_the_control_port_answers_without_a_break_over_two_runs_and_between_them
         time.sleep(0.2)
         control.close()
         if start == 0:
-            raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself")
+            raise NibbleError(ExitCode.ENGINE_DIED, what="vLLM ended by itself")
         over.set()
         asking.join()
         return 0
@@ -599,7 +599,7 @@ def test_a_stop_signal_while_it_is_looked_for_a_lost_node_is_exit_0(
     monkeypatch.setattr(Cluster, "prepare", lambda self, lost: not self.stop.is_set())
 
     def run(start: int) -> int:
-        raise NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself")
+        raise NibbleError(ExitCode.ENGINE_DIED, what="vLLM ended by itself")
 
     assert outcome(run, tmp_path) == 0
 
@@ -620,7 +620,7 @@ def test_what_no_lost_node_explains_is_the_error_it_was(
     monkeypatch.setattr(Cluster, "who_was_lost", lambda self: None)
 
     def run(start: int) -> int:
-        raise NibbleError(ExitCode.ENGINE_DIED, "out of memory")
+        raise NibbleError(ExitCode.ENGINE_DIED, what="out of memory")
 
     with pytest.raises(NibbleError, match="out of memory"):
         outcome(run, tmp_path)

@@ -12,7 +12,10 @@ from nibble.errors import ExitCode, NibbleError
 )
 def test_a_password_in_an_address_is_not_printed(place: str) -> None:
     error = NibbleError(
-        ExitCode.MODEL, f"{place} does not\nanswer", "an answer", f"look at {place}"
+        ExitCode.MODEL,
+        what=f"{place} does not\nanswer",
+        expected="an answer",
+        action=f"look at {place}",
     )
     assert "hush" not in error.line() and "hush" not in str(error)
     assert "://…@" in error.line() and "\n" not in error.line()
@@ -20,4 +23,4 @@ def test_a_password_in_an_address_is_not_printed(place: str) -> None:
 
 def test_addresses_without_one_stay_as_they_are() -> None:
     line = "http://hub:8080/a@b does not answer, ask me@home: now"
-    assert NibbleError(ExitCode.MODEL, line).line() == line
+    assert NibbleError(ExitCode.MODEL, what=line).line() == line

@@ -17,8 +17,8 @@ from nibble.settings.node_words import check_node_words
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["extra"], "takes no model, and 'extra' is given"),
-        (["extra", "--num-gpus", "1"], "takes no model, and 'extra' is given"),
+        (["extra"], "takes no model, but the command line has 'extra'"),
+        (["extra", "--num-gpus", "1"], "takes no model, but the command line has 'extra'"),
         (["--max-model-len", "4096"], "does not take --max-model-len"),
         (["--enforce-eager"], "does not take --enforce-eager"),
         (["--port", "9000"], "does not take --port"),

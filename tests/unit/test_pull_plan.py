@@ -49,7 +49,7 @@ def test_a_dry_run_resolves_the_revision_adds_up_the_sizes_and_fetches_nothing(
     assert (plan.files, plan.total_bytes, plan.fetch_bytes) == (2, SIZE + 2, SIZE + 2)
     assert plan.fits and plan.free_bytes > 0
     assert not hub.ranges and not list(Path(environ["HF_HOME"]).rglob("*.safetensors"))
-    assert f"NIBBLE_REVISION={plan.revision} pins it" in "\n".join(plan.lines())
+    assert f"pin it with NIBBLE_REVISION={plan.revision}" in "\n".join(plan.lines())
 
 
 def test_what_is_here_already_is_not_counted_again(hub: Hub, environ) -> None:
@@ -64,7 +64,11 @@ def test_what_is_here_already_is_not_counted_again(hub: Hub, environ) -> None:
     plan = plan_pull("acme/demo", sha, environ)
     assert (plan.fetch_bytes, plan.is_pinned) == (0, True)
     offline = plan_pull("acme/demo", None, environ | {"HF_HUB_OFFLINE": "1"})
-    assert (offline.fetch_bytes, offline.revision, offline.access) == (0, sha, "offline: not asked")
+    assert (offline.fetch_bytes, offline.revision, offline.access) == (
+        0,
+        sha,
+        "offline: not checked",
+    )
 
 
 @pytest.mark.parametrize("token", [None, OTHER_TOKEN])

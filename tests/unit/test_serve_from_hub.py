@@ -167,7 +167,7 @@ def test_a_held_start_looks_at_the_checkpoint_again_when_it_is_released(
     breaker = Breaker(record_of(started[0][0], environ), "mine", print)
     for _ in range(3):
         breaker.begin()
-        breaker.end(NibbleError(ExitCode.ENGINE_DIED, "vLLM ended by itself"))
+        breaker.end(NibbleError(ExitCode.ENGINE_DIED, what="vLLM ended by itself"))
 
     def hold(*_: object) -> bool:
         weights = model / "model.safetensors"

@@ -27,7 +27,7 @@ def test_every_default_of_a_target_has_a_reason_and_evidence_and_exists_in_vllm(
         assert default.reason and default.evidence.split(":")[0] in (
             "measured",
             "reported",
-            "reasoned",
+            "estimated",
         )
     for variable, default in target.env.items():
         assert schema.env_exists(variable) or variable.startswith(ECOSYSTEM_PREFIXES)

@@ -85,7 +85,9 @@ def read_wishes(
     Raises USAGE.
     """
     if activations not in (None, "bf16", "fp4"):
-        raise NibbleError(ExitCode.USAGE, f"--activations {activations}", "bf16 or fp4")
+        raise NibbleError(
+            ExitCode.USAGE, what=f"--activations {activations}", expected="bf16 or fp4"
+        )
     texts: tuple[str, ...] = ()
     if calibrate is not None:
         try:
@@ -95,10 +97,12 @@ def read_wishes(
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             what = f"--calibrate {calibrate} cannot be read ({why})"
-            raise NibbleError(ExitCode.USAGE, what, "a file with one text a line") from None
+            raise NibbleError(
+                ExitCode.USAGE, what=what, expected="a file with one text a line"
+            ) from None
         if not texts:
             raise NibbleError(
-                ExitCode.USAGE, f"--calibrate {calibrate} is empty", "one text a line"
+                ExitCode.USAGE, what=f"--calibrate {calibrate} is empty", expected="one text a line"
             )
     return Wishes(activations, four_over_six, tuple(exclude), texts)
 
@@ -113,7 +117,10 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
     _check_words(to, wishes)
     if dest.exists():
         raise NibbleError(
-            ExitCode.USAGE, f"{dest} is there already", "a new folder", "remove it or name another"
+            ExitCode.USAGE,
+            what=f"{dest} is there already",
+            expected="a new folder",
+            action="remove it or name another",
         )
     _need_kernels()
     found = _read(source)
@@ -137,30 +144,35 @@ def _read(source: str) -> Checkpoint:
     snapshot = cached_snapshot(source, None, access(os.environ).cache)
     if snapshot is None:
         what, action = f"{source} is not on this disk", f"try `nibble pull {source}`"
-        raise NibbleError(ExitCode.MODEL, what, "a folder or a pulled model", action)
+        raise NibbleError(
+            ExitCode.MODEL, what=what, expected="a folder or a pulled model", action=action
+        )
     return read_checkpoint(source, path=snapshot)
 
 
 def _check_words(to: str, wishes: Wishes) -> None:
     if to not in TARGETS:
-        raise NibbleError(ExitCode.USAGE, f"--to {to}", f"one of {', '.join(TARGETS)}")
+        raise NibbleError(
+            ExitCode.USAGE, what=f"--to {to}", expected=f"one of {', '.join(TARGETS)}"
+        )
     if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
         what = "--four-over-six, --exclude and --calibrate are for --to nvfp4"
         raise NibbleError(
-            ExitCode.USAGE, what, "", "leave them out: a layout is converted as it is"
+            ExitCode.USAGE, what=what, action="leave them out: a layout is converted as it is"
         )
     if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
         what = "--activations fp4 and --calibrate go together"
         raise NibbleError(
-            ExitCode.USAGE, what, "a file with one text a line for the activation scales"
+            ExitCode.USAGE,
+            what=what,
+            expected="a file with one text a line for the activation scales",
         )
     if to != "nvfp4" and wishes.activations == "fp4":
         what = "--activations fp4 is for --to nvfp4"
         raise NibbleError(
             ExitCode.USAGE,
-            what,
-            "",
-            "a layout keeps the activation scales it has; --activations bf16 drops them",
+            what=what,
+            action="a layout keeps the activation scales it has; --activations bf16 drops them",
         )
 
 
@@ -169,9 +181,8 @@ def _need_kernels() -> None:
         if importlib.util.find_spec(module) is None:
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"`nibble convert` needs {module}",
-                "",
-                "run `make setup`, and the .venv's nibble",
+                what=f"`nibble convert` needs {module}",
+                action="run `make setup`, and the .venv's nibble",
             )
 
 
@@ -184,9 +195,8 @@ def _beside(dest: Path) -> Iterator[Path]:
     except OSError as error:
         raise NibbleError(
             ExitCode.CONFIG,
-            f"cannot write to {dest.parent} ({error.strerror})",
-            "",
-            "name another folder",
+            what=f"cannot write to {dest.parent} ({error.strerror})",
+            action="name another folder",
         ) from None
     try:
         yield unfinished
@@ -195,7 +205,7 @@ def _beside(dest: Path) -> Iterator[Path]:
     except OSError as error:
         what = f"writing {dest} failed ({error.strerror or error})"
         raise NibbleError(
-            ExitCode.NO_FIT, what, "", "free space on its disk, or name another folder"
+            ExitCode.NO_FIT, what=what, action="free space on its disk, or name another folder"
         ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -225,7 +235,7 @@ def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishe
     keep = has_inputs and wishes.activations != "bf16"
     if keep and to == "quartet-packed":
         what = f"{folder} has activation scales, which quartet-packed has no place for"
-        raise NibbleError(ExitCode.CONFIG, what, "", "drop them with --activations bf16")
+        raise NibbleError(ExitCode.CONFIG, what=what, action="drop them with --activations bf16")
     check(weights, to, keep)
     no_kv(found.scheme.kv_cache, to)
     conversion = Relabel(weights, source, to, keep)
@@ -245,7 +255,10 @@ def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
     if not found.nvfp4:
         what = f"{found.id} is {found.scheme.name}"
         raise NibbleError(
-            ExitCode.CONFIG, what, "an NVFP4 checkpoint", "BF16 becomes one with --to nvfp4"
+            ExitCode.CONFIG,
+            what=what,
+            expected="an NVFP4 checkpoint",
+            action="BF16 becomes one with --to nvfp4",
         )
     for problem in found.problems:
         raise problem.error(found.where)
@@ -263,7 +276,10 @@ def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
                 "NVFP4 and unquantized weights",
             )
             raise NibbleError(
-                ExitCode.CONFIG, what, expected, "a mixed checkpoint is not converted"
+                ExitCode.CONFIG,
+                what=what,
+                expected=expected,
+                action="a mixed checkpoint is not converted",
             )
     return weights
 
@@ -273,7 +289,12 @@ def _has_input_scales(weights: Mapping[str, Nvfp4Weight]) -> bool:
     without = [weight for weight in weights.values() if weight.input_scale is None]
     if without and len(without) < len(weights):
         what = f"{without[0].module} has no activation scale and other weights have"
-        raise NibbleError(ExitCode.MODEL, what, "all or none", "drop them with --activations bf16")
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=what,
+            expected="all or none",
+            action="drop them with --activations bf16",
+        )
     return not without
 
 
@@ -300,7 +321,9 @@ def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wis
     parts = quantize.select(tensors, found.hidden_size, wishes.exclude)
     if not parts:
         raise NibbleError(
-            ExitCode.CONFIG, f"{found.id} has no linear layer to quantize", "", "see --exclude"
+            ExitCode.CONFIG,
+            what=f"{found.id} has no linear layer to quantize",
+            action="see --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
     scales = {}
@@ -324,7 +347,7 @@ def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes)
     if wishes.exclude or wishes.texts:
         what = "--exclude and --calibrate are not for CloverLM"
         action = "leave them out: a server quantizes all its weights, and activations as they come"
-        raise NibbleError(ExitCode.USAGE, what, "", action)
+        raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
     conversion = Packing(
         {name: part for name, (part,) in parts.items()},
@@ -342,7 +365,9 @@ def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes)
 def _not_bf16(found: Checkpoint, layout: Layout) -> NibbleError:
     what = f"{found.id} is {found.scheme.name}"
     action = f"NVFP4 changes its layout with --to {layout}"
-    return NibbleError(ExitCode.CONFIG, what, "BF16, F16 or F32 weights", action)
+    return NibbleError(
+        ExitCode.CONFIG, what=what, expected="BF16, F16 or F32 weights", action=action
+    )
 
 
 def _unquantized(tensors: Mapping[str, TensorInfo], parts: Iterable[str]) -> list[str]:

@@ -40,9 +40,9 @@ def watched(model: Any, see: See) -> Iterator[None]:
                 what = f"the experts {name} are not of a form that can be calibrated"
                 raise NibbleError(
                     ExitCode.CONFIG,
-                    what,
-                    "gate_up_proj [E, 2I, H] without biases",
-                    "use --activations bf16",
+                    what=what,
+                    expected="gate_up_proj [E, 2I, H] without biases",
+                    action="use --activations bf16",
                 )
             module.nibble_see = lambda leaves, x, name=name: see(
                 tuple(f"{name}.{leaf}" for leaf in leaves), x
@@ -99,7 +99,7 @@ def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError, ImportError) as error:
         what = f"transformers cannot load {model_dir} to calibrate it: {error}"
-        raise NibbleError(ExitCode.MODEL, what, "", "use --activations bf16") from None
+        raise NibbleError(ExitCode.MODEL, what=what, action="use --activations bf16") from None
     found: defaultdict[str, float] = defaultdict(float)
 
     def see(names: tuple[str, ...], x: Any) -> Any:

@@ -201,4 +201,4 @@ def no_kv(kv_cache: str | None, layout: Layout) -> None:
         layout == "quartet-packed" or (layout == "compressed-tensors" and "fp8" not in kv_cache)
     ):
         what = f"the source declares a KV cache in {kv_cache}, which {layout} cannot"
-        raise NibbleError(ExitCode.CONFIG, what, "", "choose --to modelopt")
+        raise NibbleError(ExitCode.CONFIG, what=what, action="choose --to modelopt")

@@ -130,15 +130,18 @@ def check(weights: Mapping[str, Nvfp4Weight], dest: Layout, keep_input_scales: b
         if weight.experts:
             what = f"{weight.weight.name} holds all experts of a layer in one tensor"
             raise NibbleError(
-                ExitCode.CONFIG, what, "experts one by one", "convert another export of this model"
+                ExitCode.CONFIG,
+                what=what,
+                expected="experts one by one",
+                action="convert another export of this model",
             )
         for one in (weight.global_scale, weight.input_scale if keep_input_scales else None):
             if one is not None and one.elements != 1:
                 raise NibbleError(
                     ExitCode.CONFIG,
-                    f"{one.name} has {one.elements} elements",
-                    "one scale",
-                    "choose another source",
+                    what=f"{one.name} has {one.elements} elements",
+                    expected="one scale",
+                    action="choose another source",
                 )
         if dest == "quartet-packed":
             check_tiles(weight.weight.name, weight.rows, weight.columns)
@@ -150,7 +153,7 @@ def check_tiles(name: str, rows: int, columns: int) -> None:
         what = f"{name} is [{rows}, {columns}]"
         raise NibbleError(
             ExitCode.CONFIG,
-            what,
-            "multiples of 128 for quartet-packed",
-            "choose another layout with --to",
+            what=what,
+            expected="multiples of 128 for quartet-packed",
+            action="choose another layout with --to",
         )

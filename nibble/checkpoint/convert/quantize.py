@@ -126,17 +126,17 @@ def select(
         if info.dtype not in TORCH_DTYPES:
             raise NibbleError(
                 ExitCode.CONFIG,
-                f"{info.name} is {info.dtype}",
-                "BF16, F16 or F32 weights",
-                "choose another source",
+                what=f"{info.name} is {info.dtype}",
+                expected="BF16, F16 or F32 weights",
+                action="choose another source",
             )
         if parts[0].columns % GROUP_SIZE:
             what = f"{info.name} has {parts[0].columns} input features"
             raise NibbleError(
                 ExitCode.CONFIG,
-                what,
-                "a multiple of 16",
-                f"leave it out: --exclude '{parts[0].module}'",
+                what=what,
+                expected="a multiple of 16",
+                action=f"leave it out: --exclude '{parts[0].module}'",
             )
         found[info.name] = tuple(parts)
     # A tied head has no tensor; whoever leaves heads out means it all the same.
@@ -157,7 +157,9 @@ def _check_patterns(patterns: Iterable[str], modules: Iterable[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(module, pattern) for module in known):
             expected = "a pattern of whole names, such as '*.down_proj'"
-            raise NibbleError(ExitCode.USAGE, f"--exclude {pattern!r} matches no module", expected)
+            raise NibbleError(
+                ExitCode.USAGE, what=f"--exclude {pattern!r} matches no module", expected=expected
+            )
 
 
 def _check_fused(quantized: Iterable[str], left_out: Iterable[str]) -> None:
@@ -167,9 +169,9 @@ def _check_fused(quantized: Iterable[str], left_out: Iterable[str]) -> None:
         if (layer := fused_layer(module)) in plain:
             raise NibbleError(
                 ExitCode.USAGE,
-                f"--exclude leaves out {plain[layer]} and not {module}",
-                f"all or nothing of {layer}, which vLLM builds as one layer",
-                "leave out the others too, each with an --exclude of its own",
+                what=f"--exclude leaves out {plain[layer]} and not {module}",
+                expected=f"all or nothing of {layer}, which vLLM builds as one layer",
+                action="leave out the others too, each with an --exclude of its own",
             )
 
 
@@ -197,7 +199,10 @@ def _stacked(
         what = f"{info.name} of shape {list(info.shape)} has experts of another form"
         expected = "gate_up_proj [E, 2I, H] and down_proj [E, H, I] without biases"
         raise NibbleError(
-            ExitCode.CONFIG, what, expected, "leave them out: --exclude '*.experts.*'"
+            ExitCode.CONFIG,
+            what=what,
+            expected=expected,
+            action="leave them out: --exclude '*.experts.*'",
         )
     prefix = info.name.removesuffix(f".{leaf}")
     leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
@@ -231,7 +236,7 @@ def _finite_amax(file: Path, part: Part, weight: Any) -> float:
     largest = float(weight.abs().max())
     if not math.isfinite(largest):
         what = f"{part.module}.weight in {file} holds values that are not finite"
-        raise NibbleError(ExitCode.MODEL, what, "", "download the model again")
+        raise NibbleError(ExitCode.MODEL, what=what, action="download the model again")
     return largest
 
 
@@ -272,9 +277,8 @@ def input_scales(modules: Iterable[str], amax: Mapping[str, float]) -> dict[str,
             what = f"no calibration text reached {module}"
             raise NibbleError(
                 ExitCode.CONFIG,
-                what,
-                "",
-                "give other texts, leave it out with --exclude, or --activations bf16",
+                what=what,
+                action="give other texts, leave it out with --exclude, or --activations bf16",
             )
         found[module] = largest / (E2M1_MAX * E4M3_MAX)
     return found

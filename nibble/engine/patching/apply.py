@@ -122,10 +122,11 @@ def _check_release(tree: Tree, series: Series) -> None:
     if tree.release != series.release:
         raise NibbleError(
             ExitCode.VERIFY,
-            f"{tree.root} holds vllm {tree.version}, and patches/{series.project} is for"
+            what=f"{tree.root} holds vllm {tree.version}, and patches/{series.project} is for"
             f" {series.release}",
-            f"vllm {series.release}",
-            "install that release, or see with `nibble patches status` what this one still needs",
+            expected=f"vllm {series.release}",
+            action="install that release, or see with `nibble patches status` what this one still"
+            " needs",
         )
 
 
@@ -158,10 +159,10 @@ def _current_record(tree: Tree, series: Series) -> Record:
 def _changed(tree: Tree, path: str, digest: str, series: Series) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble left"
-        " there",
-        f"sha256 {series.pristine.get(path, 'unknown')[:12]}…, found {digest[:12]}…",
-        "install vllm again (`make clean setup`), or undo the change",
+        what=f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble"
+        " left there",
+        expected=f"sha256 {series.pristine.get(path, 'unknown')[:12]}…, found {digest[:12]}…",
+        action="install vllm again (`make clean setup`), or undo the change",
     )
 
 
@@ -174,9 +175,9 @@ def _read_record(tree: Tree) -> Record:
     except (OSError, ValueError, TypeError) as error:
         raise NibbleError(
             ExitCode.VERIFY,
-            f"{path} cannot be read ({error})",
-            "the record nibble wrote",
-            "install vllm again",
+            what=f"{path} cannot be read ({error})",
+            expected="the record nibble wrote",
+            action="install vllm again",
         ) from None
 
 
@@ -190,9 +191,9 @@ def _original(tree: Tree, record: Record, path: str) -> bytes:
     except OSError as error:
         raise NibbleError(
             ExitCode.VERIFY,
-            f"cannot read {path} of {tree.root} ({error.strerror})",
-            "a whole vllm",
-            "install vllm again",
+            what=f"cannot read {path} of {tree.root} ({error.strerror})",
+            expected="a whole vllm",
+            action="install vllm again",
         ) from None
 
 
@@ -201,9 +202,10 @@ def _check_pristine(tree: Tree, series: Series, originals: Mapping[str, bytes]) 
         if _digest(content) != series.pristine[path]:
             raise NibbleError(
                 ExitCode.VERIFY,
-                f"{path} of {tree.root} is not the file that patches/{series.project} was made for",
-                f"sha256 {series.pristine[path][:12]}…, found {_digest(content)[:12]}…",
-                "install vllm again",
+                what=f"{path} of {tree.root} is not the file that patches/{series.project} was made"
+                " for",
+                expected=f"sha256 {series.pristine[path][:12]}…, found {_digest(content)[:12]}…",
+                action="install vllm again",
             )
 
 
@@ -218,9 +220,9 @@ def _patched(patches: list[Patch], originals: Mapping[str, bytes]) -> dict[str, 
                 what = f"patches/vllm/{patch.name}.patch does not apply: {error}"
                 raise NibbleError(
                     ExitCode.VERIFY,
-                    what,
-                    "a series whose patches fit one another",
-                    "make the patch again",
+                    what=what,
+                    expected="a series whose patches fit one another",
+                    action="make the patch again",
                 ) from None
     return texts
 
@@ -252,9 +254,9 @@ def _swap(
 def _cannot_write(tree: Tree, error: OSError) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        f"cannot change {tree.root} ({error.strerror or error})",
-        "a folder this user may write to",
-        "run it as the folder's owner, or patch where the image is built",
+        what=f"cannot change {tree.root} ({error.strerror or error})",
+        expected="a folder this user may write to",
+        action="run it as the folder's owner, or patch where the image is built",
     )
 
 

@@ -175,4 +175,4 @@ def _pristine(folder: Path) -> dict[str, str]:
 
 
 def _refuse(what: str, expected: str, action: str):
-    raise NibbleError(ExitCode.VERIFY, what, expected, action)
+    raise NibbleError(ExitCode.VERIFY, what=what, expected=expected, action=action)

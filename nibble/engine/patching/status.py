@@ -62,9 +62,9 @@ def installed_tree() -> Tree:
     if found is None or not found.submodule_search_locations:
         raise NibbleError(
             ExitCode.VERIFY,
-            "vLLM is not installed here",
-            "an installed vllm",
-            "run `make setup`, or name a tree with --root",
+            what="vLLM is not installed here",
+            expected="an installed vllm",
+            action="run `make setup`, or name a tree with --root",
         )
     return open_tree(Path(next(iter(found.submodule_search_locations))).parent)
 
@@ -138,9 +138,9 @@ def check(tree: Tree, lines: Sequence[Line]) -> None:
         )
         raise NibbleError(
             ExitCode.VERIFY,
-            f"{first.id} {first.word} in {tree.root}: {first.title}: {first.detail}{more}",
-            "every probe to pass",
-            (
+            what=f"{first.id} {first.word} in {tree.root}: {first.title}: {first.detail}{more}",
+            expected="every probe to pass",
+            action=(
                 "run `nibble patches apply`"
                 if first.word == "needed" and first.fix.startswith("patch ")
                 else (

@@ -48,9 +48,10 @@ def open_tree(root: Path) -> Tree:
     if not (root / "vllm" / "__init__.py").is_file():
         raise NibbleError(
             ExitCode.VERIFY,
-            f"there is no vLLM in {root}",
-            "a site-packages folder or vLLM's unpacked source, with vllm/__init__.py in it",
-            "name it with --root",
+            what=f"there is no vLLM in {root}",
+            expected="a site-packages folder or vLLM's unpacked source, with vllm/__init__.py in"
+            " it",
+            action="name it with --root",
         )
     if (root / "CMakeLists.txt").is_file() and (root / "csrc").is_dir():
         return Tree(root, "source", _source_version(root))

@@ -19,7 +19,7 @@ from nibble.engine.contract import (
     VOCABULARY_SOURCE,
 )
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import Choice, Choices
 
 # of a vocabulary; the number of ids is a u24 at byte 14 (engine/plugin/tokenmonster/vocabulary.py)
 HEADER_BYTES = 23
@@ -37,7 +37,10 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
             f" architecture {checkpoint.architecture}"
         )
         raise NibbleError(
-            ExitCode.MODEL, what, CLOVERLM_ARCHITECTURE, "take config.json as it is published"
+            ExitCode.MODEL,
+            what=what,
+            expected=CLOVERLM_ARCHITECTURE,
+            action="take config.json as it is published",
         )
     asked = args.get("--quantization")
     if asked is not None and asked.value != QUARTET2:
@@ -45,7 +48,9 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
             f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of"
             " 128x4"
         )
-        raise NibbleError(ExitCode.CONFIG, what, QUARTET2, "drop --quantization")
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected=QUARTET2, action="drop --quantization"
+        )
     wanted = {
         "--quantization": Choice(
             QUARTET2, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"
@@ -71,9 +76,9 @@ def _check_named(checkpoint: Checkpoint) -> None:
         have = ", ".join(names) or "none"
         raise NibbleError(
             ExitCode.MODEL,
-            f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
-            VOCABULARY,
-            f"download it from {VOCABULARY_SOURCE} and name it with --tokenizer PATH, or put it"
+            what=f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
+            expected=VOCABULARY,
+            action=f"download it from {VOCABULARY_SOURCE} and name it with --tokenizer PATH, or put it"
             " into the model's folder",
         )
 
@@ -97,13 +102,19 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     except OSError as error:
         what = f"the vocabulary file {file} cannot be read: {error.strerror}"
         raise NibbleError(
-            ExitCode.MODEL, what, VOCABULARY, f"download it from {VOCABULARY_SOURCE}"
+            ExitCode.MODEL,
+            what=what,
+            expected=VOCABULARY,
+            action=f"download it from {VOCABULARY_SOURCE}",
         ) from None
     ids = int.from_bytes(head[14:17], "little")
     if len(head) < HEADER_BYTES or head[0] > 2 or head[1] > 2 or ids != checkpoint.vocab_size:
         what = f"{file} is no TokenMonster vocabulary of {checkpoint.vocab_size} ids"
         raise NibbleError(
-            ExitCode.MODEL, what, VOCABULARY, "name the right file with --tokenizer PATH"
+            ExitCode.MODEL,
+            what=what,
+            expected=VOCABULARY,
+            action="name the right file with --tokenizer PATH",
         )
     _check_whole(file)
 
@@ -118,4 +129,6 @@ def _check_whole(file: Path) -> None:
             f"download it again from {VOCABULARY_SOURCE}, or name the right file with"
             " --tokenizer PATH"
         )
-        raise NibbleError(ExitCode.MODEL, str(error), VOCABULARY, action) from None
+        raise NibbleError(
+            ExitCode.MODEL, what=str(error), expected=VOCABULARY, action=action
+        ) from None

@@ -100,5 +100,8 @@ def _is_text_only(args: Mapping[str, Any]) -> bool:
 def _refusal(asked: str, where: str, expected: str) -> NibbleError:
     what = f"--gemma4-attention {asked} does not work {where}"
     return NibbleError(
-        ExitCode.CONFIG, what, expected, "drop --gemma4-attention and NIBBLE_GEMMA4_ATTENTION"
+        ExitCode.CONFIG,
+        what=what,
+        expected=expected,
+        action="drop --gemma4-attention and NIBBLE_GEMMA4_ATTENTION",
     )

@@ -36,7 +36,10 @@ def check_fp8_on_cpu(plan: Plan) -> None:
                 )
                 expected = "equal scales for an FP8 layer on the CPU"
                 raise NibbleError(
-                    ExitCode.CONFIG, what, expected, "serve it on a GPU, or choose another export"
+                    ExitCode.CONFIG,
+                    what=what,
+                    expected=expected,
+                    action="serve it on a GPU, or choose another export",
                 )
 
 

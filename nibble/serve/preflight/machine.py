@@ -81,7 +81,10 @@ def check_hardware(target: Target, hardware: Hardware) -> None:
     if target.device == "cpu":
         if problem := cpu_problem(hardware.cpu_arch, hardware.cpu_flags):
             raise NibbleError(
-                ExitCode.NO_HARDWARE, problem, "AVX2 for vLLM on the CPU", "use a newer machine"
+                ExitCode.NO_HARDWARE,
+                what=problem,
+                expected="AVX2 for vLLM on the CPU",
+                action="use a newer machine",
             )
         return
     wrong = [gpu for gpu in hardware.gpus if gpu.capability not in target.capabilities]
@@ -102,7 +105,7 @@ def check_hardware(target: Target, hardware: Hardware) -> None:
     else:
         what = f"the target is {target.name} and this machine has no such GPU"
         action = "unset NIBBLE_TARGET, or use `nibble plan` to plan for another machine"
-    raise NibbleError(ExitCode.NO_HARDWARE, what, expected, action)
+    raise NibbleError(ExitCode.NO_HARDWARE, what=what, expected=expected, action=action)
 
 
 def check_driver(target: Target, driver: str | None) -> list[str]:
@@ -114,7 +117,10 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
         sentence = f"driver {driver} on {target.name}: {bad.reason} ({bad.evidence})"
         if bad.severity == "error":
             raise NibbleError(
-                ExitCode.NO_HARDWARE, sentence, "another driver", "install the driver it names"
+                ExitCode.NO_HARDWARE,
+                what=sentence,
+                expected="another driver",
+                action="install the driver it names",
             )
         warnings.append(sentence)
     return warnings
@@ -137,7 +143,9 @@ def check_memory(plan: Plan) -> list[str]:
     if certain > 0:
         what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} would not fit: "
         what += arithmetic(budget, budget.least_kv_bytes) + f": {show_gib(missing)} too little"
-        raise NibbleError(ExitCode.NO_FIT, what, "", f"try, in this order: {steps(plan.ladder)}")
+        raise NibbleError(
+            ExitCode.NO_FIT, what=what, action=f"try, in this order: {steps(plan.ladder)}"
+        )
     if missing > 0:
         left = show_gib(max(0, budget.room_bytes))
         return [
@@ -167,7 +175,7 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
             f"HOST {host} is no address of this machine",
             "set HOST to 127.0.0.1, 0.0.0.0 or one of its own",
         )
-    raise NibbleError(ExitCode.CONFIG, what, "", action)
+    raise NibbleError(ExitCode.CONFIG, what=what, action=action)
 
 
 def check_certificate(args: Mapping[str, str]) -> None:
@@ -182,9 +190,9 @@ def check_certificate(args: Mapping[str, str]) -> None:
     if certificate is None:
         raise NibbleError(
             ExitCode.CONFIG,
-            "--ssl-keyfile is set without --ssl-certfile",
-            "both",
-            "set --ssl-certfile too",
+            what="--ssl-keyfile is set without --ssl-certfile",
+            expected="both",
+            action="set --ssl-certfile too",
         )
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -200,7 +208,10 @@ def check_certificate(args: Mapping[str, str]) -> None:
             "a certificate and its key without a passphrase, as PEM files that this user may read"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what, expected, "correct --ssl-certfile and --ssl-keyfile"
+            ExitCode.CONFIG,
+            what=what,
+            expected=expected,
+            action="correct --ssl-certfile and --ssl-keyfile",
         ) from None
 
 
@@ -218,7 +229,7 @@ def check_folders(own: Path, engine: Path) -> list[str]:
             f"the path of the cache, {engine}, has a blank, and what is compiled there would fail"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what, "", "name a folder without blanks with NIBBLE_CACHE_DIR"
+            ExitCode.CONFIG, what=what, action="name a folder without blanks with NIBBLE_CACHE_DIR"
         )
     if is_noexec(engine):
         what = (
@@ -229,13 +240,18 @@ def check_folders(own: Path, engine: Path) -> list[str]:
             "mount it with exec (docker run --tmpfs PATH:exec), or name another folder with"
             " NIBBLE_CACHE_DIR"
         )
-        raise NibbleError(ExitCode.CONFIG, what, "a cache that code can be run from", action)
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected="a cache that code can be run from", action=action
+        )
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
         what = "no folder for temporary files can be written"
         raise NibbleError(
-            ExitCode.CONFIG, what, "a writable /tmp", "mount a tmpfs on /tmp or set TMPDIR"
+            ExitCode.CONFIG,
+            what=what,
+            expected="a writable /tmp",
+            action="mount a tmpfs on /tmp or set TMPDIR",
         ) from None
     free = free_bytes(engine)
     if free < LITTLE_DISK_BYTES:
@@ -251,7 +267,12 @@ def check_model_folder(folder: Path) -> None:
         what = f"{folder} lacks {', '.join(missing[:3])}" + (
             f" and {len(missing) - 3} more" if missing[3:] else ""
         )
-        raise NibbleError(ExitCode.MODEL, what, "a complete model", "copy or download it again")
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=what,
+            expected="a complete model",
+            action="copy or download it again",
+        )
 
 
 def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:

@@ -63,7 +63,12 @@ def check_tokenizer(plan: Plan) -> None:
     if not has_tokenizer(Path(checkpoint.path)):
         expected = "tokenizer.json, tokenizer.model, vocab.json or another vocabulary"
         action = "download the model again, or name another folder with --tokenizer"
-        raise NibbleError(ExitCode.MODEL, f"{checkpoint.path} has no tokenizer", expected, action)
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=f"{checkpoint.path} has no tokenizer",
+            expected=expected,
+            action=action,
+        )
 
 
 def check_experts_on_cpu(plan: Plan) -> None:
@@ -83,7 +88,12 @@ def check_experts_on_cpu(plan: Plan) -> None:
                 f"{module} of {checkpoint.id} is an expert without gate_proj, which vLLM 0.32 has"
                 " no layer for on the CPU"
             )
-            raise NibbleError(ExitCode.CONFIG, what, "experts with a gate", "serve it on a GPU")
+            raise NibbleError(
+                ExitCode.CONFIG,
+                what=what,
+                expected="experts with a gate",
+                action="serve it on a GPU",
+            )
         if match:
             return  # all experts of a model are alike
 
