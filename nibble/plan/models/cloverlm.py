@@ -78,8 +78,8 @@ def _check_named(checkpoint: Checkpoint) -> None:
             ExitCode.MODEL,
             what=f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
             expected=VOCABULARY,
-            action=f"download it from {VOCABULARY_SOURCE} and name it with --tokenizer PATH, or put it"
-            " into the model's folder",
+            action=f"download it from {VOCABULARY_SOURCE} and name it with --tokenizer PATH, or put"
+            " it into the model's folder",
         )
 
 
