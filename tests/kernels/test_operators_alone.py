@@ -29,6 +29,9 @@ for name in names:
     if not name.endswith(("._cpu", "._cuda")):
         importlib.import_module(name)
 assert not {name.partition(".")[0] for name in sys.modules} & {"nibble", "vllm"}
+import torch
+for name in ("nvfp4_quant", "quant_fp4", "nvfp4_linear", "nvfp4_moe"):  # compiled, in each folder
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"nibble::{name}", "CPU"), name
 print(len(names), nibble_kernels.implementations()["cpu"])
 """
 
