@@ -227,11 +227,16 @@ class PointComparison(Halves):
     noise: float
 
 
-class LayerComparison(Halves):
-    """What a layer adds to the stream; `inside`: what reaches its products."""
+class LayerDifference(Halves):
+    """What a layer adds to the stream, by how much it is too large, and its output's norm."""
 
     factor: float
     norm: float
+
+
+class LayerComparison(LayerDifference):
+    """`noise`: the reference's own rounding of the layer; `inside`: what reaches its products."""
+
     noise: float
     inside: list[PointComparison]
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nibble.engine.contract import (
     Comparison,
     LayerComparison,
+    LayerDifference,
     LogitsComparison,
     NormsComparison,
     norm_name,
@@ -90,8 +91,8 @@ def compare_layers(
     kept = reference["tokens"] < fed.shape[1]
     rows, column = reference["tokens"][kept], int(inside.is_complete)
     return [
-        compare_layer((after - before).cpu()[rows], added[kept].float(), after.cpu()[rows])
-        | {
+        {
+            **compare_layer((after - before).cpu()[rows], added[kept].float(), after.cpu()[rows]),
             "noise": round(float(noise[column]), 5),
             "inside": points if inside.is_complete else [],
         }
@@ -256,7 +257,7 @@ def relative(found: Tensor, right: Tensor) -> float:
     return float(row_errors(found, right).median())
 
 
-def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> dict[str, float]:
+def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> LayerDifference:
     """What a layer adds to the stream [tokens, hidden size]: relative errors of the first and
     second half of the tokens beyond BF16's rounding of the stream, the factor by which it is too
     large or small, and the norm of its output.

@@ -115,5 +115,9 @@ def row_errors(found: Tensor, right: Tensor) -> Tensor:
 def halves(errors: Tensor) -> Halves:
     """Medians of the first and second half of the tokens."""
     half = len(errors) // 2
-    parts = {"early": errors[:half], "late": errors[half:]}
-    return {name: round(float(part.median()), 5) for name, part in parts.items() if len(part)}
+    found: Halves = {}
+    if half:
+        found["early"] = round(float(errors[:half].median()), 5)
+    if half < len(errors):
+        found["late"] = round(float(errors[half:].median()), 5)
+    return found
