@@ -73,7 +73,7 @@ def serve(name: str, port: int, folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[dict[str, tuple[int, int]]]:
-    """Every server in a process of its own: name -> (port, pid)."""
+    """Every server in a separate process: name -> (port, pid)."""
     started, found = [], {}
     for name in SERVERS:
         with socket.socket() as probe:

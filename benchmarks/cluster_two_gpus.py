@@ -127,7 +127,7 @@ class Host:
         self.environ["PYTHONPATH"] = ":".join(filter(None, importable))
 
     def command(self, words: Sequence[str], inside: int | None = None) -> list[str]:
-        """`words` in the namespace, with the mounts of process `inside`, else with separate ones."""
+        """`words` in the namespace, with the mounts of process `inside` or separate ones."""
         if not self.number:
             return list(words)
         if inside is not None:

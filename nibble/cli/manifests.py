@@ -196,7 +196,10 @@ def _base(kind: Kind) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         what = f"the Kubernetes base in {folder} cannot be read ({error.__class__.__name__})"
         raise NibbleError(
-            ExitCode.CONFIG, what, "a Kustomize base", "set NIBBLE_ROOT to a checkout of nibble"
+            ExitCode.CONFIG,
+            what=what,
+            expected="a Kustomize base",
+            action="set NIBBLE_ROOT to a checkout of nibble",
         ) from None
 
 

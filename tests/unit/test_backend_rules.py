@@ -300,9 +300,8 @@ def test_fp_quant_is_refused_where_vllms_wheel_has_no_code_for_it(model, target:
 
 
 def test_fp_quant_is_served_on_b200(model) -> None:
-    assert (
-        plan(model(FP_QUANT), "--target", "b200").checkpoint.scheme.vllm_quantization == "fp_quant"
-    )  # type: ignore[union-attr]
+    checkpoint = plan(model(FP_QUANT), "--target", "b200").checkpoint
+    assert checkpoint is not None and checkpoint.scheme.vllm_quantization == "fp_quant"
 
 
 # --- taking a risk

@@ -167,6 +167,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     yield install
     sys.modules.pop("nibble.engine.plugin.queues", None)
+    vars(plugin).pop("queues", None)
 
 
 def load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -233,10 +234,10 @@ def test_an_error_of_the_plugin_ends_vllms_process(monkeypatch: pytest.MonkeyPat
     logs (vllm 0.32 plugins/__init__.py:71).
     """
     monkeypatch.setattr(plugin, "has_operators", lambda: True)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor", None)
-    for name in [name for name in sys.modules if name.startswith("nibble.engine.plugin.install")]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(VllmMismatch, match=r"vllm\.model_executor"):
+    for name in ("vllm", "vllm.model_executor.layers.quantization"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "nibble.engine.plugin.install", raising=False)
+    with pytest.raises(VllmMismatch, match="lacks what the plugin imports: import of vllm"):
         plugin.register.__wrapped__()
 
 

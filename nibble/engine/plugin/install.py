@@ -13,6 +13,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 
 from nibble.engine.plugin import (
     cloverlm,
+    cpu_rope,
+    cpu_router,
     dense,
     fuse_silu,
     kernels,
@@ -41,6 +43,8 @@ def install() -> None:
     pulse.register()
     queues.size_answer_queue()
     router_bias.load_router_biases()
+    cpu_router.add_biases()
+    cpu_rope.rotate_heads_apart()
     whole_load.check_loads()
 
 
