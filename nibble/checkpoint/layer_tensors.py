@@ -3,7 +3,7 @@ extra layers, other shapes. Pure.
 
 layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as
 symbols. Made by tests/fixtures/layer_tensors.py. Families that are not in it are compared by names
-alone (missing.py) and while vLLM loads them (nibble_kernels/vllm_plugin/written.py).
+alone (missing.py) and while vLLM loads them (nibble/engine/plugin/written.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from typing import Literal
 from nibble import __version__
 from nibble.cli.doctor.machine import machine_checks, model_checks
 from nibble.cli.doctor.report import Check, Report
-from nibble.engine.installed import PLUGIN, PLUGIN_GROUP, build_id
+from nibble.engine.contract import ALLOWED_PLUGINS, PLUGIN, PLUGIN_GROUP, VLLM_VERSION
+from nibble.engine.installed import build_id
 from nibble.engine.patching.apply import PatchState, patch_states
 from nibble.engine.patching.series import Series, load_series
 from nibble.engine.patching.status import Line, installed_tree, read_report
@@ -52,7 +53,6 @@ from nibble.plan.shared_memory import ADVICE, MIB, SEVERAL_WORKERS_BYTES, SMALL_
 from nibble.serve.api_key import KEY_FILE
 from nibble.serve.preflight.machine import check_driver, check_hardware
 
-VLLM_VERSION = "0.32.0"
 HUB_TIMEOUT_SECONDS = 3
 LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
 LITTLE_MEMORY_BYTES = 4 << 30
@@ -145,9 +145,9 @@ def kernels_check(
     versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
 ) -> Check:
     """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will
-    load its plugin.
+    load nibble's plugin.
     """
-    version, allowed = versions.get("nibble-kernels"), environ.get("VLLM_PLUGINS")
+    version, allowed = versions.get("nibble-kernels"), environ.get(ALLOWED_PLUGINS)
     if version is None:
         what = "not installed: NVFP4 is refused on the CPU and has vLLM's own errors elsewhere"
         return Check("kernels", "fail", what, "run `make setup`")
@@ -158,16 +158,16 @@ def kernels_check(
             "kernels", "fail", f"{version} cannot be imported: {error}", "run `make setup`"
         )
     if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
-        return Check("kernels", "fail", f"{what}; vLLM finds no plugin of it", "run `make setup`")
+        return Check(
+            "kernels", "fail", f"{what}; vLLM finds no plugin of nibble's", "run `make setup`"
+        )
     if allowed is not None and PLUGIN not in allowed.split(","):
         fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-        return Check(
-            "kernels", "warning", f"{what}; VLLM_PLUGINS leaves vLLM's plugin of it out", fix
-        )
+        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS leaves nibble's plugin out", fix)
     if any(how != "compiled" for how in found.values()):
         fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
         return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
-    return Check("kernels", "ok", f"{what}; vLLM's plugin is there")
+    return Check("kernels", "ok", f"{what}; nibble's plugin is there")
 
 
 @functools.cache
