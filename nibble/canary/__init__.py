@@ -70,8 +70,6 @@ def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:
     except NotCompared as why:
         found = Finding(mechanism, "not compared", str(why))
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        what = (
-            f"an answer has not the shape that vLLM 0.32 gives it ({type(error).__name__}: {error})"
-        )
+        what = f"an answer does not have vLLM 0.32's shape ({type(error).__name__}: {error})"
         found = Finding(mechanism, "not compared", what)
     return found.taking(time.monotonic() - began)

@@ -58,7 +58,7 @@ class Disagreement:
     def error(self) -> NibbleError:
         """The end of a start."""
         what = (
-            f"{on_node(self.node)}rank {self.rank} does not run what the others run: {self.part}:"
+            f"{on_node(self.node)}rank {self.rank} differs from the other ranks: {self.part}:"
             f" {self.found}"
         )
         return NibbleError(

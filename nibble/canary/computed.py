@@ -59,8 +59,8 @@ def _far(layers: Sequence[tuple[int, Mapping[str, Any]]], looser: float) -> str:
     if not far:
         return ""
     return (
-        f"layer {', '.join(map(str, far))} is farther from the reference than rounding alone has"
-        " been seen to take one:"
+        f"layer {', '.join(map(str, far))} is farther from the reference than rounding"
+        " explains:"
         f" {max(_error(entry) for place, entry in layers if place in far):.2g}"
     )
 

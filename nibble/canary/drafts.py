@@ -42,7 +42,7 @@ def check_drafts(asker: Asker, floor: float | None) -> Finding:
         return Finding("drafts", "not compared", f"only {drafted:.0f} tokens were drafted")
     if floor is not None and accepted < floor * drafted:
         return Finding("drafts", "failed", f"{detail}; the recipe expects {floor:.0%} at least")
-    warning = "the drafts cost time and bring none" if not accepted else ""
+    warning = "the model accepts no draft, so that drafts only cost time" if not accepted else ""
     return Finding("drafts", "passed", detail, warning)
 
 
@@ -52,5 +52,5 @@ def counters(asker: Asker) -> dict[str, float]:
     for name, value in _COUNTERS.findall(asker.metrics()):
         found[name] = found.get(name, 0.0) + float(value)
     if len(found) < 2:
-        raise NotCompared("/metrics has no counters of drafts")
+        raise NotCompared("/metrics has no counters of drafted tokens")
     return found

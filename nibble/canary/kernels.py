@@ -38,7 +38,7 @@ OUR_KERNELS = {
 }
 OURS = ("Cpu", "Nibble", "Quartet2")  # how nibble's own kernels and methods are called
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
-STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
+STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Expectation:
     def line(self) -> str:
         """For `nibble plan`."""
         if not self.allowed:
-            return f"{self.part}: anything but a slow fallback"
+            return f"{self.part}: any kernel except a slow fallback"
         return f"{self.part}: {' or '.join(self.allowed)}" + (
             f" ({self.source})" if self.source else ""
         )
@@ -75,7 +75,7 @@ class Deviation:
 
     def error(self, action: str = "") -> NibbleError:
         """The end of a start."""
-        what = f"the kernels are not those planned: {self.part}: {self.found}"
+        what = f"the kernels differ from the plan: {self.part}: {self.found}"
         advice = f"{action}; " if action else ""
         return NibbleError(
             ExitCode.CANARY, what=what, expected=self.expected, action=f"{advice}{STRICT_ACTION}"
@@ -144,9 +144,9 @@ def _compilation_config(asked: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     if plan.target.device == "cpu":
-        return Expectation("cudagraph_mode", ("NONE",), "the CPU has none")
+        return Expectation("cudagraph_mode", ("NONE",), "the CPU has no CUDA graphs")
     if _is_eager(plan, asked):
-        return Expectation("cudagraph_mode", ("NONE",), "eager mode was asked for")
+        return Expectation("cudagraph_mode", ("NONE",), "eager mode is set")
     mode = _compilation_config(asked).get("cudagraph_mode")
     if not mode and _level(asked) == "0":  # vllm 0.32 config/vllm.py:261
         return Expectation("cudagraph_mode", ("NONE",), "--optimization-level 0")
@@ -157,7 +157,7 @@ def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
 
 def _compilation(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     if _is_eager(plan, asked):
-        return Expectation("compilation_mode", ("NONE",), "eager mode was asked for")
+        return Expectation("compilation_mode", ("NONE",), "eager mode is set")
     if "mode" in _compilation_config(asked):
         return Expectation("compilation_mode", ("any",), "--compilation-config")
     if _level(asked) == "0":
@@ -251,7 +251,7 @@ def _mode(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
     if want.allowed and not _fits(found, want.allowed):
         yield Deviation(part, found, _told(want))
     elif not want.allowed and found == "NONE":
-        yield Deviation(part, "NONE (eager)", "graphs, as nobody asked for eager mode")
+        yield Deviation(part, "NONE (eager)", "graphs, because eager mode is not set")
     elif want.part == "cudagraph_mode" and found != "NONE" and not ran["cudagraphs_captured"]:
         yield Deviation("CUDA graphs", f"none captured in mode {found}", "at least one")
 
@@ -266,7 +266,7 @@ def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
         yield Deviation(
             "nibble's kernels",
             f"plain torch code ({state})",
-            "compiled ones; `make setup` or the image has them",
+            "compiled ones; run `make setup` or use the image",
         )
 
 

@@ -79,7 +79,7 @@ def read_references(path: Path) -> References | None:
         raise NibbleError(
             ExitCode.MODEL,
             what=what,
-            expected="what models/record_canary.py writes",
+            expected="a file of models/record_canary.py",
             action="record it again or remove it",
         ) from None
 
@@ -153,7 +153,10 @@ def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
     asked = _shown(case.prompt)
     now = asker.answer(case.prompt, len(case.answer_ids))
     if now.prompt_ids != case.prompt_ids:
-        return f"{asked} became other tokens than recorded: another chat template or tokenizer", 0.0
+        return (
+            f"{asked} became other tokens than the recorded ones: the chat template or"
+            f" tokenizer differs"
+        ), 0.0
     mean = mean_difference(asker.score([*case.prompt_ids, *case.answer_ids]), case.logprobs)
     if not mean <= limit:
         return (
@@ -184,10 +187,11 @@ def _wrong_answer(asked: str, case: Case, now: Answer, limit: float) -> str:
         return f"{asked}: {problem}"
     # Two tokens, each off by `limit` in opposite directions, change places.
     if _parts_at_no_tie(case.answer_ids, now, 2 * limit):
-        return f"{asked} was answered {now.text!r}, recorded is {case.answer!r}"
+        return f"the answer to {asked} is {now.text!r}, the recorded one {case.answer!r}"
     if now.ids == case.answer_ids and now.text != case.answer:
         return (
-            f"the recorded tokens of {asked} became {now.text!r}, recorded is {case.answer!r}:"
-            " another tokenizer"
+            f"the recorded tokens of {asked} became {now.text!r}, the recorded answer is"
+            f" {case.answer!r}:"
+            " the tokenizer differs"
         )
     return ""

@@ -57,10 +57,10 @@ def stop(port: Port = None) -> None:
 def logs(
     port: Port = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the server ends.")
+        bool, typer.Option("--follow", "-f", help="Follow the log until the server ends.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="So many of the last lines.")
+        int, typer.Option("--lines", "-n", min=0, help="Number of last lines to print.")
     ] = 100,
 ) -> None:
     """Show the log of a server that `serve --detach` started, also after its end."""
@@ -113,9 +113,10 @@ def convert(
         typer.Option(
             "--to",
             help=(
-                "modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4"
+                "Layout: modelopt, compressed-tensors or quartet-packed, with the same NVFP4"
                 " numbers;"
-                " nvfp4: quantize a BF16 model, in ModelOpt's layout (CloverLM in Quartet's)."
+                " or nvfp4, which quantizes a BF16 model in ModelOpt's layout (CloverLM in"
+                " Quartet's)."
             ),
         ),
     ],
@@ -123,7 +124,7 @@ def convert(
         str | None,
         typer.Option(
             help=(
-                "bf16 or fp4: what linear layers compute with. Default: bf16 for --to nvfp4, else"
+                "Activations of linear layers: bf16 or fp4. Default: bf16 for --to nvfp4, else"
                 " the source's."
             )
         ),
@@ -132,7 +133,7 @@ def convert(
         Path | None,
         typer.Option(
             help=(
-                "A text file; the model reads each line to find the activation scales of"
+                "Text file whose lines the model reads to measure the activation scales of"
                 " --activations fp4."
             )
         ),
@@ -140,14 +141,13 @@ def convert(
     four_over_six: Annotated[
         bool,
         typer.Option(
-            "--four-over-six", help="Give a block the scale for 4 where that errs less than for 6."
+            "--four-over-six",
+            help="Scale a block's maximum to 4 instead of 6 if the error is smaller.",
         ),
     ] = False,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Leave these modules in BF16, such as '*.layers.0.*'; may be given again."
-        ),
+        typer.Option(help="Modules to leave in BF16, such as '*.layers.0.*'; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -167,16 +167,16 @@ def convert(
 @app.command()
 def reference(
     model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id or a demo.")],
-    device: Annotated[str, typer.Option(help="cpu or cuda: what computes.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device that computes: cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="float32 or float64: what it computes with.")
+        str, typer.Option(help="Type that it computes in: float32 or float64.")
     ] = "float32",
     activations: Annotated[
         str | None,
         typer.Option(
             help=(
-                "fp4 or bf16: inputs of NVFP4 layers. Default: as this machine would serve the"
-                " model."
+                "Inputs of NVFP4 layers: fp4 or bf16. Default: those with which this machine serves"
+                " the model."
             )
         ),
     ] = None,
@@ -185,12 +185,14 @@ def reference(
         typer.Option(
             min=1,
             max=256,
-            help="Tokens of each answer; each reads the weights again where they do not fit.",
+            help="Tokens of each answer; each token reads weights again that do not fit in memory.",
         ),
     ] = 16,
     out: Annotated[
         Path | None,
-        typer.Option(help="The file to write. Default: in nibble's cache, where `serve` finds it."),
+        typer.Option(
+            help="File to write. Default: a file in nibble's cache, where `serve` finds it."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -220,14 +222,12 @@ def pull(words: Words = None) -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(help="Also whether a start of this model would begin.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Model whose start to check too.")] = None,
     as_json: Json = False,
     bundle: Annotated[
         Path | None,
         typer.Option(
-            "--bundle", metavar="PATH", help="Write a .tar.gz for a bug report, without secrets."
+            "--bundle", metavar="PATH", help="File of a .tar.gz for a bug report, without secrets."
         ),
     ] = None,
 ) -> None:
@@ -242,7 +242,7 @@ def doctor(
     print_json(report.to_json()) if as_json else show_report(report)
     if file is not None:
         count = write_bundle(file, report, environ, model or environ.get("MODEL"))
-        print(f"{bundle}: {count} files; look through it before you send it", file=sys.stderr)
+        print(f"{bundle}: {count} files; read it before you send it", file=sys.stderr)
     raise typer.Exit(report.exit_code)
 
 
@@ -363,7 +363,7 @@ def _failed(error: Exception) -> int:
     where = (
         f"with the traceback in {written}"
         if written
-        else "with NIBBLE_DEBUG=1 it shows the traceback"
+        else "with NIBBLE_DEBUG=1 nibble shows the traceback"
     )
     print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
     return int(ExitCode.INTERNAL)

@@ -108,8 +108,10 @@ def prune(
     where nothing can be removed.
     """
     if older_than_days is None and max_gib is None and not all_but_current:
-        action = "give one of --older-than DAYS, --max-gib N, --all-but-current"
-        raise NibbleError(ExitCode.USAGE, what="nothing says what to prune", action=action)
+        action = "pass --older-than DAYS, --max-gib N or --all-but-current"
+        raise NibbleError(
+            ExitCode.USAGE, what="`nibble cache prune` needs a condition", action=action
+        )
     for flag, value in (("--older-than", older_than_days), ("--max-gib", max_gib)):
         if value is not None and not 0 <= value < math.inf:
             raise NibbleError(

@@ -24,17 +24,17 @@ Root = Annotated[
     str | None,
     typer.Option(
         "--root",
-        help="A site-packages folder or vLLM's unpacked source; default: the installed vLLM.",
+        help="Site-packages folder or vLLM's unpacked source. Default: the installed vLLM.",
     ),
 ]
 
 recipes_app = typer.Typer(
-    no_args_is_help=True, help="What is known about serving a model on a target."
+    no_args_is_help=True, help="Recipes: what is known about serving a model on a target."
 )
 patches_app = typer.Typer(
-    no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
+    no_args_is_help=True, help="Patches of vLLM, and the probes that show their defects."
 )
-cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
+cache_app = typer.Typer(no_args_is_help=True, help="Compiled code that the next start reuses.")
 cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
 GROUPS = {
     "recipes": recipes_app,
@@ -146,7 +146,7 @@ def patches_revert(tree: Root = None) -> None:
 
     there = _tree(tree)
     done = revert_series(there, load_series("vllm"))
-    print(f"{there.root}: " + (f"took back {', '.join(done)}" if done else "no patch was applied"))
+    print(f"{there.root}: " + (f"reverted {', '.join(done)}" if done else "no patch was applied"))
 
 
 @cache_app.command("ls")
@@ -178,18 +178,21 @@ def cache_verify(as_json: Json = False) -> None:
 def cache_prune(
     older_than: Annotated[
         float | None,
-        typer.Option("--older-than", metavar="DAYS", help="Entries unused for longer."),
+        typer.Option("--older-than", metavar="DAYS", help="Remove entries unused for longer."),
     ] = None,
     max_gib: Annotated[
-        float | None, typer.Option("--max-gib", help="The longest unused, until all are no larger.")
+        float | None,
+        typer.Option("--max-gib", help="Remove the least recently used until the rest fits."),
     ] = None,
     all_but_current: Annotated[
         bool,
         typer.Option(
-            "--all-but-current", help="Entries of other builds than the one installed here."
+            "--all-but-current", help="Remove entries of builds other than the installed one."
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what it would remove.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Remove entries no server uses, by age, size or build."""
@@ -252,9 +255,9 @@ def cluster_check(words: Words = None) -> None:
 
 @cluster_app.command("manifest", context_settings=FREE_WORDS)
 def cluster_manifest(
-    kind: Annotated[str, typer.Argument(help="kuberay or lws.")],
+    kind: Annotated[str, typer.Argument(help="Kind of manifest: kuberay or lws.")],
     words: Words = None,
-    image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
+    image: Annotated[str, typer.Option(help="Image of every pod.")] = "nibble:b200",
 ) -> None:
     """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL
     and FLAGS.

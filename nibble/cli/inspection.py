@@ -133,7 +133,7 @@ def inspect_model(asked: Asked, deep: bool) -> Inspection:
     if settings.model is None:
         raise NibbleError(
             ExitCode.USAGE,
-            what="no model is given",
+            what="`nibble inspect` needs a model",
             expected="a folder or an id",
             action="write `nibble inspect MODEL`",
         )
@@ -250,7 +250,7 @@ def _scales_read(reads_all: bool, scale_bytes: int, has_values: bool) -> str:
     if reads_all:
         return f"by its headers and all its scales, {gib(scale_bytes)}"
     if not has_values:
-        return "by its headers; fp32 scales lie too far apart to be read from the Hub"
+        return "by its headers; fp32 scales lie too far apart to read them from the Hub"
     return "by its headers and fp32 scales; --deep reads the block scales of a folder"
 
 
@@ -265,10 +265,10 @@ def _vllm_alone(
         yield from (_reason(text) for text in checkpoint.vllm_config.reasons)
     if wrong:
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
-        yield f"builds {wrong[0]}{more} as its config lists it, not as it is stored"
+        yield f"builds {wrong[0]}{more} as the config lists it, not as the file stores it"
     raw = declared_config(checkpoint.config, None)
     if raw is not None and "exclude_modules" in raw and raw["exclude_modules"] is None:
-        yield "stops at `exclude_modules: null`"
+        yield "fails on `exclude_modules: null`"
     if flushed:
         yield f"with Marlin, loses the smallest block scales of {flushed} weights: they become 0"
     if checkpoint.scheme.vllm_quantization == "quartet2":
@@ -297,10 +297,10 @@ def _merge_errors(groups: Iterable[FusedGroup]) -> Iterable[str]:
 def _reason(text: str) -> str:
     known = {
         "it is labelled W4A4 and has no activation scales": (
-            "takes uninitialised memory for its activation scales"
+            "uses uninitialised memory as activation scales"
         ),
         "vLLM 0.32 does not read its hf_quant_config.json": (
-            "does not read its hf_quant_config.json, or stops at it"
+            "ignores its hf_quant_config.json, or fails on it"
         ),
     }
     return known.get(text, text)

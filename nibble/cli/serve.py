@@ -179,7 +179,7 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
     say(why)
     waited = hold(plan.settings.control_port, verdict.wait_s, why)
     if not waited:
-        say("told to stop while waiting: nothing was started")
+        say("stopped before the start")
     return waited
 
 
@@ -259,13 +259,13 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     if settings.model is None:
         raise NibbleError(
             ExitCode.USAGE,
-            what="no model is given",
+            what="`nibble pull` needs a model",
             expected="MODEL or an argument",
             action="write `nibble pull ORG/NAME`",
         )
     as_json = "--json" in asked.command.rest
     if demo := demo_models().get(settings.model):
-        say(f"{settings.model} comes with nibble: nothing is to be downloaded")
+        say(f"{settings.model} comes with nibble and needs no download")
         return _told(pull(str(demo), None, environ)), as_json
     recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
     revision = settings.revision or (recipe.revision if recipe else "") or None
@@ -278,7 +278,10 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     with shown(say) as on_progress:
         result = pull(settings.model, revision, hub_environ(asked), on_progress)
     if result.revision and not revision:
-        say(f"{settings.model} is at {result.revision}; NIBBLE_REVISION={result.revision} pins it")
+        say(
+            f"{settings.model} is at {result.revision}; pin it with"
+            f" NIBBLE_REVISION={result.revision}"
+        )
     return _told(result), as_json
 
 
@@ -374,7 +377,7 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
         """Nothing is served yet, so a stop is a stop; threads of the download would hold up an
         ordinary exit.
         """
-        say(f"stopped while {doing}; the next start goes on from here")
+        say(f"stopped while {doing}; the next start continues from here")
         with suppress(OSError):
             note_end(_place(asked), ExitCode.OK)
         os._exit(ExitCode.OK)

@@ -46,7 +46,7 @@ def open_cluster(
             yield Cluster(plan, place, token, None, Path(folder), say, stop, Offers())
             return
         if not is_here(resolve(str(topology.head), "HEAD_IP")):
-            what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
+            what = f"HEAD_IP {topology.head} is not an address of this machine, whose rank is 0"
             raise NibbleError(
                 ExitCode.CLUSTER,
                 what=what,
@@ -102,7 +102,7 @@ def serve_across(
                 code = run(own, watch, cluster.ready)
                 if stop.is_set() or not cluster.head_stops:
                     return code
-                code, lost = None, NodeLost(f"the Ray head at {cluster.head} was stopped")
+                code, lost = None, NodeLost(f"the Ray head at {cluster.head} stopped")
             except NodeLost as error:
                 lost = error
             except NibbleError as error:

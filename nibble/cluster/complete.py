@@ -16,7 +16,7 @@ from nibble.cluster.roster import LOST_S
 AGAIN_S = 60.0
 LEAST_NODES = 2  # fewer are no cluster
 SEE_NODE = "see that node's log"
-GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
+GIVE_NUMBER = "start the other nodes, or pass the number of all nodes with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
 INTO_THE_HEAD = (
     "run `serve` beside a Ray node: in containers inside the head's (`docker exec HEAD"
@@ -47,11 +47,11 @@ def missing_ranks(alive: Nodes, count: int) -> Missing | None:
     absent = [str(rank) for rank in range(count) if rank not in ranks]
     if absent:
         return Missing(
-            f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
+            f"no answer from the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
         )
     # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
     busy = [node["name"] for node in alive if node["busy"]]
-    return Missing(f"node {busy[0]} still ends its part of the last run") if busy else None
+    return Missing(f"node {busy[0]} still ends its ranks of the last run") if busy else None
 
 
 def missing_gpus(alive: Nodes, count: int) -> Missing | None:
@@ -60,7 +60,7 @@ def missing_gpus(alive: Nodes, count: int) -> Missing | None:
     if gpus >= count:
         return None
     there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
-    return Missing(f"{count} GPUs are needed and the nodes offer {gpus} ({there})")
+    return Missing(f"the plan needs {count} GPUs, but the nodes offer {gpus} ({there})")
 
 
 def missing_nodes(alive: Nodes, count: int) -> Missing | None:
@@ -68,7 +68,7 @@ def missing_nodes(alive: Nodes, count: int) -> Missing | None:
     if len(alive) >= count:
         return None
     return Missing(
-        f"{count} nodes are expected, and {_names(alive)} answer{'' if alive[1:] else 's'}"
+        f"the plan needs {count} nodes, but only {_names(alive)} answer{'' if alive[1:] else 's'}"
     )
 
 
@@ -95,7 +95,7 @@ def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | Non
         for node in nodes:
             if node["age_s"] >= LOST_S:
                 return Missing(
-                    f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s",
+                    f"node {node['name']} has not answered for {node['age_s']:.0f} s",
                     SEE_NODE,
                 )
         if len(alive) < LEAST_NODES:

@@ -177,9 +177,7 @@ class Cluster:
             what = (
                 str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
             )
-            return Missing(
-                what, "wait until that is over, or stop it" if error.status else START_NODES
-            )
+            return Missing(what, "wait until it ends, or stop it" if error.status else START_NODES)
         return None
 
     def lost(self) -> str | None:
@@ -187,8 +185,7 @@ class Cluster:
         now = self._seen = self.nodes()
         if self._head_silence_s >= LOST_S:
             return (
-                f"the head at {self._caller.head} has given no sign of life for"
-                f" {self._head_silence_s:.0f} s"
+                f"the head at {self._caller.head} has not answered for {self._head_silence_s:.0f} s"
             )
         if (
             self._roster is None
@@ -241,7 +238,7 @@ class Cluster:
         if error.code != ExitCode.ENGINE_DIED or self.stop.is_set():
             raise error
         self._set(starting=False)
-        self._state["detail"] = f"{error.what}; looking whether a node is lost"
+        self._state["detail"] = f"{error.what}; checking whether a node is lost"
         found = self.who_was_lost()
         if isinstance(found, NodeLost):
             return found
@@ -302,7 +299,7 @@ class Cluster:
                 if lost is not None:
                     raise NibbleError(
                         ExitCode.ENGINE_DIED,
-                        what=f"{lost.what}, and not back after {limit_s} s: {why}",
+                        what=f"{lost.what}, and it did not return within {limit_s} s: {why}",
                     )
                 raise NibbleError(
                     ExitCode.CLUSTER, what=f"{why} after {limit_s} s", action=missing.action
@@ -331,7 +328,7 @@ class Cluster:
                 raise
             if time.monotonic() >= deadline:
                 raise NibbleError(
-                    ExitCode.ENGINE_DIED, what=f"{lost.what}, and since then: {error.what}"
+                    ExitCode.ENGINE_DIED, what=f"{lost.what}, then: {error.what}"
                 ) from None
             self._state["detail"] = f"not yet: {error.line()}"
             self._remind(f"not yet: {error.line()}")
@@ -342,7 +339,7 @@ class Cluster:
                 f"{node['address']} ({node['facts']['interface']})" for node in self.report.nodes
             )
             self.say(
-                f"preflight: {len(nodes)} nodes fit together: {names}; all-reduce"
+                f"preflight: {len(nodes)} nodes are compatible: {names}; all-reduce"
                 f" {found['gb_per_s']} GB/s with {found['backend']} (at least"
                 f" {found['least_gb_per_s']})"
             )
@@ -381,7 +378,7 @@ class Cluster:
         why = unreached(
             [node["address"] for node in nodes], self.environ(self.place.environ), self.stop
         )
-        action = "see `nibble cluster status`, and start the Ray node anew that was away"
+        action = "see `nibble cluster status`, and restart the Ray node that was away"
         return replace(report, problems=[Problem(self._caller.head, why, action)] if why else [])
 
     def _tell(self, text: str) -> None:

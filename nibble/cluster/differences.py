@@ -13,10 +13,10 @@ from nibble.cluster.facts import SAME, Problem
 
 Node = Mapping[str, Any]
 SHOWN = 3  # names of files or tensors in a line
-SAME_SETTINGS = "give every rank the same flags and variables"
+SAME_SETTINGS = "set the same flags and variables on every rank"
 SAME_IMAGE = "run the same image on every node"
 SAME_MODEL = (
-    "give every node the same files (`nibble pull MODEL --revision …`), or set"
+    "put the same files on every node (`nibble pull MODEL --revision …`), or set"
     " NIBBLE_CLUSTER_MODEL=head"
 )
 # Part of a build (build_id.py) -> how it is called, and what one of its entries is.
@@ -170,6 +170,6 @@ def _noun(name: str, kind: str) -> str:
 
 def _matter(here: str | None, there: str | None) -> str:
     if here is None or there is None:
-        return "is absent" if here is None else "is there only on this node"
+        return "is absent" if here is None else "exists only on this node"
     # Types, shapes and sizes are for people; digests are not.
     return f"has {here}, not {there}" if " " in here and " at " in here else "has other content"

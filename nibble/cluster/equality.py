@@ -66,7 +66,7 @@ def compare_checkpoints(
     for node, answer in ask_all(nodes, ask, over):
         if isinstance(answer, AgentError):
             problems.append(
-                Problem(node["name"], f"it cannot say what its model is ({answer})", "see its log")
+                Problem(node["name"], f"it cannot describe its model ({answer})", "see its log")
             )
         else:
             told[node["address"]] = {**node, "checkpoints": answer["checkpoints"]}

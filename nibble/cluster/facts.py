@@ -39,7 +39,7 @@ SAME: Mapping[str, str] = {
     "driver": "install the same driver on every node",
     "target": "use machines of one kind in a cluster",
     "gpu": "use machines of one kind in a cluster",
-    "mtu": "give the interfaces of the cluster the same MTU",
+    "mtu": "set the same MTU on the cluster's interfaces",
 }
 
 
@@ -188,7 +188,7 @@ def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
     return [
         Problem(
             node["name"],
-            f"it has no RDMA device with a GID of its address, and there is {where}",
+            f"it has no RDMA device with a GID of its address, but there is one {where}",
             action,
         )
         for node in nodes
@@ -208,12 +208,12 @@ def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
         )
     disk = facts.get("disk_free_bytes")
     if disk is not None and disk < LITTLE_DISK_BYTES:
-        found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free some"))
+        found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free space"))
     memory = facts.get("memory_available_bytes")
     if memory is not None and memory < least_memory_bytes:
         what = (
-            f"{show_gib(memory)} of memory are available and {show_gib(least_memory_bytes)} are"
-            " needed"
+            f"{show_gib(memory)} of memory are available, but the plan needs"
+            f" {show_gib(least_memory_bytes)}"
         )
         found.append(Problem(name, what, "stop other programs there"))
     return found

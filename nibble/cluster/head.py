@@ -95,11 +95,11 @@ def refuse(member: Member) -> None:
             action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if error.status == 404:
-        what = f"the node at {member.head} is no head"
+        what = f"the node at {member.head} is not a head"
         raise NibbleError(
             ExitCode.CLUSTER,
             what=what,
-            expected="rank 0 or `ray-head` there",
+            expected="rank 0 or `ray-head` at this address",
             action="correct HEAD_IP",
         )
     what = f"the head at {member.head} refused this node: {error}"
@@ -107,14 +107,14 @@ def refuse(member: Member) -> None:
         ExitCode.CLUSTER,
         what=what,
         expected="one node for each rank",
-        action="correct NIBBLE_NODE_RANK or stop the other one",
+        action="correct NIBBLE_NODE_RANK or stop the other node",
     )
 
 
 def lost_head(member: Member) -> str | None:
     """Why the head counts as lost, or None."""
     if member.has_new_head:
-        return f"the head at {member.head} was started anew"
+        return f"the head at {member.head} restarted"
     if not member.has_lost_head:
         return None
     why = f": {member.error}" if member.error else ""

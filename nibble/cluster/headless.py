@@ -160,7 +160,7 @@ class _Headless:
             refuse(member)
             reply = {} if member.has_lost_head else member.reply
             if reply.get("state") == "stopped":
-                self._say("the server was stopped: so is this rank")
+                self._say("the server stopped, so this rank stops")
                 return False
             session = reply.get("session")
             is_new = reply.get("run") != self._run or session != member.head_session
@@ -168,7 +168,7 @@ class _Headless:
                 member.head_session, self._run = str(session), int(reply["run"])
                 return True
             if time.monotonic() >= deadline:
-                why = lost_head(member) or f"the head at {member.head} began nothing"
+                why = lost_head(member) or f"the head at {member.head} started no run"
                 code = ExitCode.ENGINE_DIED if self._began else ExitCode.CLUSTER
                 raise NibbleError(
                     code,
@@ -230,14 +230,14 @@ class _Headless:
                 self._say(f"{why}: ending this machine's ranks")
                 return True
             if member.reply.get("state") == "stopped":
-                self._say("the server was stopped: so are this machine's ranks")
+                self._say("the server stopped, so this machine's ranks stop")
                 return False
             if member.reply.get("run") != self._run or member.reply.get("state") == "waiting":
                 self._say("the head ended this run")
                 return True
             if self._ended and death is None:
                 death, ended_at = self._death(self._ended.code), time.monotonic()
-                self._say(f"{death.what}; waiting for what the head makes of it")
+                self._say(f"{death.what}; waiting for the head's decision")
             if death is not None and time.monotonic() - ended_at > NEW_RUN_S:
                 raise death
 

@@ -225,11 +225,11 @@ def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return {"error": f"nothing came of it within {TIMEOUT_S + 30} s"}
+        return {"error": f"no result within {TIMEOUT_S + 30} s"}
     lines = out.strip().splitlines()
     if child.returncode == 0 and lines:
         return json.loads(lines[-1])
     if child.returncode == -signal.SIGKILL:
-        return {"error": "it was ended here, for another one or for want of memory"}
+        return {"error": "this node ended it, for another check or out of memory"}
     errors = [line for line in err.splitlines() if "Error" in line]
     return {"error": (errors or err.strip().splitlines() or ["no message"])[-1].strip()[:300]}

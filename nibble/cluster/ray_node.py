@@ -76,7 +76,7 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
     where memory runs short here; 10 when it dies later.
     """
     if settings.head_ip and not is_here(resolve(settings.head_ip, "HEAD_IP")):
-        what = f"HEAD_IP {settings.head_ip} is no address of this machine"
+        what = f"HEAD_IP {settings.head_ip} is not an address of this machine"
         action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
         raise NibbleError(
             ExitCode.CLUSTER, what=what, expected="one head in a cluster", action=action
@@ -120,7 +120,7 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
             ExitCode.USAGE,
             what=what,
             expected="HEAD_IP",
-            action="set HEAD_IP to what `ray-head` printed",
+            action="set HEAD_IP to the address that `ray-head` printed",
         )
     token, gpus = members_token(settings, environ, "a Ray worker"), _gpus(settings, environ)
     place = find_place(settings, environ, settings.head_ip)
@@ -152,7 +152,7 @@ def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
     """
     here = len(detect(environ).gpus)
     if here and settings.num_gpus is not None and settings.num_gpus > here:
-        what = f"NUM_GPUS is {settings.num_gpus} and {here} GPUs are here"
+        what = f"NUM_GPUS is {settings.num_gpus}, but this machine has {here} GPUs"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
@@ -237,7 +237,7 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
             action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if re.search(r"already running at|Address already in use|already in use|EADDRINUSE", text):
-        what = f"Ray cannot open its ports for {head}, something uses one already"
+        what = f"Ray cannot open its ports for {head}: another program uses one"
         return NibbleError(
             ExitCode.CLUSTER,
             what=what,
@@ -259,7 +259,7 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
     return NibbleError(
         ExitCode.CLUSTER,
         what=f"Ray did not start: {last[:300]}",
-        action="run again with NIBBLE_DEBUG=1 for all it said",
+        action="run again with NIBBLE_DEBUG=1 to see its whole output",
     )
 
 
@@ -347,7 +347,7 @@ class _Node:
         if action == "stop":
             what = f"stopped Ray and vLLM's part on this node: {why}, {kept(self.limit)}"
             expected = f"at least {show_gib(self.limit.stop_below_bytes)}"
-            advice = "serve with less (`nibble plan`), or end what else runs there"
+            advice = "serve with less memory (`nibble plan`), or end other programs on this node"
             self._events.put(
                 NibbleError(ExitCode.NO_FIT, what=what, expected=expected, action=advice)
             )
@@ -369,7 +369,7 @@ class _Node:
             return ExitCode.OK
         if event is None and not self._is_up:
             what = f"Ray has not started within {START_S:.0f} s"
-            action = "see whether the head answers, and run again with NIBBLE_DEBUG=1"
+            action = "check that the head answers, and run again with NIBBLE_DEBUG=1"
             raise NibbleError(ExitCode.CLUSTER, what=what, action=action)
         reader.join(timeout=2)
         if not self._is_up:
@@ -380,7 +380,7 @@ class _Node:
         how = (
             f"exit code {event}{_last_words(self._lines)}"
             if event is not None
-            else "its node process is gone"
+            else "its node process ended"
         )
         self._display.say(f"Ray ended by itself ({how})")
         return ExitCode.ENGINE_DIED

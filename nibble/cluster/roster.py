@@ -24,7 +24,7 @@ LOST_S = 10.0
 class Node:
     """A node as its last beat told.
 
-    `session` is one life of its process, so that a node that was started anew is told from the one
+    `session` is one life of its process, so that a node that restarted is told from the one
     that was there. `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's
     that hold parts of the model. `ended` are those of them that ended by themselves, the last ones:
     "run", "pid", "why" and "at" (of the roster's clock).
@@ -98,7 +98,7 @@ class Roster:
                 if node.rank is None or other.rank != node.rank or other.address == node.address:
                     continue
                 if now - other.seen < LOST_S:
-                    raise Refused(f"rank {node.rank} is taken by {other.address}")
+                    raise Refused(f"{other.address} has rank {node.rank}")
                 del self._nodes[other.address]
             before = self._nodes.get(node.address)
             if before is not None and before.session == node.session and not node.facts:
@@ -203,9 +203,9 @@ def lost_node(
             why = (left or {}).get(node["address"])
             return f"node {node['name']} has left" + (f": {why}" if why else "")
         if found["session"] != node["session"]:
-            return f"node {node['name']} was started anew"
+            return f"node {node['name']} restarted"
         if found["age_s"] >= LOST_S:
-            return f"node {node['name']} has given no sign of life for {found['age_s']:.0f} s"
+            return f"node {node['name']} has not answered for {found['age_s']:.0f} s"
     return None
 
 

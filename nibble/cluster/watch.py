@@ -30,7 +30,7 @@ class NodeLost(NibbleError):
         super().__init__(
             ExitCode.ENGINE_DIED,
             what=why,
-            action="see what that node says; it may rejoin at any time",
+            action="see that node's log; it may rejoin at any time",
         )
 
 
@@ -77,7 +77,7 @@ class Watch:
         names = ", ".join(
             f"rank {rank} on {node or 'a node'}" for rank, node in zip(ranks, where, strict=True)
         )
-        return f"a worker process of vLLM's ended by itself: {names}; all nodes still answer"
+        return f"a worker process of vLLM ended by itself: {names}; all nodes still answer"
 
     def run(
         self,

@@ -37,7 +37,7 @@ OWNED: Mapping[str, str] = {
 
 # What the seeds name and no release of nibble has yet.
 MISSING_BACKENDS: Mapping[str, str] = {
-    "CUTE_PAGED": "the CuTe paged attention backend is not part of this release of nibble",
+    "CUTE_PAGED": "nibble has no CuTe paged attention backend",
 }
 
 Flags = dict[str, Any]
@@ -146,7 +146,7 @@ def _value(
             return True, position
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"{source} gives {name} without a value",
+            what=f"{source} has {name} without a value",
             expected="a value after it",
             action=f"write {name} VALUE",
         )
@@ -205,7 +205,7 @@ def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
         if name in OWNED:
             raise NibbleError(
                 ExitCode.CONFIG,
-                what=f"{name} in {source} is set by nibble itself",
+                what=f"{name} in {source} is a flag that nibble sets",
                 expected="",
                 action=f"use {OWNED[name]} instead",
             )

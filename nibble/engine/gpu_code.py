@@ -128,7 +128,8 @@ def _check_cuda(tree: Tree, path: Path, target: Target) -> None:
         raise _refusal(
             target,
             f"{shown} of vLLM {tree.version} is a CUDA {version} build (libcudart.so.{version})",
-            f"libcudart.so.{OLDEST_CUDA}, for CUDA 12 builds have FP4 code for exactly 10.0 or 12.0"
+            f"libcudart.so.{OLDEST_CUDA}, because CUDA 12 builds have FP4 code for exactly 10.0"
+            f" or 12.0"
             " (100a, 120a) at most",
         )
 

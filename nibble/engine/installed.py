@@ -220,7 +220,7 @@ def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
     allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
     if allowed is not None and PLUGIN not in allowed.split(","):
         return (
-            "VLLM_PLUGINS leaves nibble's plugin out",
+            "VLLM_PLUGINS excludes nibble's plugin",
             f"add {PLUGIN} to VLLM_PLUGINS or unset it",
         )
     if not entry_points(group=PLUGIN_GROUP, name=PLUGIN):

@@ -28,7 +28,7 @@ from typing import Any
 PLATFORM_CHOICES = {"mm-processor-device": ["cuda"]}
 MOE_ORACLES = ("nvfp4", "mxfp4", "fp8", "unquantized")
 MISSING_MODULE = (
-    "vllm does not have the module this reads; teach nibble/engine/introspect.py the new place"
+    "vllm lacks the module that nibble reads; correct its name in nibble/engine/introspect.py"
 )
 
 

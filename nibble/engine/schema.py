@@ -147,7 +147,7 @@ class Schema:
         if spec is None:
             return [_unknown_flag(name, self.suggest(name))]
         if spec.kind != "json":
-            return [f"{spec.name} takes no JSON object"]
+            return [f"{spec.name} does not take a JSON object"]
         return [problem for problem in self._check_json_value(spec, value) if problem]
 
     def _check_json_value(self, spec: FlagSpec, value: Any) -> Iterator[str | None]:

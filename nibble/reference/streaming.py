@@ -264,11 +264,11 @@ def make_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     name = str(checkpoint.architecture)
     found: Any = getattr(transformers, name, None)
     if found is None:
-        code = ", whose own code is not run" if checkpoint.custom_code else ""
+        code = "; nibble does not run the checkpoint's code" if checkpoint.custom_code else ""
         raise Unsupported(f"transformers {transformers.__version__} has no module {name}{code}")
     config: Any = AutoConfig.from_pretrained(str(checkpoint.path), trust_remote_code=False)
     if not isinstance(config, found.config_class):
-        raise Unsupported(f"config.json is of another model than {name}")
+        raise Unsupported(f"config.json describes another model than {name}")
     for one in (config, config.get_text_config()):
         if hasattr(one, "quantization_config"):
             del one.quantization_config

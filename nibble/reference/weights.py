@@ -119,7 +119,7 @@ class Weights:
 
     def _read(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
         if info.dtype not in DTYPES:
-            raise Unsupported(f"{info.name} is {info.dtype}, which this code cannot read")
+            raise Unsupported(f"{info.name} is {info.dtype}, which nibble cannot read")
         if not info.shape:
             data, shape = self._files.read(info, 0, info.nbytes), ()
         else:

@@ -50,7 +50,7 @@ def resolve_api_key(
     """
     if given_key:
         _require_sendable(given_key)
-        return KeyDecision(given_key, "given", None, "the key that was given")
+        return KeyDecision(given_key, "given", None, "the key of NIBBLE_API_KEY")
     if is_loopback(host):
         return KeyDecision(None, "loopback", None, f"{host} is reachable from this machine only")
     if allow_anonymous:
@@ -58,7 +58,7 @@ def resolve_api_key(
             None,
             "anonymous",
             None,
-            f"NIBBLE_ALLOW_ANONYMOUS is set: anyone who reaches {host} may ask",
+            f"NIBBLE_ALLOW_ANONYMOUS is set: every client that reaches {host} is admitted",
         )
     path = cache_dir / KEY_FILE
     made = _store_new_key(path)
@@ -97,9 +97,9 @@ def _require_sendable(key: str) -> None:
     if not _is_sendable(key):
         raise NibbleError(
             ExitCode.CONFIG,
-            what="NIBBLE_API_KEY holds something an HTTP header cannot carry",
+            what="NIBBLE_API_KEY has characters that an HTTP header cannot carry",
             expected=f"1 to {_LONGEST} printable ASCII characters without spaces",
-            action="make one with: openssl rand -hex 32",
+            action="create one with: openssl rand -hex 32",
         )
 
 
@@ -158,7 +158,9 @@ def _tighten(path: Path, descriptor: int) -> str:
     if os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0) and not is_shared:
         raise _key_file_error(path, f"belongs to another user (uid {status.st_uid})")
     if status.st_mode & stat.S_IWOTH:
-        raise _key_file_error(path, "is writable by everyone, so anyone may have put a key there")
+        raise _key_file_error(
+            path, "is writable by every user, so any user may have written the key"
+        )
     if not status.st_mode & 0o777 & ~mode:
         if is_shared and status.st_uid == os.geteuid():  # from before its folder was shared
             os.fchmod(descriptor, mode)
@@ -167,11 +169,11 @@ def _tighten(path: Path, descriptor: int) -> str:
         os.fchmod(descriptor, mode)
     except OSError as error:
         raise _key_file_error(
-            path, f"is readable by others and cannot be tightened ({error.strerror})"
+            path, f"is readable by other users and chmod fails ({error.strerror})"
         ) from None
     if os.fstat(descriptor).st_mode & 0o777 & ~mode:  # filesystems that accept chmod and ignore it
-        raise _key_file_error(path, "is readable by others and its filesystem keeps it so")
-    return f"; its file was open to others and is now {mode:04o}"
+        raise _key_file_error(path, "is readable by other users and its file system ignores chmod")
+    return f"; its file was readable by other users and has mode {mode:04o} now"
 
 
 def _key_file_error(path: Path, problem: str) -> NibbleError:

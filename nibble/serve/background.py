@@ -181,9 +181,11 @@ def _answers(record: Record) -> bool:
 def _already(place: Place) -> NibbleError:
     record = place.read()
     who = f" (pid {record.pid}, {record.model})" if record else ""
-    what = f"a server runs in the background on port {place.port} already{who}"
+    what = f"a server already runs in the background on port {place.port}{who}"
     return NibbleError(
-        ExitCode.CONFIG, what=what, action=f"`nibble stop --port {place.port}`, or set another PORT"
+        ExitCode.CONFIG,
+        what=what,
+        action=f"run `nibble stop --port {place.port}`, or set another PORT",
     )
 
 
@@ -248,7 +250,7 @@ def stop(place: Place) -> tuple[int, str]:
     if not place.is_running():
         return ExitCode.OK, _not_running(place, record)
     if record is None or ended_without_a_word(record.process, this_process()):
-        what = f"the server on port {place.port} keeps no record that can be read"
+        what = f"the server on port {place.port} has no readable record"
         raise NibbleError(
             ExitCode.CONFIG, what=what, action="find it with `ps` and send it SIGTERM"
         )
@@ -279,14 +281,14 @@ def _wait(place: Place, record: Record) -> tuple[int, str]:
             raise NibbleError(
                 ExitCode.TERMINATED,
                 what=what,
-                action=f"`kill -9 {record.pid}`; `nibble logs` may say why",
+                action=f"run `kill -9 {record.pid}`; `nibble logs` may show the cause",
             )
         time.sleep(_POLL_S)
     after = place.read()
     code = after.exit_code if after and after.pid == record.pid else None
     place.record.unlink(missing_ok=True)
     if code is None:
-        return ExitCode.INTERNAL, f"pid {record.pid} ended without saying how"
+        return ExitCode.INTERNAL, f"pid {record.pid} ended without an exit code"
     return code, f"pid {record.pid} on port {place.port} ended with code {code}"
 
 
@@ -295,7 +297,7 @@ def _not_running(place: Place, record: Record | None) -> str:
         return f"no server runs in the background on port {place.port}"
     with contextlib.suppress(OSError):  # another user's
         place.record.unlink(missing_ok=True)
-    how = "without a word" if record.exit_code is None else f"with code {record.exit_code}"
+    how = "without an exit code" if record.exit_code is None else f"with code {record.exit_code}"
     return f"no server runs in the background on port {place.port}: pid {record.pid} ended {how}"
 
 
@@ -309,7 +311,7 @@ def show_logs(place: Place, lines: int, follow: bool) -> None:
     try:
         place.log.path.open("rb").close()
     except FileNotFoundError:
-        what = f"no server was started in the background on port {place.port}"
+        what = f"no background server has run on port {place.port}"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,

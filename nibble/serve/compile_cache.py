@@ -141,14 +141,14 @@ class Use:
             yield
         except OSError as error:
             self._say(
-                f"warning: the cache entry {folder} cannot be kept in order"
-                f" ({error.strerror or error})"
+                f"warning: the cache entry {folder} cannot be updated ({error.strerror or error})"
             )
 
 
 def _dropped(name: str, problem: str) -> str:
     return (
-        f"the cache entry {name} is damaged ({problem}) and was dropped: this start compiles it"
+        f"the cache entry {name} is damaged ({problem}); nibble dropped it, and this start"
+        f" compiles it"
         " again"
     )
 
@@ -156,7 +156,7 @@ def _dropped(name: str, problem: str) -> str:
 def _kept(name: str, problem: str) -> str:
     return (
         f"warning: the cache entry {name} is damaged ({problem}) and stays: another server or user"
-        " has it"
+        " holds it"
     )
 
 
@@ -287,7 +287,7 @@ def _difference(folder: Path, path: str, row: Sequence[Any], sizes_only: bool) -
         if (found := file.stat().st_size) != size:
             return f"{path} has {found} bytes instead of {size}"
         same = sizes_only or _sha256(file) == digest
-        return "" if same else f"{path} has another sha256 than when it was recorded"
+        return "" if same else f"the sha256 of {path} differs from the recorded one"
     except FileNotFoundError:
         return "" if _matches(path, REWRITTEN) else f"{path} is missing"
     except OSError as error:
@@ -300,7 +300,7 @@ def _unreadable(file: Path) -> str:
     try:
         json.loads(file.read_text())
     except ValueError:
-        return f"{file.name} is no JSON"
+        return f"{file.name} is not JSON"
     return ""
 
 

@@ -49,7 +49,7 @@ class ControlServer:
                 ExitCode.CONFIG,
                 what=what,
                 expected="a free port",
-                action="set NIBBLE_CONTROL_PORT to another one",
+                action="set NIBBLE_CONTROL_PORT to another port",
             ) from None
         self.answers = Answers(status, is_ready, why)
 
@@ -121,7 +121,7 @@ class _Handler(JsonHandler):
                 if ready
                 else (503, {"ready": False, "reason": answers.why()})
             )
-        return 404, {"error": "only /status and /ready are here"}
+        return 404, {"error": "this port has only /status and /ready"}
 
     def _host_is_local(self) -> bool:
         name = self.headers.get("Host", "").rpartition(":")

@@ -34,7 +34,7 @@ HOLDS_S = (60.0, 300.0, 900.0)  # after the third, fourth and fifth failure
 FIRST_HELD = 3
 # MODEL here is a load that vLLM ended for it; what is refused before a run never comes here.
 COUNTED = (ExitCode.ENGINE_DIED, ExitCode.MODEL, ExitCode.NO_FIT, ExitCode.CANARY)
-SILENT_END = "the start before ended without a word: the machine was reset or nibble was killed"
+SILENT_END = "the previous start left no exit code: the machine was reset or nibble was killed"
 OF_THE_PLACE = ("VLLM_HOST_IP", "VLLM_PORT")  # of a container, whose next one has others
 _KEPT = 20
 
@@ -176,7 +176,7 @@ class Breaker:
     def tripped(self, verdict: Verdict) -> NibbleError:
         """The end of a crash loop."""
         what = f"{verdict.failures} starts in a row failed, the last with: {verdict.cause}"
-        action = f"mend that and remove {self.path}; with other settings it starts at once"
+        action = f"fix the cause and remove {self.path}; other settings start at once"
         return NibbleError(ExitCode.CRASH_LOOP, what=what, action=action)
 
     def _others(self) -> list[Failure]:
@@ -195,7 +195,7 @@ class Breaker:
             TypeError,
             RecursionError,
         ) as error:  # the last one: nested without end
-            self._say(f"warning: {self.path} is damaged and is dropped ({type(error).__name__})")
+            self._say(f"warning: {self.path} is damaged; nibble drops it ({type(error).__name__})")
             self._remove()
             return []
         others = [one for one in found if one.process != self._me]
@@ -223,8 +223,8 @@ class Breaker:
         except OSError as error:
             self._can_write = False
             self._say(
-                f"warning: {self.path} cannot be written ({error.strerror}): crash loops are not"
-                " noticed"
+                f"warning: {self.path} cannot be written ({error.strerror}): nibble does not"
+                " notice crash loops"
             )
         return None
 

@@ -36,7 +36,7 @@ def drain(
     """
     limit_s = settings.drain_seconds
     say(
-        f"{signal_name(event.signum)}: new requests get 503, running ones may finish for"
+        f"{signal_name(event.signum)}: new requests get 503, running requests may finish for"
         f" {limit_s} s"
     )
     deadline = time.monotonic() + limit_s
@@ -47,7 +47,7 @@ def drain(
     if isinstance(left, Stop):
         cut = f"{signal_name(left.signum)} again"
     elif left:
-        cut = f"{left} request(s) still ran after {limit_s} s"
+        cut = f"{left} request(s) were unfinished after {limit_s} s"
     else:
         terminate()
         unread = Unread(settings.port)

@@ -35,8 +35,10 @@ def engine_died(
         what = f"vLLM ended the load: no tensor of the checkpoint fills {shown}"
         action = "download the model again"
         if _EMPTY in cause:
-            action += f"; if it is whole, skip this check with {SKIP}"
-        return NibbleError(ExitCode.MODEL, what=what, expected="a whole checkpoint", action=action)
+            action += f"; if it is complete, skip this check with {SKIP}"
+        return NibbleError(
+            ExitCode.MODEL, what=what, expected="a complete checkpoint", action=action
+        )
     if match := _MISFIT.search(cause):
         what = f"vLLM ended the load: {match[1]}, {match[2]}, does not fit the model ({match[3]}"
         action = "download the model again, or correct config.json"
@@ -51,17 +53,19 @@ def engine_died(
     what += f"; {lost} ended first" if lost else ""
     if memory_ladder is None:
         return NibbleError(ExitCode.ENGINE_DIED, what=what, action="see the log above")
-    what += "; the kernel's OOM killer struck just then"
+    what += "; the kernel's OOM killer acted at the same time"
     return NibbleError(
-        ExitCode.ENGINE_DIED, what=what, action=f"to need less: {steps(memory_ladder)}"
+        ExitCode.ENGINE_DIED,
+        what=what,
+        action=f"reduce memory, in this order: {steps(memory_ladder)}",
     )
 
 
 def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
     """The hang watch ended vLLM. `what` did not move, `gpus` is what NVML says."""
-    told = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
-    action = "see the stacks in the log above; NIBBLE_HANG_SECONDS sets how long to wait"
-    return NibbleError(ExitCode.ENGINE_DIED, what=told, action=action)
+    line = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
+    action = "see the stacks in the log above; set the limit with NIBBLE_HANG_SECONDS"
+    return NibbleError(ExitCode.ENGINE_DIED, what=line, action=action)
 
 
 def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
@@ -72,12 +76,14 @@ def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | No
     that is known.
     """
     if kernel_has_killed:
-        return f"{process} was killed by the kernel for want of memory"
+        return f"{process} was killed by the kernel, which was out of memory"
     if code is not None and code < 0:
         return f"{process} was killed by {signal_name(-code)}"
     if cause:
         return f"{process} ended by itself: {cause}"
-    return f"{process} ended by itself and logged no error: something killed it, or it crashed"
+    return (
+        f"{process} ended by itself and logged no error: another process killed it, or it crashed"
+    )
 
 
 def _not_loaded(cause: str) -> list[str]:
@@ -94,13 +100,16 @@ def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Ste
     what = f"stopped the engine in phase {phase}: {why}, {kept(limit)}"
     expected = f"at least {show_gib(limit.stop_below_bytes)}"
     return NibbleError(
-        ExitCode.NO_FIT, what=what, expected=expected, action=f"to need less: {steps(ladder)}"
+        ExitCode.NO_FIT,
+        what=what,
+        expected=expected,
+        action=f"reduce memory, in this order: {steps(ladder)}",
     )
 
 
 def kept(limit: Limits) -> str:
     """The reserve, as part of a sentence."""
-    return f"{show_gib(limit.reserve_bytes)} are kept for the rest of the machine"
+    return f"{show_gib(limit.reserve_bytes)} are reserved for the rest of the machine"
 
 
 def steps(ladder: Sequence[Step]) -> str:

@@ -112,7 +112,7 @@ class Display:
         line = describe(self._phase or "start", self._progress, self._detail)
         times = f"{now - self._phase_since:.0f} s in this phase, {now - self._since:.0f} s in all"
         return Text(
-            f"[nibble] {line}  ({times}; last sign of life {self._silence():.0f} s ago)",
+            f"[nibble] {line}  ({times}; last progress {self._silence():.0f} s ago)",
             style="bold",
             overflow="ellipsis",
             no_wrap=True,

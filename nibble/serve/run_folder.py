@@ -24,7 +24,7 @@ def make_run_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="nibble-"))
     except OSError as error:
-        what = f"no folder for temporary files can be written ({error.strerror or error})"
+        what = f"no folder for temporary files is writable ({error.strerror or error})"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

@@ -251,8 +251,8 @@ class Supervisor:
             if stall.due(self._engine.silence()):
                 now = activity(self._engine.pid)
                 self._display.say(
-                    f"{self._timeline.phase}: no sign of life for {self._engine.silence():.0f} s;"
-                    f" meanwhile the engine used {now.since(earlier)}. Waiting on; Ctrl-C or"
+                    f"{self._timeline.phase}: no progress for {self._engine.silence():.0f} s;"
+                    f" meanwhile the engine used {now.since(earlier)}. nibble waits; Ctrl-C or"
                     " SIGTERM stops it"
                 )
             elif self._engine.silence() < _IDLE_POLL_S:
@@ -380,7 +380,7 @@ class Supervisor:
             if self._over.wait(ENGINE_END_S):
                 return
             if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
-                self._events.put(Failed(self._death(f"still there {ENGINE_END_S:.0f} s later")))
+                self._events.put(Failed(self._death(f"it still ran {ENGINE_END_S:.0f} s later")))
                 return
             self._lost = ""  # vLLM goes on without it
 
@@ -418,7 +418,7 @@ class Supervisor:
                     )
                 )
         elif self._admission.change("paused", "ready", "ready"):
-            self._events.put(Told(f"new requests are let in again: {why}"))
+            self._events.put(Told(f"new requests are admitted again: {why}"))
 
     # --- what the engine says ---
 

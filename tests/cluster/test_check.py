@@ -88,4 +88,4 @@ def test_an_unknown_head_is_refused_within_seconds(
         assert found.container.exit_code() == 9
         # 2 s for silent name servers, and the start of a container
         assert time.monotonic() - began < 10
-        assert "HEAD_IP nosuchhost is no IPv4 address and no known name" in found.logs()
+        assert "HEAD_IP nosuchhost is neither an IPv4 address nor a known name" in found.logs()

@@ -15,7 +15,7 @@ FILE = Path("/var/cache/nibble/api_key")
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 GENERATED = KeyDecision("nbl-secret", "generated", FILE, "generated at this start")
 STORED = KeyDecision("nbl-secret", "stored", FILE, "generated at an earlier start")
-GIVEN = KeyDecision("nbl-secret", "given", None, "the key that was given")
+GIVEN = KeyDecision("nbl-secret", "given", None, "the key of NIBBLE_API_KEY")
 
 
 def test_address_names_numbers_and_a_command_are_told() -> None:

@@ -115,7 +115,7 @@ def test_key_file_open_to_others_is_tightened_and_said_so(tmp_path: Path, mode: 
 def test_key_file_anyone_could_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / KEY_FILE).write_text("nbl-" + "x" * 40)
     (tmp_path / KEY_FILE).chmod(0o666)
-    fails(tmp_path, "writable by everyone")
+    fails(tmp_path, "writable by every user")
 
 
 @pytest.mark.parametrize(
@@ -197,4 +197,4 @@ def test_in_a_shared_folder_a_private_key_is_opened_to_the_group_and_others_stay
         assert stat.S_IMODE((cache / KEY_FILE).stat().st_mode) == 0o640
         assert ("now 0640" in decision.reason) is (mode != 0o600)
     (cache / KEY_FILE).chmod(0o666)
-    fails(cache, "writable by everyone")
+    fails(cache, "writable by every user")

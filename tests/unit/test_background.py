@@ -62,10 +62,7 @@ def test_a_damaged_record_of_a_running_server_is_one_error(
         place.record.write_text(json.dumps(found | damage))
         with pytest.raises(NibbleError) as caught:
             stop(place)
-    assert (
-        caught.value.code is ExitCode.CONFIG
-        and "keeps no record that can be read" in caught.value.line()
-    )
+    assert caught.value.code is ExitCode.CONFIG and "has no readable record" in caught.value.line()
 
 
 def test_an_ended_server_of_another_user_is_told_and_its_record_stays(place: Place) -> None:

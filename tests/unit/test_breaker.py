@@ -122,7 +122,7 @@ def test_a_damaged_record_is_dropped_and_not_fatal(
     breaker.path.parent.mkdir()
     breaker.path.write_text(text)
     assert breaker.verdict().failures == 0
-    assert "is damaged and is dropped" in said[0] and not breaker.path.exists()
+    assert "is damaged; nibble drops it" in said[0] and not breaker.path.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_one_warning_and_no_breaker(

@@ -55,7 +55,7 @@ def test_hardware_that_was_only_assumed_cannot_serve() -> None:
         check_hardware, load_target("hopper"), replace(HOST, gpus=(H200,), assumed=True)
     )
     assert error.code is ExitCode.NO_HARDWARE
-    assert "this machine has no such GPU" in error.line()
+    assert "but this machine does not have its GPU" in error.line()
 
 
 def test_a_driver_that_does_not_answer_is_the_reason_given() -> None:

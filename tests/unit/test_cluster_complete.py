@@ -31,7 +31,7 @@ def test_what_stays_is_said_once_and_each_minute_and_what_changes_at_once() -> N
             [node("a"), node("b"), node("c", age_s=12.0)],
             True,
             Expected(None, None),
-            "node c has given no sign",
+            "node c has not answered",
         ),
         ([node("a"), node("b"), node("c", age_s=12.0)], True, Expected(2, None), None),
         ([node("a"), node("b")], True, Expected(3, None), "3 nodes are expected, and a, b answer"),

@@ -172,7 +172,7 @@ time.sleep(0.5)
         r" ended first"
     )
     assert re.fullmatch(told, error.what)
-    assert f"{error.what}; waiting for what the head makes of it" in rank.said
+    assert f"{error.what}; waiting for the head's decision" in rank.said
 
 
 def test_the_head_hears_at_once_which_process_ended_here(

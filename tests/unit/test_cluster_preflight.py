@@ -337,7 +337,7 @@ def test_the_check_leaves_out_a_head_without_gpus_and_names_a_silent_node(
     head = ray("d", 0, role="ray-head")
     assert asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1), head]) == ["b", "c"]
     assert asked_to_check(monkeypatch, [ray("b", 0), head]) == ["d", "b"]
-    with pytest.raises(NibbleError, match="node c has given no sign of life for 60 s"):
+    with pytest.raises(NibbleError, match="node c has not answered for 60 s"):
         asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1, age_s=60.0)])
 
 
@@ -453,7 +453,7 @@ def test_a_head_whose_name_is_not_known_is_refused_before_anything_is_waited_for
     }
     environ = {**more, "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
     with pytest.raises(
-        NibbleError, match="HEAD_IP nosuchhost is no IPv4 address and no known name"
+        NibbleError, match="HEAD_IP nosuchhost is neither an IPv4 address nor a known name"
     ) as caught:
         ask(read_wishes(["nibble-demo"], environ))
     assert caught.value.code == ExitCode.CLUSTER

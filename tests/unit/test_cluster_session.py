@@ -149,7 +149,7 @@ def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     monkeypatch.setattr(found, "nodes", lambda: [gone, there])
     assert found.lost() is None
     monkeypatch.setattr(found, "nodes", lambda: [gone, there | {"age_s": 15.0}])
-    assert found.lost() == "node 10.0.0.3 has given no sign of life for 15 s"
+    assert found.lost() == "node 10.0.0.3 has not answered for 15 s"
 
 
 def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Cluster) -> None:
@@ -665,13 +665,13 @@ def test_the_folder_of_that_file_is_the_one_vllm_reads(
 @pytest.mark.parametrize("text", ["5", "[[]]", "{"])
 def test_a_file_that_is_no_list_of_names_stops_the_start(tmp_path: Path, text: str) -> None:
     (tmp_path / "ray_non_carry_over_env_vars.json").write_text(text)
-    with pytest.raises(NibbleError, match="secrets would go to every node"):
+    with pytest.raises(NibbleError, match="keeps secrets from every other node"):
         withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path)})
 
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NibbleError, match="secrets would go to every node") as caught:
+    with pytest.raises(NibbleError, match="keeps secrets from every other node") as caught:
         withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path / "file")})
     assert caught.value.code == ExitCode.CONFIG
 

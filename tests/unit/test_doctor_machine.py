@@ -67,7 +67,7 @@ def test_flashinfers_compiler_is_looked_for_and_must_know_the_gpu(tools: Path) -
     assert none.status == "warning" and "12.9" in none.fix
     assert jit_check(load_target("cpu"), {}).status == "ok"
     (tools / "nvcc").write_bytes(b"\x7fELF of another architecture")
-    assert "tells no version" in jit_check(load_target("hopper"), here).what
+    assert "unknown version" in jit_check(load_target("hopper"), here).what
 
 
 def test_damaged_and_stale_compiled_code_is_named_with_its_command(tmp_path: Path) -> None:

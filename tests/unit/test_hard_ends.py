@@ -372,5 +372,5 @@ def test_a_record_nested_without_end_is_damaged(opening: str, tmp_path: Path) ->
     breaker = Breaker(tmp_path / "r.json", "m", told.append)
     breaker.path.write_text(opening * 100_000)
     assert breaker.verdict().failures == 0
-    assert len(told) == 1 and "is damaged and is dropped (RecursionError)" in told[0]
+    assert len(told) == 1 and "is damaged; nibble drops it (RecursionError)" in told[0]
     assert not breaker.path.exists()

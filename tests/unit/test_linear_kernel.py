@@ -302,8 +302,8 @@ def test_auto_gives_way_where_vllm_is_told_to_leave_the_plugin_out(
     model: Path, install: Any, tmp_path: Path
 ) -> None:
     install("_cuda.abi3.so")
-    assert "VLLM_PLUGINS leaves" in reason(plan(model, VLLM_PLUGINS="other"), "vllm")
+    assert "VLLM_PLUGINS excludes" in reason(plan(model, VLLM_PLUGINS="other"), "vllm")
     reason(plan(model, VLLM_PLUGINS="other,nibble"), "nibble")
     file = tmp_path / "nibble.toml"
     file.write_text('[env]\nVLLM_PLUGINS = "other"\n')
-    assert "VLLM_PLUGINS leaves" in reason(plan(model, NIBBLE_CONFIG=str(file)), "vllm")
+    assert "VLLM_PLUGINS excludes" in reason(plan(model, NIBBLE_CONFIG=str(file)), "vllm")

@@ -57,7 +57,7 @@ def test_an_unexpected_kernel_ends_the_start_or_is_a_warning(tmp_path: Path) -> 
     (tmp_path / "warn").mkdir()
     assertion, said = run(make(tmp_path / "warn", wrong, strict="warn"))
     assert assertion["deviations"] == ["sampler: native ran, expected flashinfer (target hopper)"]
-    assert said[0].startswith("warning: the kernels are not those planned: sampler: native")
+    assert said[0].startswith("warning: the kernels differ from the plan: sampler: native")
 
 
 def test_plain_torch_ends_a_start_on_a_gpu_and_is_one_line_on_the_cpu(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_workers_on_other_nodes_are_held_against_the_plan_too_and_their_node_is_
     wrong = {"ran": RAN | {"sampler": "native"}}
     made = make(tmp_path, {"ran": RAN}, elsewhere={"b (rank 1)": [wrong]}, tensor_parallel_size=2)
     with pytest.raises(
-        NibbleError, match=r"^node b \(rank 1\): the kernels are not those planned: sampler"
+        NibbleError, match=r"^node b \(rank 1\): the kernels differ from the plan: sampler"
     ) as raised:
         run(made)
     assert raised.value.code == ExitCode.CANARY

@@ -64,7 +64,7 @@ def open_bundle(path: Path) -> BinaryIO:
             ExitCode.CONFIG,
             what=what,
             expected="a new file",
-            action="name another one with --bundle PATH",
+            action="name another file with --bundle PATH",
         ) from None
 
 
@@ -77,8 +77,8 @@ def write_bundle(
     try:
         return _write(file, report, environ, model)
     except OSError as error:
-        what = f"the archive could not be written to its end ({error.strerror or error})"
-        action = "remove it, then name a place with more room with --bundle PATH"
+        what = f"the archive could not be completed ({error.strerror or error})"
+        action = "remove it, then name a file on a disk with more space with --bundle PATH"
         raise NibbleError(ExitCode.NO_FIT, what=what, action=action) from None
 
 

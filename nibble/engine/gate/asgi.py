@@ -136,7 +136,7 @@ def _readiness(state: State, phase: str) -> Answer:
 def _unavailable(state: State, phase: str) -> Answer:
     message = f"The server is {state}" + (f" (phase: {phase})." if phase else ".")
     if state == "paused":
-        message = f"The server takes no new requests for now: {phase}."
+        message = f"The server does not admit new requests: {phase}."
     return error_answer(
         503, "ServiceUnavailableError", message, _retry_headers(state), state=state, phase=phase
     )

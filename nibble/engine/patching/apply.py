@@ -122,10 +122,10 @@ def _check_release(tree: Tree, series: Series) -> None:
     if tree.release != series.release:
         raise NibbleError(
             ExitCode.VERIFY,
-            what=f"{tree.root} holds vllm {tree.version}, and patches/{series.project} is for"
+            what=f"{tree.root} has vllm {tree.version}, but patches/{series.project} needs"
             f" {series.release}",
             expected=f"vllm {series.release}",
-            action="install that release, or see with `nibble patches status` what this one still"
+            action="install that release, or run `nibble patches status` to see what this one"
             " needs",
         )
 
@@ -159,8 +159,8 @@ def _current_record(tree: Tree, series: Series) -> Record:
 def _changed(tree: Tree, path: str, digest: str, series: Series) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        what=f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble"
-        " left there",
+        what=f"{path} in {tree.root} is neither vllm {series.release}'s file nor a file that"
+        " nibble patched",
         expected=f"sha256 {series.pristine.get(path, 'unknown')[:12]}…, found {digest[:12]}…",
         action="install vllm again (`make clean setup`), or undo the change",
     )
@@ -176,7 +176,7 @@ def _read_record(tree: Tree) -> Record:
         raise NibbleError(
             ExitCode.VERIFY,
             what=f"{path} cannot be read ({error})",
-            expected="the record nibble wrote",
+            expected="nibble's record",
             action="install vllm again",
         ) from None
 
@@ -192,7 +192,7 @@ def _original(tree: Tree, record: Record, path: str) -> bytes:
         raise NibbleError(
             ExitCode.VERIFY,
             what=f"cannot read {path} of {tree.root} ({error.strerror})",
-            expected="a whole vllm",
+            expected="a complete vllm",
             action="install vllm again",
         ) from None
 
@@ -202,8 +202,7 @@ def _check_pristine(tree: Tree, series: Series, originals: Mapping[str, bytes]) 
         if _digest(content) != series.pristine[path]:
             raise NibbleError(
                 ExitCode.VERIFY,
-                what=f"{path} of {tree.root} is not the file that patches/{series.project} was made"
-                " for",
+                what=f"{path} of {tree.root} is not the file that patches/{series.project} changes",
                 expected=f"sha256 {series.pristine[path][:12]}…, found {_digest(content)[:12]}…",
                 action="install vllm again",
             )
@@ -221,8 +220,8 @@ def _patched(patches: list[Patch], originals: Mapping[str, bytes]) -> dict[str, 
                 raise NibbleError(
                     ExitCode.VERIFY,
                     what=what,
-                    expected="a series whose patches fit one another",
-                    action="make the patch again",
+                    expected="a series whose patches apply in order",
+                    action="generate the patch again",
                 ) from None
     return texts
 
@@ -255,8 +254,8 @@ def _cannot_write(tree: Tree, error: OSError) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
         what=f"cannot change {tree.root} ({error.strerror or error})",
-        expected="a folder this user may write to",
-        action="run it as the folder's owner, or patch where the image is built",
+        expected="a folder that this user can write",
+        action="run it as the folder's owner, or patch during the image build",
     )
 
 

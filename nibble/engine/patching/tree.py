@@ -48,7 +48,7 @@ def open_tree(root: Path) -> Tree:
     if not (root / "vllm" / "__init__.py").is_file():
         raise NibbleError(
             ExitCode.VERIFY,
-            what=f"there is no vLLM in {root}",
+            what=f"{root} does not contain vLLM",
             expected="a site-packages folder or vLLM's unpacked source, with vllm/__init__.py in"
             " it",
             action="name it with --root",

@@ -187,14 +187,14 @@ def excuse(
     if busy and (on_cpu or stall.kind == "api"):
         return "it uses CPU time"
     if sum(one.major_faults - before.major_faults for one, before in grown) > 0:
-        return "its memory is read back from disk"
+        return "the kernel reads its memory back from disk"
     if compilers := sorted(look.programs & _COMPILERS):
         return f"{compilers[0]} runs"
     if _COMPILING.search(stacks):
         return "it compiles"
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
     if calls:
-        return "it is in a call"
+        return "it runs a call"
     # What a rank on another machine computes or compiles cannot be seen from here; a lost one is
     # told by its node.
     return "other machines take part" if has_other_machines and stall.kind == "step" else ""

@@ -94,16 +94,16 @@ def check_hardware(target: Target, hardware: Hardware) -> None:
     expected = f"a GPU of compute capability {wanted}"
     if hardware.nvml_error:
         what = f"the NVIDIA driver does not answer ({hardware.nvml_error})"
-        action = "check `nvidia-smi`; a container needs --gpus all"
+        action = "run `nvidia-smi`; a container needs --gpus all"
     elif wrong and not hardware.assumed:
         major, minor = wrong[0].capability
         what = (
-            f"{wrong[0].name} has compute capability {major}.{minor} and the target is"
+            f"{wrong[0].name} has compute capability {major}.{minor} but the target is"
             f" {target.name}"
         )
         action = "unset NIBBLE_TARGET"
     else:
-        what = f"the target is {target.name} and this machine has no such GPU"
+        what = f"the target is {target.name}, but this machine does not have its GPU"
         action = "unset NIBBLE_TARGET, or use `nibble plan` to plan for another machine"
     raise NibbleError(ExitCode.NO_HARDWARE, what=what, expected=expected, action=action)
 
@@ -120,7 +120,7 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
                 ExitCode.NO_HARDWARE,
                 what=sentence,
                 expected="another driver",
-                action="install the driver it names",
+                action="install the driver that this line names",
             )
         warnings.append(sentence)
     return warnings
@@ -141,7 +141,7 @@ def check_memory(plan: Plan) -> list[str]:
     missing = budget.least_kv_bytes - budget.room_bytes
     certain = missing - (0 if is_shared(plan.target) else budget.overhead_bytes)
     if certain > 0:
-        what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} would not fit: "
+        what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} does not fit: "
         what += arithmetic(budget, budget.least_kv_bytes) + f": {show_gib(missing)} too little"
         raise NibbleError(
             ExitCode.NO_FIT, what=what, action=f"try, in this order: {steps(plan.ladder)}"
@@ -150,7 +150,8 @@ def check_memory(plan: Plan) -> list[str]:
         left = show_gib(max(0, budget.room_bytes))
         return [
             f"one sequence of {budget.sequence_tokens} tokens takes"
-            f" {show_gib(budget.least_kv_bytes)}, about {left} are left; to need less:"
+            f" {show_gib(budget.least_kv_bytes)}, about {left} are left; reduce memory, in this"
+            f" order:"
             f" {steps(plan.ladder)}"
         ]
     return []
@@ -172,8 +173,8 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
         )
     else:
         what, action = (
-            f"HOST {host} is no address of this machine",
-            "set HOST to 127.0.0.1, 0.0.0.0 or one of its own",
+            f"HOST {host} is not an address of this machine",
+            "set HOST to 127.0.0.1, 0.0.0.0 or an address of this machine",
         )
     raise NibbleError(ExitCode.CONFIG, what=what, action=action)
 
@@ -205,7 +206,7 @@ def check_certificate(args: Mapping[str, str]) -> None:
         why = getattr(error, "reason", None) or error.strerror or error
         what = f"{named} cannot be used for HTTPS ({why})"
         expected = (
-            "a certificate and its key without a passphrase, as PEM files that this user may read"
+            "a certificate and its key without a passphrase, as PEM files that this user can read"
         )
         raise NibbleError(
             ExitCode.CONFIG,
@@ -225,28 +226,29 @@ def check_folders(own: Path, engine: Path) -> list[str]:
         if problem := write_problem(folder):
             raise not_writable(folder, problem, variable)
     if re.search(r"\s", str(engine)):  # torch 2.13 gives g++ its command as one text
-        what = (
-            f"the path of the cache, {engine}, has a blank, and what is compiled there would fail"
-        )
+        what = f"the path of the cache, {engine}, has a blank, which breaks compilation there"
         raise NibbleError(
             ExitCode.CONFIG, what=what, action="name a folder without blanks with NIBBLE_CACHE_DIR"
         )
     if is_noexec(engine):
         what = (
-            f"{nearest_existing(engine)} is mounted noexec: what is compiled for this model could"
-            " not be loaded from it"
+            f"{nearest_existing(engine)} is mounted noexec: no compiled kernel can be loaded"
+            " from it"
         )
         action = (
             "mount it with exec (docker run --tmpfs PATH:exec), or name another folder with"
             " NIBBLE_CACHE_DIR"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what=what, expected="a cache that code can be run from", action=action
+            ExitCode.CONFIG,
+            what=what,
+            expected="a cache whose file system permits exec",
+            action=action,
         )
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        what = "no folder for temporary files can be written"
+        what = "no folder for temporary files is writable"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
@@ -283,4 +285,7 @@ def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:
     if not given.isdigit():
         return []
     clash = f" and is PORT {port} too" if int(given) == port else ""
-    return [f"VLLM_PORT={given} is for vLLM's own processes{clash}; PORT is the port of the API"]
+    return [
+        f"VLLM_PORT={given} sets a port between vLLM's processes{clash}; PORT is the port of"
+        f" the API"
+    ]

@@ -85,8 +85,8 @@ def check_experts_on_cpu(plan: Plan) -> None:
         ):
             module = name.rpartition(".")[0]
             what = (
-                f"{module} of {checkpoint.id} is an expert without gate_proj, which vLLM 0.32 has"
-                " no layer for on the CPU"
+                f"{module} of {checkpoint.id} is an expert without gate_proj, for which vLLM 0.32"
+                " has no layer on the CPU"
             )
             raise NibbleError(
                 ExitCode.CONFIG,

@@ -45,8 +45,9 @@ def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
     reasons = [*options, *(["CloverLM"] if is_cloverlm(plan.checkpoint) else [])]
     if reasons or plan.target.device == "cpu":
         needed = f"for {', '.join(reasons)}" if reasons else "for NVFP4 on the CPU"
-        raise NibbleError(ExitCode.CONFIG, what=f"{what}, and it is needed {needed}", action=action)
+        raise NibbleError(
+            ExitCode.CONFIG, what=f"{what}, but the model needs it {needed}", action=action
+        )
     return [
-        f"warning: {what}: fused projections whose parts have different scales compute wrongly;"
-        f" {action}"
+        f"warning: {what}: fused projections with different scales give wrong results; {action}"
     ]
