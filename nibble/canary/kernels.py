@@ -1,9 +1,8 @@
-"""Did the kernels run that the plan expects? Pure: expectations from the plan, and what each worker
-reports, to deviations.
+"""Compares the kernels that ran with those that the plan expects. Pure: plan and reports to
+deviations.
 
-An expectation comes from what the user or a rule asked for, else from the recipe, else from the
-target's table `[expected]`. A part that nobody expects anything of may run on anything but a slow
-fallback.
+An expectation comes from the user or a rule, else from the recipe, else from the target's table
+`[expected]`. A part without an expectation may use any kernel except a slow fallback.
 """
 
 from __future__ import annotations

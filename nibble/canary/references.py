@@ -178,7 +178,7 @@ def _parts_at_no_tie(ids: Sequence[int], greedy: Answer, near_tie: float) -> boo
     """Whether other tokens begin, and not at a near tie, after which texts may differ."""
     for place, (one, other) in enumerate(zip(ids, greedy.ids, strict=False)):
         if one != other:
-            return not greedy.best[place] - greedy.runner_up[place] < near_tie  # NaN is no tie
+            return not greedy.best[place] - greedy.runner_up[place] < near_tie  # NaN does not tie
     return False
 
 

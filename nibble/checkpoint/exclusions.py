@@ -214,7 +214,7 @@ def _module(tensor: TensorInfo) -> str | None:
 
 
 def _name_of_draft_in_vllm(name: str, config: Mapping[str, Any]) -> str:
-    """LongCat's draft has names of its own in vLLM, and exclusions are looked up by those
+    """LongCat's draft has other names in vLLM, which looks exclusions up by those
     (longcat_flash_mtp.py:45, 185).
     """
     if not str(config.get("model_type")).startswith("longcat_flash"):

@@ -1,4 +1,4 @@
-"""The `nibble` command: verbs only; what they do lives in the modules they call."""
+"""The `nibble` command: declares the verbs and calls the modules that do the work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: rich alone would take half of its time
+    rich_markup_mode=None,  # plain help: rich would take half of its time
     help="Serve NVFP4 models on vLLM.",
 )
 for name, group in GROUPS.items():
@@ -42,8 +42,8 @@ Port = Annotated[
 
 @app.command()
 def stop(port: Port = None) -> None:
-    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code,
-    0 where none runs.
+    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
+    10 without a server.
     """
     from nibble.cli.serve import background_place, say
     from nibble.serve.background import stop as run
@@ -72,7 +72,7 @@ def logs(
 
 @app.command(context_settings=FREE_WORDS)
 def plan(words: Words = None) -> None:
-    """Show every setting `serve` would use, where it comes from and why."""
+    """Show every setting that `serve` would use, its source and its reason."""
     from nibble.plan.gather import plan_for, read_wishes
 
     asked = read_wishes(wanted(words, "plan"), dict(os.environ), ("--json",))
@@ -87,8 +87,8 @@ def plan(words: Words = None) -> None:
 
 @app.command(context_settings=FREE_WORDS)
 def inspect(words: Words = None) -> None:
-    """Show what a checkpoint holds, whether it loads exactly, and what vLLM alone would get
-    wrong.
+    """Show what a checkpoint holds, whether nibble loads it exactly, and what vLLM alone gets wrong
+    with it.
     """
     from nibble.cli.inspection import inspect_model
     from nibble.plan.gather import read_wishes
@@ -196,7 +196,7 @@ def reference(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a model's right answers from its checkpoint, for the canary of later starts."""
+    """Compute a model's layers and answers from its checkpoint, for the canary of later starts."""
     from nibble.cli.reference import make
 
     found = make(model, dict(os.environ), device, dtype, activations, answer_tokens, out)
@@ -231,7 +231,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Look at this machine and say what would stop or slow a server."""
+    """Check this machine for what stops or slows a server."""
     from nibble.cli.doctor.bundle import open_bundle, write_bundle
     from nibble.cli.doctor.checks import diagnose
     from nibble.cli.show import show_report
@@ -248,7 +248,7 @@ def doctor(
 
 @app.command()
 def status(as_json: Json = False) -> None:
-    """Say what the server on this machine does, which kernels it runs and what its canary found."""
+    """Show what the server on this machine does, its kernels and its canary's findings."""
     from nibble.cli.status import read_status, status_lines
 
     found = read_status(dict(os.environ))
@@ -268,7 +268,7 @@ def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """Versions of nibble and of what it runs."""
+    """Show versions of nibble and of the software that it runs."""
     from nibble.cli.show import versions
 
     found = versions()
@@ -325,7 +325,7 @@ def verbs() -> list[str]:
 
 def main() -> None:
     """Run, and turn every failure into one line and its exit code."""
-    stop_early(sys.argv[1:])  # once more: an older console script begins here
+    stop_early(sys.argv[1:])  # again: an older console script begins here
     sys.exit(_guarded(lambda: app(standalone_mode=False)))
 
 

@@ -1,4 +1,4 @@
-"""`nibble cache ls|verify|prune`."""
+"""`nibble cache ls|verify|prune`: looks after compiled code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
         raise NibbleError(
             ExitCode.CONFIG, what=what, action="run it as the owner of the cache"
         ) from None
-    except OSError:  # there is none
+    except OSError:  # no cache exists
         pass
     return root
 

@@ -1,4 +1,4 @@
-"""`nibble chat`: one question to the server that runs here, the answer as it streams."""
+"""`nibble chat`: sends one question to this machine's server and streams the answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         ) from None
     except (
         http.client.HTTPException
-    ) as error:  # vLLM ended in the middle of the answer, or it is no HTTP server
+    ) as error:  # vLLM ended during the answer, or the program is not an HTTP server
         what = f"the answer of {host}:{settings.port} ended early ({type(error).__name__})"
         raise NibbleError(
             ExitCode.ENGINE_DIED, what=what, action="see `nibble status` and `nibble logs`"

@@ -1,6 +1,4 @@
-"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine that
-has the token.
-"""
+"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine."""
 
 from __future__ import annotations
 

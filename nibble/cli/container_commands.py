@@ -1,5 +1,5 @@
-"""The container commands of README and docs, declared once. `nibble docs` writes them; tests run
-every one of them.
+"""The container commands of README and docs, declared once: `nibble docs` writes them, tests run
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Generated parts of the documentation, between markers, so that they cannot drift from the
-code.
-"""
+"""Writes the generated parts of the documentation, so that they cannot drift from the code."""
 
 from __future__ import annotations
 

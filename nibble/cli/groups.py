@@ -1,6 +1,4 @@
-"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share: verbs
-only, as in cli.py.
-"""
+"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ import typer
 
 from nibble.errors import ExitCode
 
-# Words after these verbs are read by nibble.settings.command_line, which knows nibble's options and
-# vLLM's flags alike.
+# nibble.settings.command_line reads the words after these verbs: it knows nibble's options and
+# vLLM's flags.
 FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -140,7 +138,7 @@ def patches_apply(tree: Root = None) -> None:
 
 @patches_app.command("revert")
 def patches_revert(tree: Root = None) -> None:
-    """Put every patched file back, byte for byte."""
+    """Restore every patched file, byte for byte."""
     from nibble.engine.patching.apply import revert_series
     from nibble.engine.patching.series import load_series
 

@@ -1,5 +1,5 @@
-"""`nibble inspect`: what a checkpoint holds, whether nibble loads it exactly, and what vLLM
-alone would get wrong.
+"""`nibble inspect`: what a checkpoint holds, whether nibble loads it exactly, and what vLLM gets
+wrong.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _producer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
 
 
 def _inventory(checkpoint: Checkpoint) -> Iterable[Mapping[str, Any]]:
-    """Tensors by part of the model and type, the largest first; scales are a part of their own."""
+    """Tensors by part of the model and type, the largest first; scales are a separate part."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: defaultdict[tuple[str, str], int] = defaultdict(int)
     for tensor in checkpoint.tensors.values():

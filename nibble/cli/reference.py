@@ -1,4 +1,4 @@
-"""`nibble reference MODEL`, and what a start does about references."""
+"""`nibble reference MODEL`, and the references that a start computes."""
 
 from __future__ import annotations
 

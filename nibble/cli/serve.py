@@ -1,4 +1,4 @@
-"""`nibble serve` and `nibble pull`: wishes -> plan -> model on disk -> checks -> vLLM."""
+"""`nibble serve` and `nibble pull`: from the request to plan, model on disk, checks and vLLM."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if verdict.wait_s > 0:
         if not _hold(plan, verdict):
             return ExitCode.OK
-        # What is free has changed meanwhile, and the files may have: somebody may have mended what
+        # Free memory has changed meanwhile, and the files may have: a user may have fixed what
         # failed.
         plan = _checked(on_disk(plan_for(asked), asked), accepted)
     times = StartTimes(cache / "start-times" / record)

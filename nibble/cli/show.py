@@ -1,4 +1,4 @@
-"""What the verbs print for people; rich is imported only here and in progress.py."""
+"""Prints what the verbs show to people; only this module and progress.py import rich."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`nibble status`: what the server on this machine does and what it proved, from its control
-port.
-"""
+"""`nibble status`: what this machine's server does and what it proved, from its control port."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def serve_across(
     watch, on ready) -> exit code.
 
     A lost node ends the run; with the node back there is a new one, up to RESTARTS times. A stop
-    signal between two runs ends the waiting: process 1 of a container would never see one that
-    nobody handles.
+    signal between two runs ends the waiting: process 1 of a container never receives a signal
+    without a handler.
     """
     stop = threading.Event()
     with (

@@ -14,7 +14,7 @@ from typing import Any
 from nibble.cluster.roster import LOST_S
 
 AGAIN_S = 60.0
-LEAST_NODES = 2  # fewer are no cluster
+LEAST_NODES = 2  # a cluster has at least two
 SEE_NODE = "see that node's log"
 GIVE_NUMBER = "start the other nodes, or pass the number of all nodes with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
@@ -111,7 +111,7 @@ def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | Non
 
 class Reminder:
     """Of a line that is due once, again when it changes, and every AGAIN_S while it stays.
-    Numbers in it are no change.
+    Other numbers in it do not count as a change.
     """
 
     def __init__(self) -> None:

@@ -213,8 +213,8 @@ class Cluster:
         return None
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
-        """Whether the end of a process on another node concerns this run, and is no consequence
-        of one that ended here.
+        """Whether the end of a process on another node concerns this run, and does not follow
+        from an end on this node.
         """
         at = time.monotonic() - end["ago_s"]
         if at < self._began_at or SAME_MOMENT_S < at - self._died_here_at < FOLLOWS_S:
@@ -284,8 +284,8 @@ class Cluster:
         return False
 
     def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
-        """Until all are there and nobody else has them. A rank that fetches the model from this one
-        gives no other sign of life.
+        """Until all nodes are present and free. A rank that fetches the model from this node
+        counts as alive.
         """
         limit_s = self.plan.settings.cluster_wait_seconds
         while not self.stop.is_set():

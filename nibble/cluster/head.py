@@ -14,7 +14,7 @@ from nibble.plan.cluster_ports import AGENT_PORT
 
 
 class Running(Protocol):
-    """Something with a thread of its own."""
+    """An object with a separate thread."""
 
     def start(self) -> Any: ...
 
@@ -33,9 +33,7 @@ def running(one: Running) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving(member: Member) -> Iterator[None]:
-    """A member that says goodbye at the end, and why where that is an error; somebody else
-    starts it.
-    """
+    """A member that reports its end, with the error if any; the caller starts it."""
     why = ""
     try:
         yield
@@ -82,7 +80,7 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
 
 
 def refuse(member: Member) -> None:
-    """Raise CLUSTER where the head answered and does not want this node; silence is no refusal."""
+    """Raise CLUSTER where the head answered and does not want this node; silence does not count."""
     error = member.error
     if error is None or error.status == 0:
         return

@@ -57,7 +57,7 @@ class Member:
     _thread: threading.Thread | None = None
 
     def start(self) -> Member:
-        """Beat in a thread of its own."""
+        """Beat in a separate thread."""
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()

@@ -41,7 +41,7 @@ def node_address(settings: Settings, head: str | None) -> str:
     """Where the other nodes reach this one:
 
     WORKER_IP, on the head (`head` None) HEAD_IP, else the address of NIBBLE_CLUSTER_INTERFACE, else
-    that of the route to the head. Raises CLUSTER for a name that nobody knows.
+    that of the route to the head. Raises CLUSTER for an unknown name.
     """
     if settings.worker_ip:
         return resolve(settings.worker_ip, "WORKER_IP")
@@ -199,7 +199,7 @@ def network_environ(
     address: str, interface: str, devices: tuple[RdmaDevice, ...]
 ) -> Mapping[str, str]:
     """What vLLM, Gloo and NCCL need to meet over `interface`. Fixed names are wrong on the next
-    machine (peers.md 2.4).
+    machine.
     """
     found = {"VLLM_HOST_IP": address}
     found |= dict.fromkeys(

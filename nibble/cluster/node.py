@@ -157,7 +157,7 @@ def ranks_by_pid(folder: Path) -> dict[int, int]:
 
 
 def listen_on(address: str, ports: list[int]) -> tuple[list[socket.socket], list[int]]:
-    """(sockets that take connections on `ports`, those of `ports` that somebody else has)."""
+    """(sockets that take connections on `ports`, those of `ports` that other programs use)."""
     found: list[socket.socket] = []
     taken: list[int] = []
     for port in ports:
@@ -195,8 +195,8 @@ def _knock(host: str, port: int) -> OSError | None:
 
 
 class OneAtATime:
-    """A process of which there is only the last one: whoever asked for the one before has gone, and
-    it would meet the new one's partners.
+    """A process of which only the last one runs: the caller of the one before has gone, and
+    that process would meet the new one's partners.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class OneAtATime:
 
 
 def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str, Any]:
-    """This node's rank, in a process of its own; {"error": …} where it failed. `words` are those
+    """This node's rank, in a separate process; {"error": …} where it failed. `words` are those
     of nibble.cluster.allreduce.
     """
     command = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", *words]

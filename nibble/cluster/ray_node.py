@@ -1,8 +1,8 @@
 """One node of a Ray cluster in the foreground: token required, dashboard off, every port named,
 ends when Ray ends.
 
-Whoever reaches an open Ray port runs code on the machine (CVE-2023-48022), and Ray 2.60 asks for a
-token only where it is told to, so every node is started with RAY_AUTH_MODE=token. A token does not
+A client that reaches an open Ray port can run code on the machine (CVE-2023-48022). Ray 2.60 asks
+for a token only with RAY_AUTH_MODE=token, so nibble sets it on every node. A token does not
 encrypt: keep these ports private.
 """
 
@@ -60,7 +60,7 @@ from nibble.settings.options import Settings
 
 # vLLM moves no tensors through it; Ray's own default is 30 % of memory
 OBJECT_STORE_BYTES = 256 << 20
-START_S = 180.0  # a start takes seconds; none may hang without a word
+START_S = 180.0  # a start takes seconds; nibble reports a longer one
 STOP_S = 10.0
 WATCH_S = 2.0
 DRAIN_LOOK_S = 0.2

@@ -10,7 +10,7 @@ from typing import Any
 
 BEAT_S = 1.0
 FORGET_S = (
-    600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+    600.0  # a pod that was lost comes back with another address; nibble then forgets the old one
 )
 SETTLE_S = 0.5
 STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain

@@ -46,9 +46,7 @@ class Watch:
         return Turn(self._cluster.control, answers)
 
     def feed(self, line: str) -> None:
-        """Ray's executor says which rank's process ended. vLLM may then end, or wait without end
-        (environment.md 3).
-        """
+        """Ray's executor says which rank's process ended. vLLM may then end, or wait forever."""
         if self._dead is None and (match := _DEAD_WORKER.search(line)):
             self._dead = match[1], time.monotonic()
 
@@ -57,7 +55,7 @@ class Watch:
         return self._cluster.reports()
 
     def told_to_stop(self) -> None:
-        """Called in a signal handler. From now on a lost node is no reason for another run."""
+        """Called in a signal handler. From now on a lost node does not start another run."""
         self._cluster.stop.set()
 
     def died_here(self) -> None:

@@ -18,7 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 
 COMMAND_LINE = "the command line"
 
-# Flags nibble sets itself, with the variable a user has for each (design.md 3).
+# Flags that nibble sets, with the variable that users set instead.
 OWNED: Mapping[str, str] = {
     "--host": "HOST",
     "--port": "PORT",
@@ -35,7 +35,7 @@ OWNED: Mapping[str, str] = {
     "--root-path": "none: the gate compares paths with vLLM's own",
 }
 
-# What the seeds name and no release of nibble has yet.
+# Backends of other projects that vLLM and nibble do not have.
 MISSING_BACKENDS: Mapping[str, str] = {
     "CUTE_PAGED": "nibble has no CuTe paged attention backend",
 }

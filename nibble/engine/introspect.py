@@ -182,7 +182,7 @@ def class_spec(hint: type, classes: ClassTable) -> dict[str, Any]:
 
 
 def is_choice(value: Any) -> bool:
-    # An attention backend's value is its import path, which nobody types.
+    # An attention backend's value is its import path, which users do not type.
     return isinstance(value, int) or (isinstance(value, str) and bool(value) and "." not in value)
 
 

@@ -1,4 +1,4 @@
-"""Make a reference in a process of its own, for `nibble reference` and for a start."""
+"""Makes a reference in a separate process, for `nibble reference` and for a start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoReference(Exception):
 
 
 class Ended(Exception):
-    """How the process that computes ended, without a word of why: for lack of memory, say."""
+    """How the computing process ended without a message, for example out of memory."""
 
 
 def run(

@@ -2,8 +2,8 @@
 port.
 
 The server itself keeps the record (servers/PORT.json in nibble's cache): a lock that the kernel
-lets go of however it ends, who it is, and its exit code. Nobody stands between: the shell that
-detached it may end.
+lets go of however it ends, who it is, and its exit code. No other process is involved: the shell
+that detached it may end.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from nibble.plan.compile_cache import CacheKey, CachePlan
 KEY, RECORD, LOCK = "entry.json", "files.json", "lock"
 DROPPED = ".dropped-"
 READ_BYTES = 4 << 20
-# Rewritten while a server runs or by the next one, or looked after by somebody else (the driver);
+# Rewritten while a server runs or by the next one, or kept by the driver;
 # of JSON among them only that it can be read is certain.
 REWRITTEN = (
     "*/modelinfos/*",
@@ -117,12 +117,12 @@ class Use:
     def _hold(self, folder: Path) -> None:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         self._locks.append(descriptor)
-        with contextlib.suppress(BlockingIOError):  # being dropped by somebody this moment
+        with contextlib.suppress(BlockingIOError):  # another process drops it now
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.utime(folder / KEY)
 
     def _share_model_inspection(self) -> None:
-        """vLLM inspects a model class in a process of its own, keyed by its source: the same
+        """vLLM inspects a model class in a separate process, keyed by its source: the same
         whatever the flags.
         """
         if not self._caches.keys:
@@ -220,7 +220,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _exclusive(folder: Path) -> int | None:
-    """The entry's lock for ourselves alone, or None where somebody holds it."""
+    """The entry's exclusive lock, or None where another process holds it."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # no server has ever held it
@@ -353,8 +353,8 @@ def _sha256(path: Path) -> str | None:
 
 
 def drop(folder: Path) -> bool:
-    """Remove an entry nobody holds; False where a server holds it. Gone at once for others,
-    whatever happens after that.
+    """Remove an entry; False where a server holds it. It disappears for others at once,
+    even if the removal fails later.
     """
     descriptor = _exclusive(folder)
     if descriptor is None:

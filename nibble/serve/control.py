@@ -14,8 +14,8 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.serve.json_http import JsonHandler, Server
 
 ADDRESS = "127.0.0.1"
-# A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header
-# gives it away.
+# A web page could reach loopback through its DNS name (DNS rebinding); its Host header
+# shows it.
 _HOST_NAMES = ("127.0.0.1", "localhost")
 _READ_TIMEOUT_S = 5.0
 
@@ -68,7 +68,7 @@ class ControlServer:
         return self._server.server_address[1]
 
     def start(self) -> None:
-        """Answer in a thread of its own."""
+        """Answer in a separate thread."""
         self._server.start("control")
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from nibble.printable import printable
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-# failures further apart are no loop; a first start of 18 minutes (peers.md 2.3) fits three times
+# failures further apart do not count; a first start of 18 minutes on GB10 fits three times
 WINDOW_S = 3600.0
 HOLDS_S = (60.0, 300.0, 900.0)  # after the third, fourth and fifth failure
 FIRST_HELD = 3
@@ -43,8 +43,8 @@ _KEPT = 20
 class Failure:
     """One failed start: seconds since 1970, exit code and the line that was shown.
 
-    `process` is set while a start still runs and names it; one that is found there later ended
-    without a word.
+    `process` is set while a start still runs and names it; a process named there at the next start
+    ended without an exit code.
     """
 
     at_s: float
@@ -66,7 +66,7 @@ class Verdict:
 
 
 def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
-    """Failures oldest first. A record of six holds until somebody removes it; fewer are
+    """Failures oldest first. A record of six holds until the user removes it; fewer are
     forgotten after WINDOW_S.
     """
     run: list[Failure] = []

@@ -30,7 +30,7 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore a client that disconnects."""
 
 
 class JsonHandler(BaseHTTPRequestHandler):

@@ -58,7 +58,7 @@ class LogFile:
             os.close(fresh)
 
     def keep_rotating(self) -> None:
-        """Look every two seconds, in a thread of its own. Not before the engine was forked."""
+        """Check every two seconds in a separate thread, only after the fork of the engine."""
 
         def watch() -> None:
             while True:

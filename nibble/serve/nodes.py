@@ -26,7 +26,7 @@ class Nodes(Protocol):
         ...
 
     def told_to_stop(self) -> None:
-        """Called in a signal handler: a lost node is no reason for another run from now on."""
+        """Called in a signal handler: from now on a lost node does not start another run."""
         ...
 
     def died_here(self) -> None:

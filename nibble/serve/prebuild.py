@@ -1,10 +1,9 @@
 """FlashInfer's sampling kernels, compiled while the engine imports and loads instead of after it.
 
 vLLM 0.32 asks for them in its last warm-up, where nvcc took 60 s of a first start on an H200
-(FlashInfer's log in
-tests/unit/data). FlashInfer's own lock makes the engine wait for what is left of it. Not where
-memory is shared with the GPU:
-compilers beside a load double its peak there (peers.md 2.3).
+(FlashInfer's log in tests/unit/data). FlashInfer's own lock makes the engine wait for what is left
+of it. Not where memory is shared with the GPU: compilers beside a load double its peak there
+(vllm#50925).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def compiler_environ(plan: Plan, child: Mapping[str, str]) -> dict[str, str]:
     (compilation_context.py).
     """
     found = {_architecture(gpu.capability) for gpu in plan.hardware.gpus}
-    told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found))}  # unless somebody set it
+    told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found))}  # unless the user set it
     return {**told, **child, "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -1,6 +1,6 @@
 """What the user sees while the engine starts: a live line on a terminal, else one line a phase.
 
-Everything of nibble's goes to stderr. vLLM's stdout and stderr go through to ours as they come.
+nibble writes to stderr. vLLM's stdout and stderr pass through unchanged.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ class StallWatch:
 
 
 def stderr_is_terminal() -> bool:
-    """Whether somebody sits in front of it: only then a key is shown."""
+    """Whether a user can see it: only then nibble shows a key."""
     return sys.stderr.isatty()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write everything; whoever no longer reads our output does not stop the server."""
+    """Write everything; a closed pipe does not stop the server."""
     view = memoryview(data)
     try:
         while view:

@@ -1,5 +1,5 @@
-"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Whoever makes
-it removes it.
+"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Its creator
+removes it.
 """
 
 from __future__ import annotations

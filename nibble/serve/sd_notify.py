@@ -29,7 +29,7 @@ class Notifier:
         self.watchdog_s = int(given) / 1e6 if given.isdigit() else 0.0
 
     def send(self, *lines: str) -> None:
-        """`READY=1`, `STATUS=…`; a socket that is gone is no fault of the server's."""
+        """`READY=1`, `STATUS=…`; the server continues without the socket."""
         if not self._address:
             return
         with (

@@ -38,7 +38,7 @@ def left_s(last: Mapping[str, float], phase: str, in_phase_s: float) -> float | 
 
 
 class StartTimes:
-    """The record of one plan. A file that cannot be read or written is no record."""
+    """The record of one plan. A file that cannot be read or written counts as absent."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from nibble.serve.nodes import Nodes
 
 LOADING_STOP_S = 5.0
-SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
-ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
+SUCCESS_S = 600.0  # a server that was ready for so long resets the crash loop
+ENGINE_END_S = 15.0  # vLLM needs 5 s after a lost worker
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 
@@ -73,7 +73,7 @@ def serve(
     0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with
     requests running. Raises NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below
     `limit` (NO_FIT), a control port in use (CONFIG) and an unexpected kernel or a wrong answer
-    (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once it is ready,
+    (CANARY). Nothing of vLLM is left. `on_ready` runs in a separate thread once it is ready,
     `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan.
     `watch` looks after other machines, where there are any; `references` waits for computed ones
     for the canary, by activations.
@@ -318,7 +318,7 @@ class Supervisor:
                 self._phases.phase = "canary"
                 self._show(PhaseUpdate("canary"))
             self._proof.run(names, generates, self._display.say)
-        except OSError:  # vLLM went away: its end comes as an event of its own
+        except OSError:  # vLLM went away: its end arrives as a separate event
             return False
         return True
 

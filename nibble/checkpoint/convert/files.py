@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
 
-ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of this
+ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of it
 
 # `read(first, count)` gives bytes of one tensor.
 Read = Callable[[int, int], bytearray]

@@ -1,7 +1,4 @@
-"""`nibble doctor --bundle`: one archive for a bug report, every file of it without secrets.
-
-Everything goes through one function that redacts text; there is no other way into the archive.
-"""
+"""`nibble doctor --bundle`: one archive for a bug report, without secrets in any file."""
 
 from __future__ import annotations
 
@@ -196,7 +193,7 @@ def _own_files(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _tail(path: Path) -> str:
-    """The last LOG_BYTES in whole lines: half a secret would be recognised by nobody."""
+    """The last LOG_BYTES in whole lines: the redactor would not recognise half a secret."""
     with path.open("rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
         file.seek(begin)

@@ -1,6 +1,4 @@
-"""`nibble doctor`: what on this machine would stop or slow a server, each with what to do about
-it.
-"""
+"""`nibble doctor`: what on this machine stops or slows a server, each with its fix."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ VLLM_VERSION = "0.32.0"
 HUB_TIMEOUT_SECONDS = 3
 LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
 LITTLE_MEMORY_BYTES = 4 << 30
-# Beside a CPU torch these break transformers: PyPI's builds are for CUDA (environment.md 1).
+# Beside a CPU torch these break transformers: PyPI's builds are for CUDA.
 CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -175,7 +173,7 @@ def kernels_check(
 
 @functools.cache
 def implementations(python: str = sys.executable) -> Mapping[str, str]:
-    """What nibble_kernels says of each device, asked in a process of its own: torch is large;
+    """What nibble_kernels says of each device, from a separate process: torch is large;
     "error": why it cannot.
     """
     code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
@@ -406,7 +404,7 @@ def _head(url: str) -> str | None:
         OSError,
         ValueError,
         http.client.HTTPException,
-    ) as error:  # the last: a port that is no number
+    ) as error:  # the last: a port that is not a number
         return in_words(error)
 
 

@@ -1,5 +1,5 @@
-"""More of what `nibble doctor` looks at: known-bad versions, FlashInfer's compiler, caches,
-NCCL, clocks, container limits.
+"""Further checks of `nibble doctor`: known-bad versions, FlashInfer's compiler, caches, NCCL,
+limits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NVCC_OF_SM12 = (12, 9)  # flashinfer 0.7.0.post1 compilation_context.py
 
 
 def known_bad_checks(target: Target, versions: Mapping[str, str], kernel: str) -> list[Check]:
-    """The Linux kernel and installed packages against the target's list (its driver has a check
-    of its own).
+    """The Linux kernel and installed packages against the target's list (its driver has a
+    separate check).
     """
     found = {"kernel": kernel, **versions}
     bad = [
@@ -153,7 +153,7 @@ def nccl_check(here: Hardware, environ: Mapping[str, str]) -> Check:
 
 
 def peer_check(target: Target, here: Hardware, environ: Mapping[str, str]) -> list[Check]:
-    """Several SM120 cards on PCIe have hung with IOMMU or ACS on (peers.md 2.4)."""
+    """Several SM120 cards on PCIe can hang with IOMMU or ACS on (vllm#33041, NCCL#1999)."""
     if target.name != "sm120" or len(here.gpus) < 2 or environ.get("NCCL_P2P_DISABLE") == "1":
         return []
     what = (

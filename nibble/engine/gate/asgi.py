@@ -96,10 +96,8 @@ def judge(
     """The gate's decision; None lets the request pass.
 
     `verb` is the HTTP method or WEBSOCKET, `path` the decoded path as the router sees it. The order
-    matters:
-    without the key a client learns neither the routes nor what the server is doing, beyond what the
-    two open
-    paths say.
+    matters: without the key a client learns neither the routes nor what the server is doing, beyond
+    what the two open paths say.
     """
     is_open = canonical and path in OPEN_PATHS and verb in OPEN_METHODS
     if not (is_open or caller.authorised or caller.internal):

@@ -18,8 +18,8 @@ MAX_MESSAGE_CHARS = 2048
 
 
 def with_short_errors(send: Send) -> Send:
-    """A `send` that passes good answers on as they come, and errors (status 400 and up) once
-    they are whole.
+    """A `send` that passes good answers on at once, and errors (status 400 and up) when
+    they are complete.
     """
     start: Message | None = None
     pieces: list[bytes] = []

@@ -2,8 +2,7 @@
 request.
 
 uvicorn 0.54 closes a connection that idles after an answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s) and
-nothing else:
-one that never sends a request, or half of one, stays for ever.
+nothing else: one that never sends a request, or half of one, stays for ever.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _SEQUENCES = frozenset(
         "items",
     }
 )
-# What holds media in base64 or a URL, and constraints, which are no text of the prompt.
+# Keys of media in base64 or a URL, and of constraints, which do not count as text of the prompt.
 MEDIA_KEYS = frozenset(
     {
         "image_url",
@@ -125,7 +125,7 @@ def _parts(message: Body) -> list[Any]:
 
 
 def texts(value: Any, skipped: frozenset[str]) -> Iterator[str]:
-    """All strings in `value` that are no keys, without what stands under the keys `skipped`."""
+    """All strings in `value` except keys, and except the values of the keys `skipped`."""
     waiting = [value]
     while waiting:
         one = waiting.pop()

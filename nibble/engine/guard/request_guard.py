@@ -62,7 +62,7 @@ class RequestGuard:
         if problem := scan.problem_of(value):
             raise Refused(400, problem)
         if not isinstance(value, dict) or is_small(path, value, len(body), self.limits):
-            return replayed(body, receive)  # to what is no object vLLM answers 400
+            return replayed(body, receive)  # vLLM answers 400 to other JSON
         await self._check_fields(path, value, len(body), facts, scope)
         if limit := answer_limit(path, value, self.limits, facts.context_tokens):
             body = with_field(body, *limit)

@@ -50,8 +50,8 @@ def applicable(tree: Tree, patch: Patch) -> bool:
 
 
 def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
-    """What is true of each patch in this tree. Raises NibbleError (exit 6) where a touched file
-    was changed by somebody else.
+    """The state of each patch in this tree. Raises NibbleError (exit 6) where another program
+    changed a touched file.
     """
     record = _current_record(tree, series)
     states: dict[str, PatchState] = {}
@@ -131,7 +131,7 @@ def _check_release(tree: Tree, series: Series) -> None:
 
 
 def _current_record(tree: Tree, series: Series) -> Record:
-    """What is applied now, by the files themselves. Raises NibbleError where somebody else
+    """What is applied now, by the files themselves. Raises NibbleError where another program
     changed one.
     """
     if tree.release != series.release:

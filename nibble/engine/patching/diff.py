@@ -15,7 +15,7 @@ HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class DiffError(Exception):
-    """Text that is no diff we read, or a hunk that does not fit."""
+    """Text that is not a readable diff, or a hunk that does not apply."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs probes, each in a process of its own, over one tree.
+"""Runs probes on one tree, each in a separate process.
 
     python -m nibble.engine.patching.run --root TREE [PROBE…]      # one JSON line a probe
 

@@ -14,7 +14,7 @@ from nibble.engine.patching.diff import DiffError, FileChange, parse
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 
-# https://dep-team.pages.debian.net/deps/dep3/ and three of our own (docs/patches.md).
+# https://dep-team.pages.debian.net/deps/dep3/ and three headers of nibble (docs/patches.md).
 HEADERS = (
     "Description",
     "Origin",

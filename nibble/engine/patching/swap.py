@@ -25,8 +25,8 @@ COPY_SUFFIX, OLD_SUFFIX = ".nibble-new", ".nibble-old"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Nobody else changes `folder` at the same time; what a killed run left beside it is cleared
-    away. Raises OSError.
+    """Lock `folder` against other changes, and remove what a killed run left beside it.
+    Raises OSError.
     """
     handle = os.open(folder.parent, os.O_RDONLY)
     try:

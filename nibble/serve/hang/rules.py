@@ -130,7 +130,7 @@ class Stalls:
         return found
 
     def forget(self, stall: Stall) -> None:
-        """It was no stall: count from here."""
+        """The engine did not stall: count from now on."""
         self._waited.pop((stall.kind, stall.pid), None)
 
 
@@ -172,7 +172,7 @@ def excuse(
     stacks: str = "",
     has_other_machines: bool = False,
 ) -> str:
-    """Why a stall is no hang yet, in words; empty where nothing says so.
+    """Why a stall does not count as a hang, or "".
 
     `on_cpu`: the model computes on the CPU, so that CPU time is progress. A GPU's host thread spins
     while it waits.
