@@ -13,13 +13,12 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-# The embedded demo, in NVFP4, where nothing names a model. For these verbs alone: a test that names its own model would
-# otherwise be given two.
+# The embedded demo, in NVFP4, if MODEL is unset. Only for these verbs: a test names its model itself.
 ifeq ($(MODEL)$(HF_MODEL),)
 serve plan: export MODEL := nibble-demo-nvfp4
 endif
 
-# Shell scripts and Dockerfiles as git knows them: what a developer has lying about is not linted.
+# Shell scripts and Dockerfiles that git knows, or would add: ignored files are not linted.
 SCRIPTS = $(shell git ls-files -co --exclude-standard '*.sh' .ci/run)
 DOCKERFILES = $(shell git ls-files -co --exclude-standard 'docker/Dockerfile.*')
 
@@ -44,11 +43,12 @@ plan: setup ## show every setting `make serve` would use, and why
 doctor: setup ## check this machine
 	@nibble doctor
 
-.PHONY: lint fmt ruff types shell dockerfiles generated
-lint: setup-dev ## ruff, pyright, shellcheck, shfmt, hadolint, generated docs, recipes: all of them, then the verdict
-	@$(MAKE) -k -j2 -Otarget types ruff shell dockerfiles generated
+.PHONY: lint fmt ruff types shell dockerfiles generated style
+lint: setup-dev ## run ruff, pyright, shellcheck, shfmt, hadolint, style, generated docs, recipes
+	@$(MAKE) -k -j2 -Otarget types ruff shell dockerfiles generated style
 ruff:
 	ruff check --quiet .
+	lint-imports > /dev/null || lint-imports
 	ruff format --check --quiet .
 types:
 	pyright
@@ -59,16 +59,20 @@ dockerfiles:
 	$(if $(DOCKERFILES),hadolint $(DOCKERFILES))
 generated:
 	nibble docs --check
+	python docs/architecture.py --check
 	nibble recipes lint
+style: ## check the language of docs, comments and messages
+	$(PYTHON) scripts/check_style.py
 fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff check --fix-only --quiet .
 	ruff format .
 	shfmt -w -i 2 -ci $(SCRIPTS)
 	nibble docs
+	python docs/architecture.py
 
-# Most of a server's start is imports on one core; more than two servers at once disturb one another.
+# Most of a server's start is imports on one core; more than two servers at once slow each other.
 PROCESSES = --numprocesses 2
-# Two servers on two cores miss a bound now and then that one keeps: what failed beside others has one more run alone.
+# Two servers on two cores sometimes miss a time bound that one keeps: failed tests run once more, alone.
 ALONE = { [ $$? -eq 1 ] && echo "== what failed, once more and alone" && pytest -p no:xdist --last-failed --last-failed-no-failures none --maxfail 3; }
 
 .PHONY: test test-all

@@ -12,7 +12,7 @@ die() {
   exit 2
 }
 
-# The CPU's wheel is compiled here, with the environment of `make setup`, and tried in an environment of its own.
+# The CPU's wheel is compiled here, with the environment of `make setup`, and tried in a separate environment.
 cpu_wheel() {
   [[ -x .venv/bin/python ]] || die "no .venv" "the environment that has torch and setuptools" "make setup"
   command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler" "g++ 12 or newer, or CXX" "install g++"

@@ -26,7 +26,7 @@ case $1 in
   -*) set -- serve "$@" ;;    # other flags alone mean serve
 esac
 if [[ $1 != -* && " ${verbs} " != *" $1 "* ]]; then
-  # `bash` is no special case: with a terminal it is interactive, with the environment set above.
+  # `bash` is not a special case: with a terminal it is interactive, with the environment set above.
   if ! type -P "$1" >/dev/null; then
     echo "nibble: error: '$1' is neither a verb of nibble nor a program; expected ${verbs// /, }, bash or a program" >&2
     exit 127

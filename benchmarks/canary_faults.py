@@ -79,7 +79,9 @@ def main() -> int:
                 found = {"as_promised": False, "not_ready": str(error)}
             data["cases"][name] = found
             print(json.dumps({name: found}, indent=1), flush=True)
-            out.write_text(json.dumps(data, indent=1) + "\n")  # after each case: a lease may end
+            out.write_text(
+                json.dumps(data, indent=1) + "\n"
+            )  # after each case: a GPU machine may be taken away
     print(f"written: {out}")
     return 0 if all(case["as_promised"] for case in data["cases"].values()) else 1
 

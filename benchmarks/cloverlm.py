@@ -4,7 +4,7 @@ of BF16 and NVFP4.
     python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256]
     [--sequences 32] [--device cpu]
 
-For each way a vLLM of its own with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of
+For each way a separate vLLM with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of
 one sequence and of 32, prompt tokens/s of half as many prompts of 512 tokens. Weights are random
 and of the published sizes, so texts mean nothing and times do. The checkpoint is packed (2.7 GB in
 /tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
@@ -76,7 +76,7 @@ def main() -> None:
             model = write(Path(folder) / form, form, options.blocks, options.device)
             results[way] = in_a_process(model, more, options.tokens, options.sequences)
             print(f"{way:14} {json.dumps(results[way])}", flush=True)
-            if options.out:  # after each way: a lease may end
+            if options.out:  # after each way: a GPU machine may be taken away
                 options.out.write_text(json.dumps(found | {"ways": results}, indent=2) + "\n")
             if form == "bf16":
                 shutil.rmtree(model)  # 8.3 GB

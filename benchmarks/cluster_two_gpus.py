@@ -1,5 +1,5 @@
 """Two GPUs of one host as one machine and as two: tokens/s of one GPU, TP 2 in the machine, and two
-"nodes" of one GPU each in network namespaces of their own, without Ray and with it.
+"nodes" of one GPU each in separate network namespaces, without Ray and with it.
 
     sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2 --out
     benchmarks/results/cluster_two_gpus.json
@@ -12,7 +12,7 @@ cannot run is named in the results with the reason. Each arrangement takes two t
 --out keeps what it has and is written after each. Nodes have their own host names, so that NCCL
 takes them for two machines and their traffic goes through the virtual network between them: the
 figures show what works and what a slow network costs, not what RoCE gives. NVLink multicast is off
-everywhere. `--cpu` runs the same with two processes on a CPU, for whoever changes this file.
+everywhere. `--cpu` runs the same with two processes on a CPU, for changes of this file.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ class Host:
         self.environ["PYTHONPATH"] = ":".join(filter(None, importable))
 
     def command(self, words: Sequence[str], inside: int | None = None) -> list[str]:
-        """`words` in the namespace, beside process `inside` where it is given, else in mounts of
-        its own.
-        """
+        """`words` in the namespace, with the mounts of process `inside` or separate ones."""
         if not self.number:
             return list(words)
         if inside is not None:

@@ -5,9 +5,9 @@ kernels and nibble's, in turns.
     [--batches 1 4]
         [--prompts 128 2048] [--profile]
 
-The shapes are those of kernels.md 10 (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of
+The shapes are Qwen3-8B's (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of
 151936) and of Qwen3-30B-A3B (48 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a
-token), weights alone in NVFP4. Every way is a vLLM in a process of its own on the same GPU; once
+token), weights alone in NVFP4. Every way is a vLLM in a separate process on the same GPU; once
 all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy, the
 best of four; then prompts of so many tokens, one at a time, until their first token (`--prompts`
 alone: none). --profile counts the time of each kernel over the steps of one more run, for the first
@@ -213,7 +213,7 @@ def ask(worker: subprocess.Popen[str], question: dict[str, Any]) -> Any:
 
 
 def end(worker: subprocess.Popen[str]) -> None:
-    """Of what has nothing more to say: vLLM in a process of its own sometimes hangs at its end."""
+    """Of what has nothing more to say: vLLM in a separate process sometimes hangs at its end."""
     if worker.stdin:
         worker.stdin.close()
     try:
@@ -293,7 +293,7 @@ def measured(llm: Any, batch: int) -> dict[str, float]:
 
 
 def prompted(llm: Any, tokens: int) -> float:
-    """Milliseconds until the first token of a prompt that nobody has asked before, the best of
+    """Milliseconds until the first token of a new prompt, the best of
     RUNS after one to warm up.
     """
     from vllm import SamplingParams

@@ -8,7 +8,7 @@
 build compiles csrc/moe/marlin_moe_wna16 of vLLM's unpacked source archive with marlin_moe_c_tmp.cu three times: as it is
 (clamp), with the min( dropped as #43730 proposes, and with c_tmp halved, which must be caught. sweep gives the kernel a c_tmp
 larger than the op would, filled with a pattern, and finds the last float written. op calls the registered op, which allocates
-c_tmp itself; without torch's caching allocator each allocation is a cudaMalloc of its own size, so memcheck sees its real end.
+c_tmp itself; without torch's caching allocator each allocation is one cudaMalloc of that size, so memcheck sees its real end.
 Both compare results with a float32 product. The code that chooses kernel and grid is told of GPUs of other sizes.
 """  # noqa: E501
 

@@ -3,12 +3,12 @@ tokens, dummy NVFP4 weights.
 
     python benchmarks/mtp_step.py [--out FILE] [--drafts 0 1 2 3] [--batches 1 8]
 
-The model is MiMo's, the dense one that has such a head, in the sizes of kernels.md 10 (36 layers,
+The model is MiMo's, the dense one that has such a head, in Qwen3-8B's sizes (36 layers,
 4096/12288, 32 and 8 heads, a vocabulary of 151936), weights alone in NVFP4; its output head and its
 draft layer are BF16, as published checkpoints have them. A step is the time of a run over its
 steps, so that it holds whatever is accepted; `break_even` is the share of drafts that has to be
 accepted before drafting saves time. vLLM 0.32 does not compile MiMo's draft layer
-(mimo_mtp.py:153), as it does Qwen3.5's. Each number of drafts is a vLLM in a process of its own,
+(mimo_mtp.py:153), as it does Qwen3.5's. Each number of drafts is a vLLM in a separate process,
 one after the other.
 """
 
@@ -80,7 +80,7 @@ def main() -> None:
             ways[str(drafts)] = in_a_process(folder, drafts, options)
             add_break_even(ways)
             print(drafts, json.dumps(ways[str(drafts)]), flush=True)
-            if options.out:  # after each: a lease may end
+            if options.out:  # after each: a GPU machine may be taken away
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

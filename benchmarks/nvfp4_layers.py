@@ -3,7 +3,7 @@ kernel there is: errors.
 
     python benchmarks/nvfp4_layers.py [--device cuda] [--out results.json]
 
-The weights are those of formats.md 5.2 (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64
+The weights have unequal scales (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64
 rows t5 * .008, numpy seed 7), each quantized by itself, loaded by vLLM's weight loaders as ModelOpt
 and as compressed-tensors checkpoints, W4A4 and W4A16. `own` is vLLM alone, `merged` the same with
 nibble's plugin. Each error is the relative Frobenius norm of one part's outputs against float64:
@@ -41,7 +41,7 @@ LINEAR_KERNELS = {
 
 
 def main() -> None:
-    """Run every case in a process of its own and print a table."""
+    """Run every case in a separate process and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -148,7 +148,7 @@ def run_case(form: str, activations: str, kernel: str, scales: str, device: str)
 
 
 def parts() -> dict[str, Tensor]:
-    """The BF16 weights of formats.md 5.2."""
+    """The BF16 weights that the top of this file names."""
     rng = np.random.default_rng(7)
     drawn = {
         "q": rng.standard_normal((ROWS["q"], COLUMNS)) * 0.02,

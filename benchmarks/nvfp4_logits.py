@@ -5,11 +5,11 @@ arithmetic on the same weights.
     [--models NAME …]
 
 The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in
-transformers. Every path is a vLLM of its own that scores the same tokens; the same emulation in
+transformers. Every path is a separate vLLM that scores the same tokens; the same emulation in
 BF16 arithmetic is there as a yardstick. For each position the whole distribution is compared: the
 largest difference of a log-probability among tokens above 0.1 %, the mean Kullback-Leibler
-divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with an output
-head of its own: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
+divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with a
+separate output head: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def write(out: Path | None, results: list[dict[str, Any]]) -> None:
 
 
 def head_effect(device: str) -> dict[str, Any]:
-    """The BF16 demo with its embedding copied to an output head of its own, quantized at load or
+    """The BF16 demo with its embedding copied to a separate output head, quantized at load or
     not.
     """
     from safetensors.torch import load_file, save_file
@@ -202,7 +202,7 @@ def run_path(model: str, name: str) -> Tensor | str:
 def in_vllm(
     model: str, device: str, options: dict[str, str], backend: str = "auto", ranks: int = 1
 ) -> Tensor | str:
-    """The same of a vLLM in a process of its own, with these options of the plugin."""
+    """The same of a vLLM in a separate process, with these options of the plugin."""
     memory: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
     if device == "cuda":
         memory |= {"gpu_memory_utilization": 0.1}
@@ -218,7 +218,7 @@ def in_vllm(
     file = Path(tempfile.mkdtemp()) / "logprobs.pt"
     words = [sys.executable, __file__, "--score", model, json.dumps(arguments), str(file)]
     environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if ranks > 1:  # vLLM would bind each to a NUMA node of its own
+    if ranks > 1:  # vLLM would bind each to a separate NUMA node
         environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

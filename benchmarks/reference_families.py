@@ -61,8 +61,8 @@ ALTERNATING: dict[str, Any] = {
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
@@ -71,10 +71,10 @@ MAMBA: dict[str, Any] = {
     "mamba_d_state": 64,
 }
 LATENT: dict[str, Any] = {
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
     "num_key_value_heads": 4,
 }
 LOCK = threading.Lock()
@@ -115,6 +115,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": MOE | ALTERNATING,
     "glm4_moe": MOE,
     "dots1": MOE,
+    "laguna": MOE,
     "ernie4_5_moe": MOE | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1},
     "deepseek_v2": MOE | LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": MOE
@@ -193,17 +194,28 @@ def compare(folder: Path, family: str) -> dict[str, Any]:
 
 def write(folder: Path, family: str) -> None:
     """transformers' own module with random weights, and the demo's tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with LOCK:  # one seed for all threads, and one import
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    with LOCK:  # one seed for all threads
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **BASE | FAMILIES[family])
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        fill_zeros(model, config.initializer_range)
     model.save_pretrained(folder)
     for path in (ROOT / "models" / "nibble-demo").iterdir():
         if path.name.startswith("tokenizer") or path.suffix == ".jinja":
             shutil.copy(path, folder)
+
+
+def fill_zeros(model: Any, spread: float) -> None:
+    """Random numbers where transformers begins with zeros: biases would do nothing, and a router of
+    zeros (Ernie 4.5) makes all experts equally good, of which each implementation of top-k takes
+    others.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point() and not tensor.any():
+            tensor.data.normal_(0, spread)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+from nibble.backend_rules import NESTED  # noqa: E402
+
+ERROR_LINE = re.compile(r"(?:^|\]:? )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
 NOT_OF_THE_MODEL = ("sampler: second best instead of best", "sampler: top_k ignored")
 
 
@@ -89,22 +93,44 @@ def run_model(model: str, folder: Path, kv_cache_dtype: str) -> dict[str, Any]:
         "--kv-cache-dtype",
         kv_cache_dtype,
     ]
-    child = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
-    )
+    log = folder / "vllm.log"
     found = {}
-    for line in child.stdout or ():
-        if line.startswith("RESULT "):
-            found |= json.loads(line.removeprefix("RESULT "))
-            print(line, end="", flush=True)
+    with log.open("w") as errors:
+        child = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ
+        )
+        for line in child.stdout or ():
+            if line.startswith("RESULT "):
+                found |= json.loads(line.removeprefix("RESULT "))
+                print(line, end="", flush=True)
     if child.wait():
-        raise SystemExit(f"{model}: the process with vLLM ended with {child.returncode}")
+        why = error_in(log.read_text(errors="replace"))
+        raise SystemExit(f"the process with vLLM ended with {child.returncode}: {why}")
     about = {key: value for key, value in told.items() if key not in ("out", "path")}
     return {"reference": about, "faults": found}
 
 
+def error_in(log: str) -> str:
+    """The first error that a log tells, with or without a process's prefix; those after it
+    follow from it.
+    """
+    told = [found[1] for line in log.splitlines() if (found := ERROR_LINE.search(line.strip()))]
+    return (told[0] if told else (log.strip().splitlines() or ["no word"])[-1])[:300]
+
+
+def backends_of(model: str) -> dict[str, Any]:
+    """Backends that `nibble serve` asks vLLM for on this machine, as arguments of LLM."""
+    from nibble.precedence import values_of
+    from nibble.prepare import plan_for, read_wishes
+
+    flags = values_of(plan_for(read_wishes([model], dict(os.environ))).args)
+    return {
+        flag.strip("-").replace("-", "_"): value for flag, value in flags.items() if flag in NESTED
+    }
+
+
 def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> None:
-    """In a process of its own; a line for each fault with its findings."""
+    """In a separate process; a line for each fault with its findings."""
     from nibble_kernels.vllm_plugin.proof.probes import Probes
     from vllm import LLM
 
@@ -118,6 +144,7 @@ def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> No
         gpu_memory_utilization=float(os.environ.get("GPU_MEMORY_UTIL", "0.9")),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=False,
+        **backends_of(model),
     )
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
     import model_faults

@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def free_port() -> int:
-    """A port nobody listens on right now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -284,7 +284,7 @@ class Run:
             except APIStatusError as error:
                 refusal = error.status_code
             except APIConnectionError:
-                refusal = 0  # nobody listens any more
+                refusal = 0  # the port is closed
         refused_after_s = round(time.monotonic() - told, 3)
         chunks = [stream.chunks for stream in streams]
         ready_status, state = (

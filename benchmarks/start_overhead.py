@@ -183,7 +183,7 @@ def child_environ(cache: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

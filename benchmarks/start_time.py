@@ -1,5 +1,5 @@
-"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with caches of
-its own, in turn.
+"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with separate
+caches, in turn.
 
     python benchmarks/start_time.py --write FOLDER
     python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out
@@ -44,7 +44,7 @@ from nibble.engine.log import PhaseReader  # noqa: E402
 
 LIMIT_S = 900.0
 GOALS = {"second_start_s": 30.0, "second_start_ratio": 3.0, "first_start_ratio": 1.5}
-# Whatever would lead one side to the other's caches, or to somebody's settings.
+# Variables that would lead one side to the other's caches, or to a user's settings.
 DROPPED = (
     "NIBBLE_",
     "VLLM_CACHE",
@@ -116,7 +116,9 @@ def main() -> int:
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:
-    """After each start: a lease may end. Without `out` nibble's first start names the target."""
+    """Written after each start, because a GPU machine may be taken away. Without `out` nibble's
+    first start names the target.
+    """
     target = next((start["target"] for start in result["starts"] if start["target"]), None)
     if out or target:
         out = out or ROOT / "benchmarks" / "results" / f"start_time_{target}.json"
@@ -242,7 +244,7 @@ class Start:
         ]
 
     def environ(self) -> dict[str, str]:
-        """A home of its own; neither looks anything up."""
+        """A separate home; neither asks the network."""
         kept: Mapping[str, str] = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
         for name in ("home", "tmp"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ a warm page cache.
 Writes BF16 shards of random numbers into DIR, then reads them through
 `safetensors_weights_iterator` (lazy, eager, prefetch) and
 `multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into
-memory of its own, the host's or, with --device cuda, the GPU's, where fastsafetensors is measured
+separate memory, the host's or, with --device cuda, the GPU's, where fastsafetensors is measured
 too if it is installed. Cold: the files were dropped from the page cache (posix_fadvise). Rounds are
 interleaved; each figure is a median, beside `read()` of the same bytes into host memory, which is
 what the disk and the page cache can do. Writes benchmarks/results/weight_loading_DEVICE.json.
@@ -38,7 +38,7 @@ HIDDEN = 4096
 
 
 def main() -> None:
-    """Write the shards, measure every strategy in a process of its own, write the result."""
+    """Write the shards, measure every strategy in a separate process, write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,7 +144,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def in_a_process(name: str, folder: Path, device: str) -> float:
-    """Seconds of one strategy without the imports; each in a process of its own, so that no
+    """Seconds of one strategy without the imports; each in a separate process, so that no
     memory is kept.
     """
     command = [sys.executable, __file__, "--device", device, "--one", name, str(folder)]

@@ -13,7 +13,7 @@ say() { echo "[nibble] $*" >&2; }
 # Only a real mount counts: the empty folders are part of the image. Field 5 of mountinfo is the mount point.
 mounted() { awk -v path="$1" '$5 == path { found = 1 } END { exit !found }' /proc/self/mountinfo; }
 
-# Is the variable still what the image set? Somebody's own value wins over a mount.
+# Is the variable still what the image set? A user's value wins over a mount.
 untouched() { [[ ${!1:-} == "$2" ]]; }
 
 huggingface() {

@@ -96,7 +96,7 @@ def drop_letter(text: str, rng: random.Random) -> str:
 
 
 def typed(text: str, rng: random.Random) -> str:
-    """`text` as somebody might type it."""
+    """`text` as a user might type it."""
     roll = rng.random()
     if roll < 0.5:
         return rng.choice(variants(text))

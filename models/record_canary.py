@@ -4,7 +4,7 @@ held against.
     python models/record_canary.py [NAME ...]                              # demo models, served here by nibble; all of them
     python models/record_canary.py --url http://127.0.0.1:8000 --recipe ORG/NAME    # a running server without a key
     python models/record_canary.py --url ... --out FILE                    # elsewhere, as in a model's own folder
-    python models/record_canary.py --url ... --prompts FILE                # one prompt a line, in place of eight of its own
+    python models/record_canary.py --url ... --prompts FILE                # one prompt a line, in place of eight general ones
 
 --recipe writes `recipes/ORG/NAME.nibble-canary.json`, which every start of that model finds; in a
 model's own folder the file is
@@ -93,7 +93,7 @@ def main() -> int:
         if asked.out is None and asked.recipe is None:
             parser.error("--url needs --recipe or --out")
         if asked.recipe and recipe_path(asked.recipe, root()) is None:
-            parser.error(f"{asked.recipe} is no ORG/NAME")
+            parser.error(f"{asked.recipe} is not ORG/NAME")
         prompts = asked.prompts.read_text().splitlines() if asked.prompts else GENERAL_PROMPTS
         status = read_status(asked.control)
         out = asked.out or recipe_file(asked.recipe, status)

@@ -20,7 +20,7 @@ GPU_SIGNS = ("/dev/nvidia0", "/dev/dxg")
 
 
 class SetupError(Exception):
-    """One line for the user and an exit code of design.md 10."""
+    """One line for the user and an exit code (docs/operations.md)."""
 
     def __init__(self, code: int, what: str, expected: str, action: str) -> None:
         self.code = code
@@ -112,7 +112,7 @@ def torch_sources(index: str | None) -> list[TorchSource]:
     """Where CPU torch is looked for, in order.
 
     NIBBLE_TORCH_INDEX alone when it is set (a URL, a folder of wheels, or "pip" for pip's own
-    configuration), as somebody who names an index does not want another; else PyTorch's, then
+    configuration), as a user who names an index does not want another; else PyTorch's, then
     whatever pip is configured with.
     """
     configured = TorchSource("pip's configured index", ())
@@ -131,7 +131,7 @@ def torch_sources(index: str | None) -> list[TorchSource]:
     if urlsplit(index).scheme not in ("http", "https", "file"):
         raise SetupError(
             2,
-            f"NIBBLE_TORCH_INDEX={index} is no index",
+            f"NIBBLE_TORCH_INDEX={index} is not an index",
             "a URL, a folder of wheels, or 'pip'",
             "correct or unset it",
         )

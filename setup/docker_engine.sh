@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Docker engine of our own, for machines (CI above all) where none runs: setup/docker_engine.sh up|down|status|run CMD…
+# A private Docker engine for machines without a running one (CI above all): setup/docker_engine.sh up|down|status|run CMD…
 # It never touches an engine that answers already. `run` starts one, runs CMD with DOCKER_HOST set, and stops it again.
 set -euo pipefail
 

@@ -141,7 +141,7 @@ class KernelsInstallation:
         yield Form("installing plain torch code", here, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
 
     def _wheel(self) -> Path | None:
-        """NIBBLE_KERNELS_WHEEL, else the newest of this machine's target that is no older than
+        """NIBBLE_KERNELS_WHEEL, else the newest of this machine's target that is not older than
         the sources.
         """
         if self.machine.chosen_wheel:
@@ -149,7 +149,7 @@ class KernelsInstallation:
             if path.suffix == ".whl" and path.is_file():
                 return path
             raise SetupError(
-                2, f"NIBBLE_KERNELS_WHEEL: {path} is no wheel", "a .whl file", "correct the path"
+                2, f"NIBBLE_KERNELS_WHEEL: {path} is not a wheel", "a .whl file", "correct the path"
             )
         newest_source = max(path.stat().st_mtime for path in sources())
         for wheel in reversed(wheels()):
@@ -193,7 +193,7 @@ class KernelsInstallation:
             if failed:
                 why, mend = (
                     failed,
-                    "mend that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,",
+                    "fix that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,",
                 )
             elif os.environ.get("NIBBLE_KERNELS_COMPILE") == "0":
                 why, mend = "NIBBLE_KERNELS_COMPILE=0", "unset that"

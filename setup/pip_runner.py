@@ -23,7 +23,7 @@ STEP = re.compile(r"^\s*(Collecting|Downloading|Processing|Using cached|Building
 
 
 def is_noise(line: str) -> bool:
-    """True for what pip prints on a healthy run and nobody needs to read."""
+    """True for lines of a healthy pip run that a user need not read."""
     return NOISE.search(line) is not None
 
 

@@ -39,7 +39,7 @@ def write_stamp(venv: Path, stamp: dict[str, str]) -> None:
 
 
 def is_ours(venv: Path) -> bool:
-    """False for a folder that is no virtual environment: it must not be removed."""
+    """False for a folder that is not a virtual environment: it must not be removed."""
     return not venv.exists() or (venv / "pyvenv.cfg").is_file() or not any(venv.iterdir())
 
 

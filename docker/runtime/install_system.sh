@@ -11,6 +11,6 @@ apt_install tini python3 python3-dev g++ libnuma1 libgomp1 ca-certificates "${pa
 useradd --uid 2000 --gid 0 --no-create-home --home-dir /var/cache/nibble/home --shell /bin/bash nibble
 # Group 0 may write, so that any `--user UID:0` works (the OpenShift convention); setgid keeps new folders that way.
 install -d -o 2000 -g 0 -m 2775 /var/cache/nibble /var/cache/nibble/home
-# The seeds' guides mount host caches under /root/.cache: every user must be able to walk there, nobody to list it.
+# Older guides mount host caches under /root/.cache: every user must be able to enter it, only root to list it.
 install -d -m 0711 /root /root/.cache /root/.cache/vllm
 install -d -m 0755 /root/.cache/huggingface /root/.cache/flashinfer /root/.cache/vllm/torch_compile_cache /root/.triton

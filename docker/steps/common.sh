@@ -8,7 +8,7 @@ if [[ -r /run/secrets/ca ]]; then
   export SSL_CERT_FILE=/run/secrets/ca PIP_CERT=/run/secrets/ca REQUESTS_CA_BUNDLE=/run/secrets/ca
   export CURL_CA_BUNDLE=/run/secrets/ca GIT_SSL_CAINFO=/run/secrets/ca
 fi
-# An own package index, possibly with a password in its address, comes as a pip.conf in the secret `pip`:
+# A private package index, possibly with a password in its address, comes as a pip.conf in the secret `pip`:
 # build arguments would show in `docker history` and in provenance attestations.
 if [[ -r /run/secrets/pip ]]; then
   export PIP_CONFIG_FILE=/run/secrets/pip

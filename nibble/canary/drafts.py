@@ -4,18 +4,15 @@ itself would have written.
 
 from __future__ import annotations
 
-import re
-
 from nibble.canary.client import Asker
 from nibble.canary.consistency import MEAN_LIMIT, PROMPT, mean_difference, not_greedy
 from nibble.canary.finding import Finding, NotCompared
 
 TOKENS = 64
 ENOUGH = 16  # drafted tokens, of which a sound draft has some accepted
-_COUNTERS = re.compile(
-    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$",
-    re.MULTILINE,
-)
+_COUNTERS = {
+    name: f"vllm:spec_decode_num_{name}_total" for name in ("draft_tokens", "accepted_tokens")
+}
 
 
 def check_drafts(asker: Asker, floor: float | None) -> Finding:
@@ -48,9 +45,9 @@ def check_drafts(asker: Asker, floor: float | None) -> Finding:
 
 def counters(asker: Asker) -> dict[str, float]:
     """Drafted and accepted tokens of all engines so far."""
-    found: dict[str, float] = {}
-    for name, value in _COUNTERS.findall(asker.metrics()):
-        found[name] = found.get(name, 0.0) + float(value)
-    if len(found) < 2:
+    from nibble.engine.metrics import totals
+
+    found = totals(asker.metrics(), _COUNTERS.values())
+    if len(found) < len(_COUNTERS):
         raise NotCompared("/metrics has no counters of drafted tokens")
-    return found
+    return {name: found[sample] for name, sample in _COUNTERS.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import values_of
+from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
 from nibble.plan.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 from nibble.recipes.rules import in_effect

@@ -30,7 +30,7 @@ from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
-from nibble.plan.layers import values_of
+from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
 from nibble.recipes.recipe import recipe_path
 from nibble.reference.store import layer_files, read_reference

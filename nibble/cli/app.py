@@ -72,12 +72,18 @@ def logs(
 
 @app.command(context_settings=FREE_WORDS)
 def plan(words: Words = None) -> None:
-    """Show every setting that `serve` would use, its source and its reason."""
+    """Show every setting that `serve` would use, its source and its reason. `--explain FLAG` shows
+    every source of one flag or variable.
+    """
+    from nibble.cli.explain import explain, split_words
     from nibble.plan.gather import plan_for, read_wishes
 
-    asked = read_wishes(wanted(words, "plan"), dict(os.environ), ("--json",))
+    kept, name = split_words(wanted(words, "plan"))
+    asked = read_wishes(kept, dict(os.environ), ("--json",))
     found = plan_for(asked)
-    if "--json" in asked.command.rest:
+    if name is not None:
+        explain(found, name, "--json" in asked.command.rest)
+    elif "--json" in asked.command.rest:
         print_json(found.to_json())
     else:
         from nibble.cli.show import show_plan

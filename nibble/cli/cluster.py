@@ -21,9 +21,9 @@ from nibble.cluster.roster import BEAT_S, LOST_S, head_first
 from nibble.cluster.token import members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import load_target
+from nibble.plan.choice import values_of
 from nibble.plan.cluster_ports import GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.plan.gather import Asked, local_model, plan_for
-from nibble.plan.layers import values_of
 from nibble.plan.plan import Plan
 from nibble.settings.sources import load_settings
 

@@ -1,8 +1,9 @@
 """Kubernetes manifests from a plan: a KubeRay RayCluster, or a LeaderWorkerSet for vLLM's own way.
-Pure.
 
-JSON, which kubectl reads as it does YAML. The pods run nibble's own modes, so that gate, canary,
-watchdog, token and the fixed ports are those of every other installation.
+What all plans share is a Kustomize base (docker/kubernetes); here is the patch that a plan makes
+for it. The result is printed as JSON, which kubectl reads as it does YAML. The pods run nibble's
+own modes, so that gate, canary, watchdog, token and the fixed ports are those of every other
+installation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from nibble.engine.flags import Flags, read_flags, split_words, write_flag
 from nibble.engine.schema import load_schema
 from nibble.errors import PASSWORD_IN_ADDRESS, ExitCode, NibbleError
-from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT
+from nibble.machine.paths import root
 from nibble.plan.gather import Asked
 from nibble.plan.plan import Plan
 from nibble.settings.command_line import CommandLine
@@ -23,12 +24,8 @@ from nibble.settings.environment import nibble_names
 from nibble.settings.options import options
 
 Kind = Literal["kuberay", "lws"]
-RAY_VERSION = "2.60.0"  # requirements/cuda.lock
-# The image's own ENTRYPOINT: a process 1 that hands signals on and collects what ended.
+# The image's own ENTRYPOINT, as in the bases.
 ENTRY = "tini -- /opt/nibble/docker/start.sh"
-# Made by the user: kubectl create secret generic nibble --from-file=api-key
-# --from-file=cluster-token, and hf-token where the model needs one.
-SECRET = "nibble"
 # in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
 RAY_TOKEN_KEY = "auth_token"
 # Not for the pods: what each gets from its place, from its image, or for this machine only.
@@ -63,11 +60,6 @@ _NOT_FOR_PODS = (
 # have the server's environment.
 _FOR_RAY_NODES = ("RAY_", "NCCL_", "GLOO_", "VLLM_NCCL_SO_PATH")
 _SETTINGS_OF_RAY_NODES = ("cluster_interface", "memory_reserve_gib")
-_HEALTH_CHECK = [
-    "/opt/venv/bin/python",
-    "-ISB",
-    "/opt/nibble/docker/healthcheck.py",
-]  # the image's own
 _DRAIN_MARGIN_S = 30
 
 
@@ -173,77 +165,71 @@ def manifest(
             ExitCode.CONFIG, what=what, expected=f"one that {kind} can run", action=action
         )
     make = _ray_cluster if kind == "kuberay" else _leader_worker_set
-    return make(plan, words, image, environ)
+    return merged(_base(kind), make(plan, words, image, environ))
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """`base` with `patch` on top, as in Kustomize's strategic merge: objects by their fields, lists
+    of named objects by their names; everything else, an empty list too, replaces what was there.
+    """
+    if isinstance(base, Mapping) and isinstance(patch, Mapping):
+        return {**base, **{key: merged(base.get(key), value) for key, value in patch.items()}}
+    if isinstance(base, list) and isinstance(patch, list) and patch and all(map(_key, patch)):
+        patches = {_key(one): one for one in patch}
+        kept = [merged(one, patches.pop(_key(one), {})) for one in base]
+        return [*kept, *patches.values()]
+    return patch
+
+
+def _key(one: Any) -> str | None:
+    return (one.get("name") or one.get("groupName")) if isinstance(one, Mapping) else None
+
+
+def _base(kind: Kind) -> dict[str, Any]:
+    """The base of a kind. Raises CONFIG where it cannot be read."""
+    import yaml
+
+    folder = root() / "docker" / "kubernetes" / kind
+    try:
+        (name,) = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+        return yaml.safe_load((folder / name).read_text())
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+        what = f"the Kubernetes base in {folder} cannot be read ({error.__class__.__name__})"
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=what,
+            expected="a Kustomize base",
+            action="set NIBBLE_ROOT to a checkout of nibble",
+        ) from None
 
 
 def _ray_cluster(
     plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The operator's own start command is replaced by ours (its annotation for that). It gives its
-    token to the first container of a pod only (kuberay common/pod.go configureTokenAuth), so the
-    server asks for the same Secret.
-
-    The server is a container of the head's pod: a Ray driver needs its node's sockets (/tmp) and
-    shared memory.
-    """
     gpus = plan.topology.ranks_here
     workers = -(-plan.topology.ranks // gpus) - 1
-    pod_ip = _field("POD_IP", "status.podIP")
-    node = [pod_ip, *_node_settings(plan, environ)]
-    head = _ray_probes() | _container(
-        plan, "ray-head", image, f"HEAD_IP=$POD_IP exec {ENTRY} ray-head", node, gpus
-    )
-    serve = _container(
-        plan,
-        "serve",
-        image,
-        f"HEAD_IP=$POD_IP exec {ENTRY} serve {_quoted(words)}",
-        [
-            pod_ip,
-            _value("NIBBLE_CLUSTER", "ray"),
-            _secret("NIBBLE_API_KEY", "api-key"),
-            _hub_token(),
-            _secret("RAY_AUTH_TOKEN", RAY_TOKEN_KEY, _name(plan)),
-            # Each pod has a cache of its own, and Ray's ranks look for the model at the server's
-            # path.
-            *_settings(plan, {"NIBBLE_CLUSTER_MODEL": "head", **environ}),
-        ],
-        0,
-    )
-    serve |= _served(plan)
-    worker = _ray_probes() | _container(
-        plan,
-        "ray-worker",
-        image,
-        f"HEAD_IP=$FQ_RAY_IP exec {ENTRY} ray-worker",
-        [*node, _value("WORKER_IP", "$(POD_IP)")],
-        gpus,
-    )
-    groups = [
-        {
-            "groupName": "gpu",
-            "replicas": workers,
-            "minReplicas": workers,
-            "maxReplicas": workers,
-            "rayStartParams": {},
-            "template": {"spec": _pod(plan, [worker])},
-        }
-    ]
+    node = _node_settings(plan, environ)
+    head = {**_container("ray-head", image, node), **_gpus(plan, gpus)}
+    reference = {"secretKeyRef": {"name": _name(plan), "key": RAY_TOKEN_KEY}}
+    token = {"name": "RAY_AUTH_TOKEN", "valueFrom": reference}
+    serve = {
+        **_container("serve", image, [token, *_settings(plan, environ)]),
+        **_command(f"HEAD_IP=$POD_IP exec {ENTRY} serve {shlex.join(words)}"),
+        **_port(plan),
+    }
+    worker = {**_container("ray-worker", image, node), **_gpus(plan, gpus)}
+    group = {
+        "groupName": "gpu",
+        "replicas": workers,
+        "minReplicas": workers,
+        "maxReplicas": workers,
+        "template": _pod(plan, [worker]),
+    }
     return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": {
-            "name": _name(plan),
-            "annotations": {"ray.io/overwrite-container-cmd": "true"},
-        },
+        "metadata": {"name": _name(plan)},
         "spec": {
-            "rayVersion": RAY_VERSION,
-            "authOptions": {"mode": "token"},
-            "headGroupSpec": {
-                "rayStartParams": {},
-                "template": {"spec": _pod(plan, [head, serve]) | {"shareProcessNamespace": True}},
-            },
-            "workerGroupSpecs": groups if workers else [],
+            "headGroupSpec": {"template": _pod(plan, [head, serve])},
+            "workerGroupSpecs": [group] if workers else [],
         },
     }
 
@@ -251,42 +237,26 @@ def _ray_cluster(
 def _leader_worker_set(
     plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The leader is rank 0. No pod is recreated because another one restarts: the ranks find
-    each other again by themselves.
-    """
+    """The leader is rank 0."""
     topology = plan.topology
-    pod_ip = _field("POD_IP", "status.podIP")
-    common = [
-        pod_ip,
-        _value("WORKER_IP", "$(POD_IP)"),
-        _value("NIBBLE_NNODES", str(topology.nodes)),
-        _secret("NIBBLE_CLUSTER_TOKEN", "cluster-token"),
-        _secret("NIBBLE_API_KEY", "api-key"),
-        _hub_token(),
-        *_settings(plan, environ),
-    ]
-    command = f"exec {ENTRY} serve {_quoted(words)}"
-    leader = _container(
-        plan,
-        "serve",
-        image,
-        f"HEAD_IP=$POD_IP NIBBLE_NODE_RANK=0 {command}",
-        common,
-        topology.ranks_here,
-    )
+    serve = {
+        **_container(
+            "serve",
+            image,
+            [_value("NIBBLE_NNODES", str(topology.nodes)), *_settings(plan, environ)],
+        ),
+        **_gpus(plan, topology.ranks_here),
+    }
+    command = f"exec {ENTRY} serve {shlex.join(words)}"
+    leader = _command(f"HEAD_IP=$POD_IP NIBBLE_NODE_RANK=0 {command}")
     start = f"HEAD_IP=$LWS_LEADER_ADDRESS NIBBLE_NODE_RANK=$LWS_WORKER_INDEX {command}"
-    worker = _container(plan, "serve", image, start, common, topology.ranks_here) | _probes()
     return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
         "metadata": {"name": _name(plan)},
         "spec": {
-            "replicas": 1,
             "leaderWorkerTemplate": {
                 "size": topology.nodes,
-                "restartPolicy": "None",
-                "leaderTemplate": {"spec": _pod(plan, [leader | _served(plan)])},
-                "workerTemplate": {"spec": _pod(plan, [worker])},
+                "leaderTemplate": _pod(plan, [{**serve, **leader, **_port(plan)}]),
+                "workerTemplate": _pod(plan, [{**serve, **_command(start)}]),
             },
         },
     }
@@ -298,10 +268,6 @@ def _name(plan: Plan) -> str:
     """
     text = re.sub(r"[^a-z0-9]+", "-", plan.served_names[0].rsplit("/", 1)[-1].lower()).strip("-")
     return (text if text[:1].isalpha() else f"nibble-{text}")[:40].strip("-")
-
-
-def _quoted(words: list[str]) -> str:
-    return shlex.join(words)
 
 
 def _settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -329,85 +295,27 @@ def _node_settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any
     return [_value(name, value) for name, value in found.items()]
 
 
-def _container(
-    plan: Plan, name: str, image: str, script: str, environ: list[dict[str, Any]], gpus: int
-) -> dict[str, Any]:
-    mounts = [("cache", "/var/cache/nibble"), ("tmp", "/tmp"), ("shm", "/dev/shm")]
-    limits = {"nvidia.com/gpu": str(gpus)} if gpus and plan.target.device == "cuda" else {}
-    return {
-        "name": name,
-        "image": image,
-        "command": ["/bin/bash", "-c", script],
-        "env": environ,
-        "resources": {"limits": limits},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-            "runAsUser": 2000,
-        },
-        "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts],
-    }
+def _container(name: str, image: str, environ: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"name": name, "image": image} | ({"env": environ} if environ else {})
 
 
-def _ray_probes() -> dict[str, Any]:
-    """In place of the operator's own, which ask the dashboard that is off; the node's process
-    ends with Ray.
-    """
-    check = {"tcpSocket": {"port": AGENT_PORT}, "periodSeconds": 5, "failureThreshold": 24}
-    return {
-        "ports": [
-            {"name": "gcs", "containerPort": GCS_PORT},
-            {"name": "agent", "containerPort": AGENT_PORT},
-        ],
-        "readinessProbe": check,
-        "livenessProbe": check | {"initialDelaySeconds": 60},
-    }
+def _command(script: str) -> dict[str, Any]:
+    return {"command": ["/bin/bash", "-c", script]}
 
 
-def _probes() -> dict[str, Any]:
-    """The image's health check asks the control port, which is open on loopback only: for readiness
-    whether it serves, for liveness whether nibble runs at all (it loads, drains and waits for other
-    nodes without being killed for it).
-    """
-    ready = {"exec": {"command": _HEALTH_CHECK}, "periodSeconds": 5, "timeoutSeconds": 5}
-    live = ready | {"exec": {"command": [*_HEALTH_CHECK, "live"]}, "failureThreshold": 24}
-    return {"readinessProbe": ready, "livenessProbe": live | {"initialDelaySeconds": 60}}
+def _gpus(plan: Plan, gpus: int) -> dict[str, Any]:
+    is_limited = gpus and plan.target.device == "cuda"
+    return {"resources": {"limits": {"nvidia.com/gpu": str(gpus)}}} if is_limited else {}
 
 
-def _served(plan: Plan) -> dict[str, Any]:
-    return {"ports": [{"name": "api", "containerPort": plan.settings.port}]} | _probes()
+def _port(plan: Plan) -> dict[str, Any]:
+    return {"ports": [{"name": "api", "containerPort": plan.settings.port}]}
 
 
 def _pod(plan: Plan, containers: list[dict[str, Any]]) -> dict[str, Any]:
-    """No service links: a Service called `vllm` would set variables that look like vLLM's."""
-    volumes: list[dict[str, Any]] = [
-        {"name": "cache", "emptyDir": {}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-    return {
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": plan.settings.drain_seconds + _DRAIN_MARGIN_S,
-        "containers": containers,
-        "volumes": volumes,
-    }
+    grace_s = plan.settings.drain_seconds + _DRAIN_MARGIN_S
+    return {"spec": {"terminationGracePeriodSeconds": grace_s, "containers": containers}}
 
 
 def _value(name: str, value: str) -> dict[str, Any]:
     return {"name": name, "value": value}
-
-
-def _field(name: str, path: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _secret(name: str, key: str, secret: str = SECRET) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-
-
-def _hub_token() -> dict[str, Any]:
-    """For gated and private models; a Secret without that key leaves the variable unset."""
-    reference = {"name": SECRET, "key": "hf-token", "optional": True}
-    return {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}

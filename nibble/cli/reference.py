@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import cache_dir
+from nibble.plan.choice import values_of
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.layers import values_of
 from nibble.plan.reference import activations_served, cores_for, is_beside
 from nibble.reference.cost import AUTO_SECONDS, affordable, estimate
 from nibble.reference.make import Ended, NoReference, Say, make_request, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,7 +21,8 @@ from nibble.hub.dry_run import plan_pull, refuse_what_does_not_fit
 from nibble.hub.pull import OnProgress, Progress, PullResult, as_lines, pull
 from nibble.machine.paths import demo_models, root
 from nibble.machine.processes import stop_signals, survive_memory_pressure
-from nibble.plan.files import Fetch, beside_the_model, localize
+from nibble.plan.environment import on_hub
+from nibble.plan.files import Fetch, fetch_files
 from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
@@ -119,7 +120,8 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     plan = plan_for(asked)
     if plan.topology.head:
         resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
-    plan = _checked(on_disk(plan, asked), accepted)
+    said: set[str] = set()
+    plan = _checked(on_disk(plan, asked, said), accepted, said)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -141,9 +143,8 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if verdict.wait_s > 0:
         if not _hold(plan, verdict):
             return ExitCode.OK
-        # Free memory has changed meanwhile, and the files may have: a user may have fixed what
-        # failed.
-        plan = _checked(on_disk(plan_for(asked), asked), accepted)
+        # Free memory has changed meanwhile, and the user may have fixed the failure.
+        plan = _checked(on_disk(plan_for(asked), asked, said), accepted, said)
     times = StartTimes(cache / "start-times" / record)
     return _Run(
         plan, accepted, key, breaker, times, on_ready, _references(plan, asked, accepted)
@@ -160,15 +161,22 @@ def _references(
     return lambda: found
 
 
-def _checked(plan: Plan, environ: dict[str, str]) -> Plan:
-    """The plan, once everything that would stop it later was looked at."""
-    for notice in plan.notices:
-        say(notice)
-    for warning in run_checks(plan, environ):
-        say(f"warning: {warning}")
+def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
+    """The plan, once everything that would stop it later was looked at. Lines in `said` are not
+    printed again.
+    """
+    _say_new(plan.notices, said)
+    _say_new([f"warning: {warning}" for warning in run_checks(plan, environ)], said)
     for line in check_model_files(plan, plan.vllm_environ(environ)):
         say(line)
     return plan
+
+
+def _say_new(lines: Iterable[str], said: set[str]) -> None:
+    for line in lines:
+        if line not in said:
+            say(line)
+            said.add(line)
 
 
 def _hold(plan: Plan, verdict: Verdict) -> bool:
@@ -292,16 +300,17 @@ def _told(result: PullResult) -> dict[str, Any]:
     }
 
 
-def on_disk(plan: Plan, asked: Asked) -> Plan:
+def on_disk(plan: Plan, asked: Asked, said: set[str]) -> Plan:
     """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses
     costs no download.
     """
     if plan.topology.is_headless and plan.settings.cluster_model == "head":
         return _from_head(plan, asked)
-    if _is_local(plan) and not beside_the_model(plan.args):
+    if _is_local(plan) and not on_hub(plan.args):
         return fetched(plan, asked, as_lines(say))
     # A port in use or a GPU that is not here costs no download either
-    run_checks(plan, asked.accepted.environ)
+    warnings = run_checks(plan, asked.accepted.environ)
+    _say_new([f"warning: {warning}" for warning in warnings], said)
     with _early_phase(asked) as on_progress:
         return fetched(plan, asked, on_progress)
 
@@ -311,14 +320,15 @@ def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
     environ = hub_environ(asked)
     fetch = _fetch(environ, on_progress)
     if _is_local(plan):
-        return localize(plan, None, fetch)
+        local = fetch_files(plan, None, fetch)
+        return plan_for(asked, local=local) if local else plan
     load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
     folder = fetch(str(plan.settings.model), plan.revision, load_format)
 
     def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
         return read_checkpoint(model, revision, path=folder, environ=environ), ""
 
-    return localize(plan_for(asked, found), folder, fetch)
+    return plan_for(asked, found, fetch_files(plan, folder, fetch))
 
 
 def _is_local(plan: Plan) -> bool:
@@ -336,7 +346,7 @@ def _from_head(plan: Plan, asked: Asked) -> Plan:
     def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
         return read_checkpoint(model, revision, path=folder, environ=environ), ""
 
-    return localize(plan_for(asked, found), folder, _fetch(environ, as_lines(say)))
+    return plan_for(asked, found, fetch_files(plan, folder, _fetch(environ, as_lines(say))))
 
 
 def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:

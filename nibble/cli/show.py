@@ -22,8 +22,8 @@ from nibble.engine.patching.status import row_order
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import demo_models, root
 from nibble.machine.targets import TARGET_NAMES
+from nibble.plan.choice import Choice
 from nibble.plan.gather import UNKNOWN_UNTIL_PULL
-from nibble.plan.layers import Choice
 from nibble.plan.memory import arithmetic, show_gib
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe, resolve

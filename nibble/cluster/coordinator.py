@@ -45,8 +45,8 @@ from nibble.cluster.roster import (
 from nibble.cluster.token import withhold_from_ray
 from nibble.cluster.watch import NodeLost, Watch
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan.choice import values_of
 from nibble.plan.cluster_ports import GCS_PORT, rank_0_ports
-from nibble.plan.layers import values_of
 from nibble.serve.control import ControlServer
 
 if TYPE_CHECKING:

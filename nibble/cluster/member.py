@@ -15,7 +15,7 @@ from typing import Any
 from nibble.cluster.agent import AgentError, call
 from nibble.cluster.roster import BEAT_S, LOST_S
 from nibble.errors import NibbleError
-from nibble.machine.processes import family
+from nibble.machine.process_table import family
 
 _KEPT_ENDS = 16  # a run that ends takes all of them with it
 _LAST_BEAT_S = 5.0  # an unanswered call and the facts

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from nibble.cluster.member import PART_TITLES, End, Member
 from nibble.cluster.node import ranks_by_pid
-from nibble.machine.processes import family, first_end
+from nibble.machine.process_table import family
+from nibble.machine.processes import first_end
 from nibble.serve.failures import part_ended
 from nibble.serve.watchdog import Governor
 

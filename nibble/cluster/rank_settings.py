@@ -16,7 +16,7 @@ from nibble.engine.schema import load_schema
 from nibble.settings.redact import Redactor, is_secret_name
 
 if TYPE_CHECKING:
-    from nibble.plan.layers import Choice
+    from nibble.plan.choice import Choice
     from nibble.plan.plan import Plan
 
 Setting = Mapping[str, str]

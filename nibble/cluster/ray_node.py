@@ -39,12 +39,10 @@ from nibble.cluster.token import SECRETS, heads_token, members_token
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import detect
 from nibble.machine.memory import MemorySource
+from nibble.machine.process_table import family, is_resource_tracker, kill_family
 from nibble.machine.processes import (
     become_subreaper,
     die_with_parent,
-    family,
-    is_resource_tracker,
-    kill_family,
     signal_name,
     stop_signals,
     survive_memory_pressure,

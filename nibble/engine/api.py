@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,9 +19,7 @@ from nibble.errors import ExitCode, NibbleError
 INTERNAL_HEADER = "x-nibble-internal"
 _LOOK_TIMEOUT_S = 5.0
 _FIRST_TOKEN_TIMEOUT_S = 1800.0  # compilation of 30 minutes is reported
-_IN_FLIGHT = re.compile(
-    r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
-)
+_IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 @dataclass(frozen=True)
@@ -123,9 +120,11 @@ def requests_in_flight(api: Api) -> int | None:
     """Requests that engines hold, running or waiting, from /metrics; None where that cannot be
     known.
     """
+    from nibble.engine.metrics import totals
+
     try:
         status, body = api.call("/metrics", timeout_s=2.0)
     except OSError:
         return None
-    counts = _IN_FLIGHT.findall(body.decode(errors="replace")) if status == 200 else []
-    return round(sum(float(count) for count in counts)) if counts else None
+    counts = totals(body.decode(errors="replace"), _IN_FLIGHT) if status == 200 else {}
+    return round(sum(counts.values())) if counts else None

@@ -19,12 +19,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from elftools.common.exceptions import ELFError
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import Section, SymbolTableSection
+
 from nibble.errors import ExitCode, NibbleError
 
 MAGIC = struct.pack("<I", 0xBA55ED50)
 PTX, MACHINE_CODE = 1, 2
 ARCHITECTURE_SPECIFIC, FAMILY_SPECIFIC = 0x100000, 0x200000
-NEEDED, FILE_SYMBOL = 1, 4  # DT_NEEDED, STT_FILE
+FILE_SYMBOL = 4  # STT_FILE
+_SYMBOL = struct.Struct("<IBBHQQ")  # Elf64_Sym: name, info, other, section, value, size
+_DAMAGE = (  # what pyelftools and struct raise over damaged files
+    ELFError,
+    struct.error,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -60,51 +75,42 @@ class GpuObject:
     codes: tuple[Code, ...]
 
 
-@dataclass(frozen=True)
-class _Section:
-    name: str
-    address: int
-    offset: int
-    size: int
-
-
 def gpu_objects(path: Path) -> tuple[GpuObject, ...]:
     """Every fat binary of an ELF file, in its order; none where it has no GPU code. Raises
     NibbleError (exit 6).
     """
-    with _elf(path) as data:
-        sections = _sections(data)
-        code = sections.get(".nv_fatbin")
+    with _Module(path) as module:
+        code = module.elf.get_section_by_name(".nv_fatbin")
         if code is None:
             return ()
-        names = dict(_names(data, sections))
+        names = dict(_names(module))
+        begin, address = code["sh_offset"], code["sh_addr"]
         return tuple(
             GpuObject(
-                names.get(offset - code.offset + code.address, ""),
-                tuple(_entries(data, offset, end)),
+                names.get(offset - begin + address, ""),
+                tuple(_entries(module.data, offset, end)),
             )
-            for offset, end in _containers(data, code)
+            for offset, end in _containers(module.data, code)
         )
 
 
 def needed_libraries(path: Path) -> tuple[str, ...]:
     """The shared libraries that a module asks for by name. Raises NibbleError (exit 6)."""
-    with _elf(path) as data:
-        sections = _sections(data)
-        dynamic, strings = sections.get(".dynamic"), sections.get(".dynstr")
-        if dynamic is None or strings is None:
+    with _Module(path) as module:
+        dynamic = module.elf.get_section_by_name(".dynamic")
+        if not isinstance(dynamic, DynamicSection):
             return ()
-        entries = struct.iter_unpack("<QQ", data[dynamic.offset : dynamic.offset + dynamic.size])
-        return tuple(_text(data, strings.offset + value) for tag, value in entries if tag == NEEDED)
+        # pyelftools sets the attribute while it reads the tag.
+        return tuple(tag.needed for tag in dynamic.iter_tags("DT_NEEDED"))  # type: ignore[attr]
 
 
-class _elf:
+class _Module:
     """A mapped file whose damage, met while it is read, is one clear error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __enter__(self) -> mmap.mmap:
+    def __enter__(self) -> _Module:
         try:
             with self.path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -113,11 +119,15 @@ class _elf:
         if self.data[:6] != b"\x7fELF\x02\x01":
             self.data.close()
             raise self._unreadable("not a 64-bit little-endian ELF file")
-        return self.data
+        try:
+            self.elf = ELFFile(self.data)  # type: ignore[arg-type]  # a map reads as a file
+        except _DAMAGE as error:
+            self.__exit__(type(error), error, None)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.data.close()
-        if isinstance(error, struct.error | IndexError | ValueError):
+        if isinstance(error, _DAMAGE):
             raise self._unreadable(f"damaged ({error})") from None
 
     def _unreadable(self, why: str) -> NibbleError:
@@ -129,25 +139,10 @@ class _elf:
         )
 
 
-def _sections(data: mmap.mmap) -> dict[str, _Section]:
-    (table,) = struct.unpack_from("<Q", data, 40)
-    width, count, names_index = struct.unpack_from("<HHH", data, 58)
-    headers = [
-        struct.unpack_from("<IIQQQQ", data, table + number * width) for number in range(count)
-    ]
-    names = headers[names_index][4]
-    found = (_Section(_text(data, names + header[0]), *header[3:]) for header in headers)
-    return {section.name: section for section in found}
-
-
-def _text(data: mmap.mmap, offset: int) -> str:
-    return data[offset : data.find(b"\0", offset)].decode()
-
-
-def _containers(data: mmap.mmap, section: _Section) -> Iterator[tuple[int, int]]:
+def _containers(data: mmap.mmap, section: Section) -> Iterator[tuple[int, int]]:
     """Begin and end of each fat binary of the section."""
-    end = section.offset + section.size
-    offset = data.find(MAGIC, section.offset, end)
+    end = section["sh_offset"] + section["sh_size"]
+    offset = data.find(MAGIC, section["sh_offset"], end)
     while offset >= 0:
         header, size = struct.unpack_from("<HQ", data, offset + 6)
         yield offset, offset + header + size
@@ -170,18 +165,22 @@ def _entries(data: mmap.mmap, offset: int, end: int) -> Iterator[Code]:
         offset += header + size
 
 
-def _names(data: mmap.mmap, sections: dict[str, _Section]) -> Iterator[tuple[int, str]]:
-    """Address of each fat binary -> the source file it comes from."""
-    symbols, strings = sections.get(".symtab"), sections.get(".strtab")
-    if symbols is None or strings is None:
+def _names(module: _Module) -> Iterator[tuple[int, str]]:
+    """Address of each fat binary -> the source file it comes from.
+
+    The table is unpacked in one pass: pyelftools takes 1.5 s for the 26,681 symbols of
+    _C_stable_libtorch, one at a time, and this 0.04 s.
+    """
+    symbols = module.elf.get_section_by_name(".symtab")
+    if not isinstance(symbols, SymbolTableSection):
         return
+    strings = symbols.stringtable["sh_offset"]
     source = 0
-    table = data[symbols.offset : symbols.offset + symbols.size]
-    for name, info, _, _, value, _ in struct.iter_unpack("<IBBHQQ", table):
+    for name, info, _, _, value, _ in _SYMBOL.iter_unpack(symbols.data()):
         if info & 15 == FILE_SYMBOL:
-            source = strings.offset + name
-        elif data[strings.offset + name : strings.offset + name + 11] == b"fatbinData\0":
-            yield value, _source_name(_text(data, source))
+            source = name
+        elif module.data[strings + name : strings + name + 11] == b"fatbinData\0":
+            yield value, _source_name(symbols.stringtable.get_string(source))
 
 
 def _source_name(file: str) -> str:

@@ -4,7 +4,7 @@ before anything else needs it.
     python -m nibble.engine.gpu_code ROOT TARGET     # one line a module; exit 6 and one line where
     it does not
 
-Standard library only: it runs before nibble's dependencies are installed.
+It needs pyelftools alone, which comes with the lock that vLLM is installed from.
 
 What is told from the headers of the fat binaries (nibble.engine.fatbin): which source file has code
 for which architecture, and so whether a GPU can load it. That the code is right, or has an

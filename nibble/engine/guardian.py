@@ -18,14 +18,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nibble.machine.processes import (
-    STOP_SIGNALS,
-    TRACKER_S,
-    Process,
-    is_resource_tracker,
-    processes,
-    started_ticks,
-)
+import psutil
+
+from nibble.machine.process_table import TRACKER_S, Process, is_resource_tracker, processes
+from nibble.machine.processes import STOP_SIGNALS, started_ticks
 
 MARK = "NIBBLE_RUN"  # in the environment of vLLM and of all that it starts
 DONE = b"done"
@@ -41,11 +37,12 @@ class Guardian:
 
     def __init__(self, session: int, mark: str, folder: Path | None) -> None:
         words = [str(session), started_ticks(session), mark, str(folder or "")]
-        root = str(Path(__file__).resolve().parents[2])
+        # `-S` leaves out the .pth files of site-packages, so its folder is named for psutil.
+        roots = [Path(__file__).resolve().parents[2], Path(psutil.__file__).resolve().parents[1]]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-S", "-m", "nibble.engine.guardian", *words],
             env={name: os.environ[name] for name in _KEPT if name in os.environ}
-            | {"PYTHONPATH": root},
+            | {"PYTHONPATH": os.pathsep.join(map(str, roots))},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to nibble's process group is not for it
@@ -70,7 +67,7 @@ def members(session: int, started: str, mark: str) -> list[Process]:
     """Living processes of a run: of its session, with its mark in the environment, and their
     descendants.
     """
-    table = {process.pid: process for process in processes() if process.state != "Z"}
+    table = {process.pid: process for process in processes()}
     # Another process may have the number by now.
     has_session = session not in table or started_ticks(session) == started
     found = {
@@ -90,8 +87,8 @@ def _is_marked(pid: int, mark: str) -> bool:
     session.
     """
     try:
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
+        return psutil.Process(pid).environ().get(MARK) == mark
+    except psutil.Error:
         return False
 
 

@@ -23,15 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from nibble.engine.guardian import MARK, Guardian
-from nibble.machine.processes import (
-    become_subreaper,
-    die_with_parent,
-    engine_title,
-    family,
-    first_end,
-    is_resource_tracker,
-    kill_family,
-)
+from nibble.machine.process_table import engine_title, family, is_resource_tracker, kill_family
+from nibble.machine.processes import become_subreaper, die_with_parent, first_end
 
 _CHUNK_BYTES = 1 << 16
 API_SERVER = (  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)

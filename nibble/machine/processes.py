@@ -1,4 +1,4 @@
-"""Linux process work: a child that cannot outlive us, and an end that leaves nothing behind."""
+"""Linux process work: a child that cannot outlive us, its end, and signals as events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -22,9 +21,7 @@ _MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4  # asm-generic/mman.h
 OOM_SCORE_STEP = 500  # of 1000: half of all memory; the engine's share counts on top of it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _libc = ctypes.CDLL(None, use_errno=True)
-_GIB = 1 << 30
 REPEAT_S = 1.0
-TRACKER_S = 1.0
 _LOOK_FOR_PROCESSES_MS = 1000
 
 
@@ -76,114 +73,29 @@ def survive_memory_pressure() -> None:
     _libc.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT)
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One line of the process table, from /proc/PID/stat.
-
-    `state` "Z" is a zombie; `name` has at most 15 bytes. Major faults are pages that came from
-    disk.
-    """
-
-    pid: int
-    name: str
-    parent: int
-    session: int
-    state: str
-    cpu_seconds: float
-    major_faults: int
-
-
-def processes() -> list[Process]:
-    """Every process visible here."""
-    found = (
-        _read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    )
-    return [process for process in found if process]
-
-
-def _read_stat(pid: int) -> Process | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None  # it ended meanwhile
-    end = text.rindex(")")  # the name in parentheses may itself hold any character
-    fields = text[end + 2 :].split()
-    ticks = int(fields[11]) + int(fields[12])
-    return Process(
-        pid,
-        text[text.index("(") + 1 : end],
-        int(fields[1]),
-        int(fields[3]),
-        fields[0],
-        ticks / os.sysconf("SC_CLK_TCK"),
-        int(fields[9]),
-    )
-
-
 def started_ticks(pid: int | str) -> str:
     """When a process started, in clock ticks since boot, which tells two with the same pid
     apart; empty where there is none.
+
+    psutil's create_time adds the boot time, which moves when the clock is set.
     """
+    return _stat_field(pid, 19)
+
+
+def major_faults(pid: int) -> int:
+    """Pages of a process that came from disk so far, which psutil 7 does not say; 0 where there
+    is none.
+    """
+    return int(_stat_field(pid, 9) or 0)
+
+
+def _stat_field(pid: int | str, number: int) -> str:
+    """A field of /proc/PID/stat, counted from behind the name; empty where there is no process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return text.rpartition(")")[2].split()[number]
     except (OSError, IndexError):
         return ""
-
-
-def family(session: int) -> list[Process]:
-    """Living members of `session` and living descendants of ours, without ourselves."""
-    table = {process.pid: process for process in processes()}
-    ours = os.getpid()
-
-    def descends(process: Process) -> bool:
-        seen = set()
-        while process.parent not in seen and process.parent in table:
-            if process.parent == ours:
-                return True
-            seen.add(process.parent)
-            process = table[process.parent]
-        return process.parent == ours
-
-    return [
-        process
-        for process in table.values()
-        if process.pid != ours
-        and process.state != "Z"
-        and (process.session == session or descends(process))
-    ]
-
-
-def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL everything in `family` until nothing is left; the pids that were killed.
-
-    Repeated, because a process can fork between the look and the blow. Processes in uninterruptible
-    sleep (a hung driver) survive `timeout_s`; the caller reports them through `family`. Python's
-    resource trackers may end by themselves: they remove the shared memory of those that were
-    killed.
-    """
-    killed: set[int] = set()
-    began = time.monotonic()
-    while (members := family(session)) and (past_s := time.monotonic() - began) < timeout_s:
-        for member in members:
-            if past_s < TRACKER_S and is_resource_tracker(member.pid):
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member.pid, signal.SIGKILL)
-                killed.add(member.pid)
-        time.sleep(0.02)
-    reap()
-    return sorted(killed)
-
-
-def is_resource_tracker(pid: int) -> bool:
-    """Whether it is the process that CPython's multiprocessing/resource_tracker.py starts."""
-    try:
-        return (
-            b"from multiprocessing.resource_tracker import main"
-            in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-    except OSError:
-        return False
 
 
 def reap() -> None:
@@ -193,16 +105,6 @@ def reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def engine_title(pid: int) -> str | None:
-    """The title vLLM gave a process of its own (`VLLM::EngineCore`), or None for any other."""
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return None
-    title = text.partition(b"\0")[0].decode(errors="replace").strip()
-    return title if title.startswith("VLLM::") else None
 
 
 def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> str | None:
@@ -233,43 +135,6 @@ def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> s
     finally:
         for descriptor in known:
             os.close(descriptor)
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What a family has done: CPU seconds, bytes read from storage (None where the kernel does
-    not say).
-    """
-
-    cpu_seconds: float
-    read_bytes: int | None
-
-    def since(self, earlier: Activity) -> str:
-        """In words, for a report on a silent engine."""
-        text = f"{max(self.cpu_seconds - earlier.cpu_seconds, 0):.0f} s of CPU time"
-        if self.read_bytes is None or earlier.read_bytes is None:
-            return text
-        return (
-            f"{text}, {max(self.read_bytes - earlier.read_bytes, 0) / _GIB:.1f} GiB read from disk"
-        )
-
-
-def activity(session: int) -> Activity:
-    """Sum over the living family of `session`."""
-    members = family(session)
-    read = [_read_bytes(member.pid) for member in members]
-    known = [number for number in read if number is not None]
-    return Activity(sum(member.cpu_seconds for member in members), sum(known) if known else None)
-
-
-def _read_bytes(pid: int) -> int | None:
-    try:
-        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-            if line.startswith("read_bytes: "):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from nibble.checkpoint import Checkpoint
 from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import Choice, Choices
 
 FOLDER = "engine"  # in nibble's cache
 Kind = Literal["kernels", "graphs"]

@@ -19,10 +19,13 @@ from nibble.machine.hardware import Hardware, assume, detect
 from nibble.machine.host import has_cpp_compiler, shm_free_bytes
 from nibble.machine.paths import cache_dir, demo_models, root
 from nibble.machine.targets import TARGET_NAMES, Target, load_target, target_for_capability
-from nibble.plan.layers import Choice, Ingredients, file_flags
+from nibble.plan.choice import Choice
+from nibble.plan.inputs import Ingredients, LocalFiles
+from nibble.plan.layers import file_flags
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.moe_tuning import installed_configs
-from nibble.plan.plan import Plan, make_plan
+from nibble.plan.plan import Plan
+from nibble.plan.resolve import make_plan
 from nibble.recipes.recipe import ResolvedRecipe, load_recipe, resolve
 from nibble.recipes.rules import load_rules
 from nibble.settings.command_line import CommandLine, read_command_line
@@ -46,6 +49,11 @@ class Asked:
     @property
     def settings(self) -> Settings:
         return self.loaded.settings
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What vLLM finds in its environment, but for the plan's own choices."""
+        return {**self.loaded.file_env, **self.accepted.environ}
 
     @property
     def cache(self) -> Path:
@@ -75,9 +83,13 @@ def local_model(model: str) -> Path | None:
     return path if looks_like_path else None
 
 
-def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Plan:
-    """The plan for what was asked; without a `find_checkpoint` of the caller's, from what can be
-    read of the model.
+def plan_for(
+    asked: Asked,
+    find_checkpoint: FindCheckpoint | None = None,
+    local: LocalFiles = LocalFiles(),  # noqa: B008  # frozen
+) -> Plan:
+    """The plan for what was asked. Without `find_checkpoint`, from what can be read of the model;
+    `local` has the folders of what was fetched.
     """
     settings = asked.settings
     if settings.model is None:
@@ -109,7 +121,6 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         (file_flags(asked.loaded), str(settings.config)),
     ):
         _check_limits(flags, source)
-    for_vllm = {**asked.loaded.file_env, **asked.accepted.environ}
     parts = Ingredients(
         loaded=asked.loaded,
         accepted=asked.accepted,
@@ -121,6 +132,7 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         checkpoint=checkpoint,
         checkpoint_note=note,
         recipe=recipe,
+        local=local,
         is_demo=folder is not None
         and folder.resolve() in [demo.resolve() for demo in demo_models().values()],
         tuned_configs=installed_configs() if target.device == "cuda" else None,
@@ -128,9 +140,9 @@ def plan_for(asked: Asked, find_checkpoint: FindCheckpoint | None = None) -> Pla
         build="" if hardware.assumed else compiled_id(),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(asked.accepted.environ),
-        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(for_vllm),
+        without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(asked.environ),
         shm_free_bytes=None if hardware.assumed else shm_free_bytes(),
-        without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(for_vllm),
+        without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(asked.environ),
     )
     return make_plan(parts)
 

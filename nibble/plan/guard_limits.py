@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from nibble.checkpoint import Checkpoint
 from nibble.engine.guard.limits import TEXT_BODY_BYTES, RequestLimits
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import Choice, Choices
 from nibble.settings.options import options
 from nibble.settings.sources import Loaded
 

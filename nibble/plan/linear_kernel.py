@@ -11,8 +11,8 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
-from nibble.engine.flags import merge
-from nibble.plan.layers import Choice, Choices, Ingredients
+from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.inputs import Ingredients
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
 from nibble.plan.startup import SPECULATIVE
@@ -85,12 +85,9 @@ def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Ch
     """What tells the plugin, where it is not told yet."""
     if chosen is None or chosen.value != "nibble":
         return {}
-    ours, given = {"nibble": {"linear_kernel": "nibble"}}, args.get(FLAG)
-    if given is None:
-        return {FLAG: Choice(ours, chosen.source, REASON)}
-    if "linear_kernel" in asked({FLAG: given.value}):
+    if "linear_kernel" in asked(values_of(args)):
         return {}
-    return {FLAG: Choice(merge(given.value, ours), f"{given.source} + {chosen.source}", REASON)}
+    return {FLAG: Choice({"nibble": {"linear_kernel": "nibble"}}, chosen.source, REASON)}
 
 
 def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> int | None:

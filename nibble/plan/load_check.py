@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.missing import some_of
-from nibble.engine.flags import merge
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import OURS, Choice, Choices
 
 FLAG, KEY = "--model-loader-extra-config", "enable_weights_track"
 # Those of vLLM's default loader; the others refuse the key (vllm 0.32 model_loader/__init__.py:50).
@@ -30,7 +29,7 @@ _FORMATS = (
 
 
 def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag joined with the user's own, or nothing."""
+    """The flag, into which the user's own keys are merged, or nothing."""
     if checkpoint is None or not checkpoint.missing:
         return {}
     given, load_format = args.get(FLAG), args.get("--load-format")
@@ -39,8 +38,7 @@ def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     if given is not None and (not isinstance(given.value, Mapping) or KEY in given.value):
         return {}
     reason = f"the checkpoint seems to lack {some_of(checkpoint.missing)}"
-    source = f"nibble's default + {given.source}" if given else "nibble's default"
-    return {FLAG: Choice(merge({KEY: True}, given.value if given else {}), source, reason)}
+    return {FLAG: Choice({KEY: True}, OURS, reason)}
 
 
 def load_check_notices(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
-from nibble.plan.layers import Choice, Choices, Ingredients
+from nibble.plan.choice import Choice, Choices, Layer
+from nibble.plan.inputs import Ingredients
 from nibble.plan.topology import Topology
 from nibble.settings.options import token_count
 
@@ -107,7 +108,8 @@ def _cpu_space(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
     space = parts.accepted.environ.get("VLLM_CPU_KVCACHE_SPACE", "").strip()
     if parts.target.device != "cpu" or not space.isdigit() or int(space) == 0:
         return {}
-    return {KV: Choice(int(space) * GIB, "environment VLLM_CPU_KVCACHE_SPACE", f"{space} GiB")}
+    source = "environment VLLM_CPU_KVCACHE_SPACE"
+    return {KV: Choice(int(space) * GIB, source, f"{space} GiB", Layer.LIMIT)}
 
 
 def _kv_cache(parts: Ingredients, given: Choice | None, budget: Budget, ranks: int) -> Choices:
@@ -184,7 +186,7 @@ def _utilization(
             f"{first}vLLM starts only with this fraction free: what it will use of"
             f" {show_gib(budget.memory_bytes)}"
         )
-        return {UTILIZATION: Choice(used, SOURCE, reason)}
+        return {UTILIZATION: Choice(used, SOURCE, reason, Layer.LIMIT)}
     if share >= cap:
         return {}
     reason = (
@@ -192,7 +194,7 @@ def _utilization(
         f" {show_gib(budget.memory_bytes)} are available, less reserve"
         f" {show_gib(budget.reserve_bytes)} and engine {show_gib(budget.engine_bytes)}"
     )
-    return {UTILIZATION: Choice(share, SOURCE, reason)}
+    return {UTILIZATION: Choice(share, SOURCE, reason, Layer.LIMIT)}
 
 
 # --- what to turn down ---

@@ -15,6 +15,8 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
+from nibble.plan.choice import OURS, Flags
+from nibble.recipes.rules import NESTED, in_effect
 
 FLAG = "--additional-config"
 OPTIONS = ("nvfp4_activations", "quantize_lm_head", "linear_kernel", "moe_kernel", "act_scale_mode")
@@ -28,10 +30,8 @@ def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
     return ours if isinstance(ours, Mapping) else {}
 
 
-def check_nvfp4_options(
-    checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
-) -> None:
-    """Raise CONFIG for an option that this model or target rules out."""
+def check_is_object(args: Mapping[str, Any]) -> None:
+    """Raise CONFIG where --additional-config holds no JSON object, into which nibble writes."""
     if not isinstance(given := args.get(FLAG, {}), Mapping):
         raise NibbleError(
             ExitCode.CONFIG,
@@ -39,10 +39,14 @@ def check_nvfp4_options(
             expected="a JSON object",
             action=f"correct or drop {FLAG}",
         )
-    wanted = asked(args)
+
+
+def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Flags) -> None:
+    """Raise CONFIG for an option that this model or target rules out."""
+    wanted = asked(flags.plain)
     for part in ("linear", "moe"):
         if wanted.get(f"{part}_kernel") == "nibble":
-            _check_our_kernel(part, checkpoint, target, args)
+            _check_our_kernel(part, checkpoint, target, flags)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
@@ -76,7 +80,7 @@ def check_nvfp4_options(
 
 
 def _check_our_kernel(
-    part: str, checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]
+    part: str, checkpoint: Checkpoint | None, target: Target, flags: Flags
 ) -> None:
     """`part`: linear or moe."""
     option = f"NIBBLE_{part.upper()}_KERNEL"
@@ -84,8 +88,12 @@ def _check_our_kernel(
     if target.device != "cuda":
         what = f"{ours} is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="a GPU target", action=off)
-    if (backend := args.get(f"--{part}-backend", "auto")) != "auto":
-        what = f"{ours} and --{part}-backend {backend} ask for two kernels"
+    if (backend := in_effect(f"--{part}-backend", flags.plain)) != "auto":
+        kernel = flags.origin(FLAG, "nibble", f"{part}_kernel")
+        what = (
+            f"{ours} ({kernel.source if kernel else OURS}) and --{part}-backend {backend}"
+            f" ({source_of(f'--{part}-backend', flags)}) ask for two kernels"
+        )
         raise NibbleError(ExitCode.CONFIG, what=what, expected="one of them", action=off)
     if checkpoint is None:
         return
@@ -101,7 +109,7 @@ def _check_our_kernel(
             action=off,
         )
     is_weight_only = (
-        asked(args).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
+        asked(flags.plain).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
     )
     if target.features.has_fp4_mma and not is_weight_only:
         what = (
@@ -159,3 +167,10 @@ def is_tied(checkpoint: Checkpoint) -> bool:
         if isinstance(found := config.get("tie_word_embeddings"), bool):
             return found
     return False
+
+
+def source_of(flag: str, flags: Flags) -> str:
+    """Who sets a flag, itself or as a key of a JSON-valued one."""
+    outer, key = NESTED.get(flag, ("", ""))
+    found = flags.get(flag) or (flags.origin(outer, key) if outer else None)
+    return found.source if found is not None else OURS

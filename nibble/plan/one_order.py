@@ -16,7 +16,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.layers import Ingredients
+from nibble.plan.inputs import Ingredients
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
 

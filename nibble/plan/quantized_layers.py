@@ -16,9 +16,8 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.exclusions import MAX_OVERRIDE_BYTES, Correction, correct, is_empty_map
-from nibble.engine.flags import merge
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import OURS, Choice, Choices
 from nibble.plan.validate import drafts_from_itself
 
 FLAG = "--hf-overrides"
@@ -37,8 +36,9 @@ UNQUANTIZED_DRAFT_LAYER = "mtp.fc"
 
 
 def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag joined with the user's own, or nothing. Raises CONFIG for MTP that vLLM 0.32
-    could only load wrongly.
+    """The flag, into which the user's own keys are merged, or nothing.
+
+    Raises CONFIG for MTP that vLLM 0.32 could only load wrongly.
     """
     given = args.get(FLAG)
     if (
@@ -81,7 +81,7 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
             expected=expected,
             action="put a shorter one into its config.json",
         )
-    return {FLAG: _joined(config, "; ".join(reasons), given)}
+    return {FLAG: Choice({"quantization_config": dict(config)}, OURS, "; ".join(reasons))}
 
 
 def _correction(checkpoint: Checkpoint, with_draft: bool) -> Correction | None:
@@ -144,10 +144,3 @@ def _list_reason(found: Correction) -> str:
     first, others = found.wrong[0], len(found.wrong) - 1
     shown = f"{first} and {others} more" if others else first
     return f"by its tensors, the checkpoint's list of layers is wrong about {shown}"
-
-
-def _joined(config: Mapping[str, Any], reason: str, given: Choice | None) -> Choice:
-    ours = {"quantization_config": dict(config)}
-    if given is None:
-        return Choice(ours, "nibble's default", reason)
-    return Choice(merge(ours, given.value), f"nibble's default + {given.source}", reason)

@@ -14,7 +14,8 @@ from nibble.plan.nvfp4_options import with_served_activations
 from nibble.reference.cost import affordable
 
 if TYPE_CHECKING:
-    from nibble.plan.layers import Choice, Ingredients
+    from nibble.plan.choice import Choice
+    from nibble.plan.inputs import Ingredients
 
 # Under these the server's model is another one than the checkpoint's.
 OTHER_MODEL = (
@@ -54,7 +55,7 @@ def cores_for(target: Target, asked: str, hardware: Hardware) -> int:
 
 def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:
     """`make`, `use` (one that is there, made by `nibble reference`) or `off`, with the reason."""
-    from nibble.plan.layers import Choice
+    from nibble.plan.choice import Choice
 
     settings, origins = parts.loaded.settings, parts.loaded.origins
     if settings.reference == "off":

@@ -4,111 +4,100 @@ what is refused. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import Choice, Choices, Ingredients
-from nibble.recipes.rules import NESTED, Rule, Situation, accepted_risks, applying, hits, in_effect
-
-NOBODY = "nibble's default"  # the source of a flag that is not set at all
-
-
-@dataclass(frozen=True)
-class Risks:
-    """The rules that hold for a plan, the flags they force and what the user is told."""
-
-    rules: tuple[Rule, ...]
-    args: Choices
-    notices: tuple[str, ...]
+from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer
+from nibble.plan.inputs import Ingredients
+from nibble.plan.nvfp4_options import source_of
+from nibble.plan.situation import Decision, Situation
+from nibble.recipes.recipe import ResolvedRecipe
+from nibble.recipes.rules import Rule, RuleContext, accepted_risks, applying, hits, in_effect
 
 
-def weigh_risks(parts: Ingredients, args: Mapping[str, Choice], tensor_parallel: int) -> Risks:
-    """Hold `args` against the rules. Raises CONFIG for a value that a rule forbids, and for an
-    unknown id to allow.
+def weigh_risks(situation: Situation) -> Decision:
+    """The rules that hold here, and the flags they force. Raises CONFIG for an unknown id in
+    NIBBLE_ALLOW_RISK.
     """
+    parts = situation.served
     allowed = accepted_risks(parts.loaded.settings.allow_risk, parts.rules)
-    situation = _situation(parts, tensor_parallel)
-    here = applying(parts.rules, situation)
+    here = applying(parts.rules, _context(situation))
     rules = tuple(rule for rule in here if rule.id not in allowed)
     notices = [f"the risk {rule.id} is taken: {rule.why}" for rule in here if rule.id in allowed]
     forced: Choices = {}
     for rule in rules:
         for name, value in rule.force.items():
-            choice, notice = _force(rule, f"--{name}", value, parts, args)
+            choice, notice = _force(rule, f"--{name}", value, parts, situation.flags)
             forced |= {f"--{name}": choice} if choice else {}
             notices += [notice] if notice else []
-    values = {name: choice.value for name, choice in {**args, **forced}.items()}
+    values = situation.flags.add(forced).plain
+    declared = _declared(parts)
     for rule in rules:
-        _refuse(rule, values, situation.quantization, args)
         notices += [
-            f"{flag} {value}: {rule.why}"
-            for flag, value in hits(rule.warn, values, situation.quantization)
+            f"{flag} {value}: {rule.why}" for flag, value in hits(rule.warn, values, declared)
         ]
-    return Risks(rules, forced, tuple(notices))
+    return Decision(forced, rules, tuple(notices))
 
 
-def rule_environment(rules: Iterable[Rule]) -> Choices:
-    """Variables the rules set."""
+def refuse_known_risks(situation: Situation) -> None:
+    """Raise CONFIG for a value that a rule forbids."""
+    declared = _declared(situation.served)
+    for rule in situation.rules:
+        _refuse(rule, declared, situation.flags)
+
+
+def rule_environment(rules: Iterable[Rule], recipe: ResolvedRecipe | None) -> Choices:
+    """Variables the rules set; a recipe that sets one knows the rule."""
+    known = recipe.env if recipe else {}
     return {
-        name: Choice(value, f"rule {rule.id}", rule.why)
+        name: Choice(value, f"rule {rule.id}", rule.why, Layer.RULE)
         for rule in rules
         for name, value in rule.env.items()
+        if name not in known
     }
 
 
-def _situation(parts: Ingredients, tensor_parallel: int) -> Situation:
-    declared = parts.checkpoint.scheme.vllm_quantization if parts.checkpoint else None
-    return Situation(
+def _context(situation: Situation) -> RuleContext:
+    parts = situation.served
+    return RuleContext(
         target=parts.target.name,
         model=str(parts.loaded.settings.model),
         checkpoint=parts.checkpoint,
-        tensor_parallel=tensor_parallel,
-        quantization=declared or "",
+        tensor_parallel=situation.tensor_parallel,
+        quantization=_declared(parts),
     )
 
 
+def _declared(parts: Ingredients) -> str:
+    """vLLM's name of the quantization that the checkpoint declares."""
+    declared = parts.checkpoint.scheme.vllm_quantization if parts.checkpoint else None
+    return declared or ""
+
+
 def _force(
-    rule: Rule, flag: str, value: str | bool, parts: Ingredients, args: Mapping[str, Choice]
+    rule: Rule, flag: str, value: str | bool, parts: Ingredients, flags: Flags
 ) -> tuple[Choice | None, str]:
-    """The forced value, unless the user or a recipe that stays says otherwise; and what to tell."""
-    found = in_effect(flag, {name: choice.value for name, choice in args.items()})
-    source = _source(flag, args)
+    """The forced value, unless the user or a recipe that stays says otherwise; and the notice."""
+    found, source = in_effect(flag, flags.plain), source_of(flag, flags)
+    forced = Choice(value, f"rule {rule.id}", rule.why, Layer.RULE)
     if found == value:
         return None, ""
     if source == "recipe":
         if not rule.beats_recipe(parts.recipe.status if parts.recipe else ""):
             return None, ""
-        notice = f"{flag} {value} in place of the recipe's {found}: {rule.why}"
-        return Choice(value, f"rule {rule.id}", rule.why), notice
-    if source not in (NOBODY, f"target {parts.target.name}"):
-        return (
-            None,
-            (
-                f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} asks for:"
-                f" {rule.why}"
-            ),
+        return forced, f"{flag} {value} in place of the recipe's {found}: {rule.why}"
+    if source not in (OURS, f"target {parts.target.name}"):
+        return None, (
+            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} asks for:"
+            f" {rule.why}"
         )
-    return Choice(value, f"rule {rule.id}", rule.why), ""
+    return forced, ""
 
 
-def _source(flag: str, args: Mapping[str, Choice]) -> str:
-    """Who set a flag, itself or as a key of a JSON-valued one."""
-    if flag in args:
-        return args[flag].source
-    outer, key = NESTED.get(flag, ("", ""))
-    nested = args.get(outer)
-    has_key = nested is not None and isinstance(nested.value, Mapping) and key in nested.value
-    return nested.source if nested is not None and has_key else NOBODY
-
-
-def _refuse(
-    rule: Rule, values: Mapping[str, Any], declared: str, args: Mapping[str, Choice]
-) -> None:
-    for flag, value in hits(rule.forbid, values, declared):
-        source = _source(flag, args)
-        origin = "the checkpoint" if source == NOBODY else source
+def _refuse(rule: Rule, declared: str, flags: Flags) -> None:
+    for flag, value in hits(rule.forbid, flags.plain, declared):
+        source = source_of(flag, flags)
+        origin = "the checkpoint" if source == OURS else source
         what = (
             f"{flag} {value} ({origin}) is a known risk on this target ({rule.effect}): {rule.why}"
         )

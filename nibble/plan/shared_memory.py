@@ -16,7 +16,8 @@ from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.layers import Choice, Choices, Ingredients
+from nibble.plan.choice import Choice, Choices
+from nibble.plan.inputs import Ingredients
 from nibble.plan.topology import BACKEND, Topology
 
 VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"

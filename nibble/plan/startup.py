@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from nibble.checkpoint import Checkpoint
 from nibble.machine.targets import Target
 from nibble.plan.budget import is_shared
-from nibble.plan.layers import Choice, Choices, Ingredients
+from nibble.plan.choice import Choice, Choices
+from nibble.plan.inputs import Ingredients
 
 SOURCE = "nibble's default"
 CAPTURE = "--cudagraph-capture-sizes"

@@ -31,7 +31,7 @@ from nibble.recipes.recipe import (
     resolve,
     shape_problems,
 )
-from nibble.recipes.rules import Rule, Situation, applying, hits, in_effect, load_rules
+from nibble.recipes.rules import Rule, RuleContext, applying, hits, in_effect, load_rules
 from nibble.settings.environment import DEAD_VARIABLES
 
 # nibble sets these at run time, never a recipe: engine.flags.OWNED, and the shape of a cluster.
@@ -158,7 +158,7 @@ def _risky_values(recipe: Recipe, rules: Sequence[Rule]) -> Iterator[Finding]:
     for where, resolved in resolutions(recipe):
         size = resolved.args.get("--tensor-parallel-size")
         ranks = size if isinstance(size, int) else 1
-        situation = Situation(
+        situation = RuleContext(
             resolved.target, recipe.id, tensor_parallel=ranks, quantization=recipe.scheme
         )
         for rule in applying(rules, situation):

@@ -82,7 +82,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Situation:
+class RuleContext:
     """The facts that conditions are checked against.
 
     `quantization` is vLLM's name for the declaration of the checkpoint or a recipe.
@@ -145,13 +145,13 @@ def accepted_risks(text: str, rules: Iterable[Rule]) -> frozenset[str]:
 
 
 def applying(
-    rules: Iterable[Rule], situation: Situation, without: Collection[str] = ()
+    rules: Iterable[Rule], situation: RuleContext, without: Collection[str] = ()
 ) -> tuple[Rule, ...]:
     """The rules whose conditions hold, except those named in `without`."""
     return tuple(rule for rule in rules if rule.id not in without and holds(rule.when, situation))
 
 
-def holds(when: Condition, situation: Situation) -> bool:
+def holds(when: Condition, situation: RuleContext) -> bool:
     """Whether all of a condition holds or may hold."""
     checkpoint = situation.checkpoint
     found = [
@@ -171,7 +171,7 @@ def holds(when: Condition, situation: Situation) -> bool:
     return all(found)
 
 
-def _is_family(when: Condition, situation: Situation) -> bool:
+def _is_family(when: Condition, situation: RuleContext) -> bool:
     checkpoint = situation.checkpoint
     if when.families and checkpoint is not None:
         return bool(
@@ -181,13 +181,13 @@ def _is_family(when: Condition, situation: Situation) -> bool:
     return named or not (when.families or when.models)
 
 
-def _is_nvfp4(situation: Situation) -> bool:
+def _is_nvfp4(situation: RuleContext) -> bool:
     if situation.checkpoint is not None:
         return situation.checkpoint.scheme.is_nvfp4
     return situation.quantization == "modelopt_fp4" or "nvfp4" in situation.model.lower()
 
 
-def _unaligned(when: Condition, situation: Situation) -> bool:
+def _unaligned(when: Condition, situation: RuleContext) -> bool:
     size = situation.tensor_parallel
     if situation.checkpoint is None or situation.checkpoint.weights is None:
         return bool(when.k_unknown_from_tp) and size >= when.k_unknown_from_tp

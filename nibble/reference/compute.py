@@ -8,6 +8,7 @@ reason why there is none.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -94,6 +95,8 @@ def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str,
             for one in texts[:-1]
         ]
         *answers, _ = model.passes([*passes, probe.run])
+    if not all(math.isfinite(value) for found in answers for value in found.logprobs):
+        raise Unsupported("transformers' module computes NaN or infinity from this checkpoint")
     tokenizer = _tokenizer(checkpoint)
     cases = [
         {"prompt": text.prompt, "prompt_ids": list(text.ids), **found.to_json(tokenizer)}

@@ -1,15 +1,15 @@
 """transformers' module of a checkpoint's architecture without weights in memory: each layer's come
 when it is entered.
 
-The module is made on the `meta` device. Decoder layers are units of Lockstep: loaded when the first
-pass enters one, freed after the last has left it. Stacked experts are read when they are chosen,
-embeddings by the rows in use, the output head in parts.
+The module is made on the `meta` device. Decoder layers and parts of the output head are units of
+Lockstep: loaded when the first pass enters one, freed after the last has left it. Stacked experts
+are read when they are chosen, embeddings by the rows in use.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,10 @@ class StreamedModel:
         self.layer_names = tuple(names[layer] for layer in self.layers)
         self._experts: dict[str, list[LazyExperts]] = {}
         self._loaded: set[str] = set()
+        self._head_rows: dict[
+            str, tuple[Source, int, int]
+        ] = {}  # unit -> which rows of which tensor
+        self._head_weights: dict[str, Tensor] = {}
         self._steps: Lockstep | None = None
         self.on_unit: Callable[[str], None] = lambda name: None
         self._prepare()
@@ -137,7 +141,7 @@ class StreamedModel:
     # --- hooks ---
 
     def _prepare(self) -> None:
-        _fill_buffers(self.module, self.device)
+        _fill_buffers(self.module, self.device, self._sources.keys())
         names = {module: name for name, module in self.module.named_modules()}
         inside = {child for layer in self.layers for child in layer.modules()}
         for layer in self.layers:
@@ -190,15 +194,21 @@ class StreamedModel:
         return hook
 
     def _head(self, name: str, head: Any) -> Callable[[Tensor], Tensor]:
-        """Logits in parts, so that the head's weight is never whole in memory."""
+        """Logits in parts, each of them a unit: read once for all passes, and never whole in
+        memory unless weights are kept.
+        """
+
+        source = self._source(f"{name}.weight")
+        rows = self._weights.shape(source.parts[0][1])[0]
+        for start in range(0, rows, HEAD_ROWS):
+            self._head_rows[f"{name}.{start}"] = (source, start, min(rows, start + HEAD_ROWS))
 
         def forward(x: Tensor) -> Tensor:
-            source = self._source(f"{name}.weight")
-            rows = self._weights.shape(source.parts[0][1])[0]
+            assert self._steps is not None
             found = []
-            for start in range(0, rows, HEAD_ROWS):
-                weight = self._rows(source, start, min(rows, start + HEAD_ROWS))
-                found.append(nn.functional.linear(x, weight))
+            for unit in self._head_rows:
+                self._steps.arrive(unit)
+                found.append(nn.functional.linear(x, self._head_weights[unit]))
             logits = torch.cat(found, -1)
             bias = self._sources.get(f"{name}.bias")
             return logits if bias is None else logits + bias.load(self._weights, self.config)
@@ -217,6 +227,10 @@ class StreamedModel:
         if unit in self._loaded:
             return
         self.on_unit(unit)
+        if unit in self._head_rows:
+            self._head_weights[unit] = self._rows(*self._head_rows[unit])
+            self._loaded.add(unit)
+            return
         module = self.module.get_submodule(unit)
         is_layer = unit in self._experts
         for name, owner in module.named_modules() if is_layer else [("", module)]:
@@ -241,6 +255,10 @@ class StreamedModel:
 
     def _free(self, unit: str) -> None:
         if self.keeps:
+            return
+        if unit in self._head_rows:
+            del self._head_weights[unit]
+            self._loaded.discard(unit)
             return
         for lazy in self._experts.get(unit, ()):
             lazy.forget()
@@ -300,9 +318,10 @@ def _is_tower(name: str) -> bool:
     )
 
 
-def _fill_buffers(module: Any, device: torch.device) -> None:
+def _fill_buffers(module: Any, device: torch.device, stored: Collection[str]) -> None:
     """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers
-    makes them after a load.
+    makes them after a load: some by their owner, others by the model around it (Falcon-H1's
+    multipliers). Raises Unsupported where neither does.
     """
     from transformers import PreTrainedModel
 
@@ -310,10 +329,20 @@ def _fill_buffers(module: Any, device: torch.device) -> None:
     nearest = {
         owner: model for model in models for owner in model.modules()
     }  # inner models come later
-    for owner in module.modules():
-        buffers = dict(owner.named_buffers(recurse=False))
-        if not buffers:
-            continue
-        for leaf, value in buffers.items():
-            owner._buffers[leaf] = torch.empty_like(value, device=device)
+    owners = [
+        owner for owner in module.modules() if any(True for _ in owner.buffers(recurse=False))
+    ]
+    for owner in owners:
+        for leaf, value in dict(owner.named_buffers(recurse=False)).items():
+            blank = torch.empty_like(value, device=device)
+            owner._buffers[leaf] = blank.fill_(torch.nan) if blank.is_floating_point() else blank
+    for owner in dict.fromkeys([*owners, *models]):
         nearest[owner]._init_weights(owner)
+    for name, value in module.named_buffers():
+        if (
+            name not in stored
+            and not _is_tower(name)
+            and value.is_floating_point()
+            and value.isnan().any()
+        ):
+            raise Unsupported(f"transformers leaves {name} without values")

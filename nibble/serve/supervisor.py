@@ -31,7 +31,8 @@ from nibble.engine.process import Answering, Ended, Engine, Event, Failed, Stop,
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine import early_stop
 from nibble.machine.memory import MemorySource
-from nibble.machine.processes import Activity, activity, once_a_second, signal_name, stop_signals
+from nibble.machine.process_table import Activity, activity
+from nibble.machine.processes import once_a_second, signal_name, stop_signals
 from nibble.plan.memory import UNWATCHED, Limits, show_gib
 from nibble.serve.api_key import KeyDecision
 from nibble.serve.control import Answers, ControlServer

@@ -1,5 +1,8 @@
-"""Takes secrets out of text: those this machine is known to hold, by value, and what looks like
-one, by its form.
+"""Takes secrets out of reports.
+
+Of the environment only variables on a list show their values, since any program may keep a secret
+under any name. All text then loses the secrets that this machine is known to hold, by value, and
+what looks like one, by its name and by its form.
 """
 
 from __future__ import annotations
@@ -11,9 +14,27 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from nibble.engine.schema import load_schema
+from nibble.settings.environment import nibble_names
 from nibble.settings.secrets import MAX_SECRET_BYTES
 
 HIDDEN = "[removed]"
+# Variables beside nibble's and vLLM's own whose values a report shows: what changes how a server
+# runs, and where it finds its files and the network.
+_SHOWN = frozenset(
+    (
+        *("CC", "CXX", "DO_NOT_TRACK", "HF_ENDPOINT", "HF_HOME", "HOME", "HOSTNAME", "LANG"),
+        *("LOGNAME", "MAX_JOBS", "PATH", "PWD", "SHELL", "TERM", "TMPDIR", "TZ", "USER"),
+        *("VIRTUAL_ENV", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE"),
+        *("ALL_PROXY", "FTP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    )
+)
+_SHOWN_PREFIXES = (
+    *("CUDA_", "CUBLAS_", "CUDNN_", "CUTE_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "NVSHMEM_"),
+    *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "FLASHINFER_"),
+    *("FLASH_ATTENTION_", "DG_", "TRANSFORMERS_", "TOKENIZERS_", "HF_HUB_", "RAY_", "PIP_"),
+    *("PYTHON", "XDG_", "LC_", "OMP_", "KMP_", "MKL_", "MALLOC_", "LD_"),
+)
 SHORTEST = 6  # a shorter value would take ordinary words out of every file
 # Names whose values are secrets, in variables, TOML, JSON, YAML, URLs, command lines.
 _WORDS = (
@@ -75,6 +96,22 @@ _FORMS = (  # what stands before the secret, and stays, is the group `before`
 )
 
 
+def is_shown(name: str) -> bool:
+    """Whether a report shows the value of a variable of that name. Proxies may be lower case."""
+    if is_secret_name(name):
+        return False
+    if name in nibble_names() or name in load_schema().envs or name.startswith(_SHOWN_PREFIXES):
+        return True
+    return name in _SHOWN or (name.endswith("_proxy") and name.upper() in _SHOWN)
+
+
+def shown_variables(environ: Mapping[str, Any]) -> dict[str, Any]:
+    """Every variable by name, and the values of those that `is_shown`."""
+    return {
+        name: value if is_shown(name) else _hidden(name, value) for name, value in environ.items()
+    }
+
+
 class Redactor:
     """Knows a set of secret values; `text` returns anything without them."""
 
@@ -101,8 +138,12 @@ class Redactor:
         return _NAMED.sub(_hide, _FLAG.sub(_hide, text))
 
     def data(self, value: Any) -> Any:
-        """Plain data with everything below a secret name gone, and the rest as text."""
+        """Plain data with everything below a secret name gone, the environments in it (`env`) as
+        `shown_variables`, and the rest as text.
+        """
         if isinstance(value, Mapping):
+            if isinstance(env := value.get("env"), Mapping):
+                value = {**value, "env": shown_variables(env)}
             return {
                 str(name): _hidden(str(name), one) if is_secret_name(str(name)) else self.data(one)
                 for name, one in value.items()

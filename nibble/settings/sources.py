@@ -7,7 +7,7 @@ recipe > target > nibble's default > vLLM's default. This module keeps the origi
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,14 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.settings.options import Settings, closest, options
 from nibble.settings.secrets import read_secret
 
+LayerName = Literal["command line", "environment", "file", "default"]
+
 
 @dataclass(frozen=True)
 class Origin:
     """A value's layer, and the exact name that the user wrote (`PORT`, `--port`, `nibble.toml`)."""
 
-    layer: Literal["command line", "environment", "file", "default"]
+    layer: LayerName
     name: str
 
     def __str__(self) -> str:
@@ -34,10 +36,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, the origin of every field, and [args] and [env] of the user's TOML file."""
+    """Settings, the origin of every field, and [args] and [env] of the user's TOML file.
+
+    `given` has every value of a field as it was written, the winning one last.
+    """
 
     settings: Settings
     origins: Mapping[str, Origin]
+    given: Mapping[str, tuple[tuple[Origin, Any], ...]]
     file_args: Mapping[str, Any]
     file_env: Mapping[str, str]
     notices: tuple[str, ...]
@@ -72,10 +78,18 @@ def load_settings(
     from_env, env_names = _environment_layer(environ)
     path = cli.get("config") or from_env.get("config")
     from_file, file_args, file_env = _file_layer(Path(path)) if path else ({}, {}, {})
-    origins = dict.fromkeys(Settings.model_fields, DEFAULT)
-    origins |= {name: Origin("file", str(path)) for name in from_file}
-    origins |= {name: Origin("environment", env_names[name]) for name in from_env}
-    origins |= {name: Origin("command line", _cli_name(name)) for name in cli}
+    given: dict[str, tuple[tuple[Origin, Any], ...]] = {}
+    layers: tuple[tuple[LayerName, Mapping[str, Any], Callable[[str], str]], ...] = (
+        ("file", from_file, lambda _: str(path)),
+        ("environment", from_env, env_names.__getitem__),
+        ("command line", cli, _cli_name),
+    )
+    for layer, values, name_of in layers:
+        for field, value in values.items():
+            given[field] = (*given.get(field, ()), (Origin(layer, name_of(field)), value))
+    origins = {
+        name: given[name][-1][0] if name in given else DEFAULT for name in Settings.model_fields
+    }
     _reject_two_models(cli, from_env)
 
     class Bound(Settings):
@@ -87,7 +101,7 @@ def load_settings(
         settings = Bound()
     except ValidationError as error:
         raise _usage_error(error, origins) from None
-    return Loaded(settings, origins, file_args, file_env, notices)
+    return Loaded(settings, origins, given, file_args, file_env, notices)
 
 
 def check_option(field: str, value: Any, written: str) -> None:

@@ -81,7 +81,7 @@ def remedy(tree: Tree) -> Finding:
             if RULE not in error.line():
                 return defect(f"refused for another reason: {error.line()}")
         else:
-            return defect(f"the plan for {target} takes flashinfer_b12x without a word")
+            return defect(f"the plan for {target} takes flashinfer_b12x without a notice")
     return sound(f"no plan for sm120 or gb10 has it; asked for, it is refused by the rule {RULE}")
 
 

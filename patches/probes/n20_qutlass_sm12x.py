@@ -59,11 +59,11 @@ def probe(tree: Tree) -> Finding:
 def remedy(tree: Tree) -> Finding:
     """The rule that forbids it holds for both targets."""
     from nibble.machine.paths import root
-    from nibble.recipes.rules import Situation, applying, load_rules
+    from nibble.recipes.rules import RuleContext, applying, load_rules
 
     rules = load_rules(root())
     for target in SM12X:
-        situation = Situation(target=target, model="any", quantization="fp_quant")
+        situation = RuleContext(target=target, model="any", quantization="fp_quant")
         if not any(
             "fp_quant" in rule.forbid.get("quantization", ()) for rule in applying(rules, situation)
         ):

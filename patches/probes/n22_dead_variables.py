@@ -10,8 +10,8 @@ from nibble.errors import NibbleError
 from nibble.settings.environment import accept
 from probes.support.syntax import Sources
 
-# Set by the seeds' Dockerfiles and scripts, with the values they have there.
-OF_THE_SEEDS = {
+# Set by Dockerfiles and scripts of published guides, with the values they have there.
+OF_GUIDES = {
     "VLLM_USE_FLASHINFER_MOE_FP4": "1",
     "VLLM_NVFP4_GEMM_BACKEND": "cutlass",
     "VLLM_TEST_FORCE_FP8_MARLIN": "1",
@@ -39,12 +39,12 @@ ROW = Row(
 
 
 def probe(tree: Tree) -> Finding:
-    """Which of the seeds' variables the tree has."""
+    """Which of the guides' variables the tree has."""
     if not tree.has("vllm/envs.py"):
         return not_applicable("no vllm/envs.py")
-    dead = sorted(set(OF_THE_SEEDS) - _names(tree))
+    dead = sorted(set(OF_GUIDES) - _names(tree))
     return (
-        defect(f"{len(dead)} of {len(OF_THE_SEEDS)} unknown: {', '.join(dead)}")
+        defect(f"{len(dead)} of {len(OF_GUIDES)} unknown: {', '.join(dead)}")
         if dead
         else sound("all known")
     )
@@ -54,8 +54,8 @@ def remedy(tree: Tree) -> Finding:
     """What nibble makes of each that the tree does not have, and of one that never was."""
     known = _names(tree)
     lost, made = [], []
-    for name in sorted(set(OF_THE_SEEDS) - known):
-        flags = _translated({name: OF_THE_SEEDS[name]}, known)
+    for name in sorted(set(OF_GUIDES) - known):
+        flags = _translated({name: OF_GUIDES[name]}, known)
         made += [f"{flag} {value}" for flag, value in (flags or {}).items()]
         lost += [name] if flags == {} else []
     if _translated({"VLLM_NEVER_WAS": "1"}, known) is not None:

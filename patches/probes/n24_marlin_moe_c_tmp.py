@@ -49,7 +49,7 @@ ROW = Row(
     verdict=(
         "Both sizes are upper bounds of what the kernel writes; the reported overflow counts 256"
         " active threads where there are 64. In 11,818 calls on an H200 nothing was written past"
-        " the end. The crash on SM120 was not tried: no such GPU."
+        " the end. The crash on SM120 is not tried."
     ),
     instead=(
         "no patch; the crash reported stays a known risk of Marlin MoE on SM120, its cause unknown"

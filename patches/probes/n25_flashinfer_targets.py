@@ -37,7 +37,7 @@ ROW = Row(
         " graphs (flashinfer#4666), to which the same faults were traced (#52540)."
     ),
     instead=(
-        "Nothing is left to mend. The plan pins the target of each GPU all the same, as the"
+        "Nothing is left to fix. The plan pins the target of each GPU all the same, as the"
         " reporter's cure did, and names TRITON_ATTN as the way out."
     ),
     fix=Fix("rule", "rules/backends.toml sm120-flashinfer-arch, gb10-flashinfer-arch"),

@@ -28,8 +28,8 @@ ROW = Row(
         " another met an illegal access with flashinfer_b12x (flashinfer#3170)."
     ),
     instead=(
-        "The order stays vLLM's until somebody has measured: a plan asks for neither, and the rule"
-        " b12x-unmeasured says so to whoever does. flashinfer_b12x has N11 besides."
+        "The order stays vLLM's, because no measurement exists: a plan asks for neither, and the"
+        " rule b12x-unmeasured warns users who do. flashinfer_b12x has N11 besides."
     ),
     fix=Fix("rule", f"rules/backends.toml {RULE}"),
     references=(
@@ -67,13 +67,13 @@ def probe(tree: Tree) -> Finding:
 
 
 def remedy(tree: Tree) -> Finding:
-    """That a plan keeps to it, and tells whoever asks for the direct b12x."""
+    """A plan keeps to it and warns a user who asks for the direct b12x."""
     for target in ("sm120", "gb10"):
         found, asked = plan(target), plan(target, "--moe-backend", "b12x")
         if any("b12x" in str(choice.value) for choice in found.args.values()):
-            return defect(f"the plan for {target} chooses b12x, which nobody has measured")
+            return defect(f"the plan for {target} chooses b12x, which is not measured")
         if RULE not in asked.rules or not any("not measured" in notice for notice in asked.notices):
-            return defect(f"the plan for {target} takes b12x without a word")
+            return defect(f"the plan for {target} takes b12x without a notice")
     return sound(f"no plan chooses b12x; asked for, the rule {RULE} says what it is")
 
 

@@ -47,7 +47,7 @@ def probe(tree: Tree) -> Finding:
 
 
 def _swizzled(scales):
-    """formats.md 6.4: the offset of the scale of row r and block b."""
+    """The offset of the scale of row r and block b (CUTLASS's 128x4 tiles)."""
     import torch
 
     rows, columns = scales.shape

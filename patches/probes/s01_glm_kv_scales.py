@@ -16,9 +16,9 @@ ROW = Row(
     how="numeric: the tree's own load_weights over a layer with an attention scale",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
     verdict=(
-        "The cause is the opposite of the seed's: the checkpoint has the scales, and the loader"
-        " renames k_proj to qkv_proj before it remaps KV scales. The seed's `continue` leaves only"
-        " the inner loop; by accident the remap then knows the mangled name qkqkv_proj, so the"
+        "The checkpoint has the scales, and the loader renames k_proj to qkv_proj before it remaps"
+        " KV scales. The patch of glm47-nvfp4-sm120 takes them to be absent. Its `continue` leaves"
+        " only the inner loop; by accident the remap then knows the mangled name qkqkv_proj, so the"
         " scales do arrive. Fixed upstream."
     ),
     instead="nothing to change in 0.32.0; the scales are loaded",

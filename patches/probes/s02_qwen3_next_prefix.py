@@ -18,8 +18,8 @@ ROW = Row(
     how="AST: the prefix expressions of caller and callee, evaluated",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "Never in a release: the method arrived in #34492, was reverted in #34683 and redone in"
-        " #34697 within five days; the seed pins a commit between them."
+        "No release has it: the method lived on the main branch for five days (#34492, reverted"
+        " in #34683, redone in #34697). dgx-vllm pins a commit between them."
     ),
     instead="nothing to change; nibble does not build from commits between releases",
     references=(

@@ -13,8 +13,8 @@ ROW = Row(
     how="numeric: a compressed-tensors layer of the tree, through its emulation",
     expect={"0.15.1": "sound", "0.16.0": "defect", "0.32.0": "sound"},
     verdict=(
-        "Real in 0.16.0 only: linear block scales were read as swizzled ones, and weights divided"
-        " by a scale that was inverted already. Fixed upstream. The seed's repair guesses the"
+        "Real in 0.16.0 only: it reads linear block scales as swizzled ones and divides weights"
+        " by a scale that is already inverted. Fixed upstream. dgx-vllm's repair guesses the"
         " direction from `scale < 1`, and calls .item() at every step."
     ),
     instead="nothing to change in 0.32.0",
@@ -23,7 +23,7 @@ ROW = Row(
         "vllm 0.16 model_executor/layers/quantization/utils/nvfp4_utils.py:123",
     ),
 )
-# NVFP4's own error on normal weights is 0.095 (formats.md 5.2); it shows that the scales mean what
+# NVFP4's own error on normal weights is 0.095; it shows that the scales mean what
 # they should.
 NVFP4_ERROR = 0.12
 

@@ -11,14 +11,14 @@ ROW = Row(
     how="the tree's dispatch functions, compiled for the CPU and asked",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "It always was: the conditions are `>= 120` and, for FP4, `>= 120 && < 130`. The seed only"
+        "It always was: the conditions are `>= 120` and, for FP4, `>= 120 && < 130`. dgx-vllm only"
         " adds `< 130` to the first."
     ),
     instead="nothing to change",
     references=(
         "vllm 0.32 csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu:223",
         "vllm 0.32 csrc/quantization/fp4/nvfp4_scaled_mm_entry.cu:60",
-        "seed fix_capability_121_v112.py",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 fix_capability_121_v112.py",
     ),
 )
 DISPATCHERS = {

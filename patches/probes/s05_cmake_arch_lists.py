@@ -16,8 +16,8 @@ ROW = Row(
     how="CMake: the tree's own function over the tree's own lists",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "With CUDA 13 nothing is left out: 12.1a gives 12.0f, which GB10 loads. The seed's first"
-        " sed (12.1 among the supported ones) empties the lists in 0.16.0; its second sed mends its"
+        "With CUDA 13 nothing is left out: 12.1a gives 12.0f, which GB10 loads. dgx-vllm's first"
+        " sed (12.1 among the supported ones) empties the lists in 0.16.0; its second sed fixes its"
         " first, for scaled_mm only. In 0.32.0 the first would make plain 12.1 of 12.1, for which"
         " FP4 does not compile. CUDA 12 builds are another matter: N19."
     ),
@@ -27,7 +27,10 @@ ROW = Row(
     references=(
         "vllm 0.32 CMakeLists.txt:126, 821, 995",
         "vllm 0.32 cmake/utils.cmake:397",
-        "seed fix_cmake_sm120_archs_v113_corrected.sh, Dockerfile:98",
+        (
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 fix_cmake_sm120_archs_v113_corrected.sh,"
+            " Dockerfile:98"
+        ),
     ),
 )
 ASKED = ("12.1a", "12.1")
@@ -38,7 +41,7 @@ FAMILY_LIST = r'cuda_archs_loose_intersection\((SCALED_MM_ARCHS|FP4_\w*ARCHS) "1
 
 
 def probe(tree: Tree) -> Finding:
-    """What is built by the lists as they are, and by the seed's changes to them."""
+    """What is built by the lists as they are, and by dgx-vllm's changes to them."""
     from probes.support.cmake import find_cmake
 
     if not tree.has("CMakeLists.txt"):
@@ -52,7 +55,7 @@ def probe(tree: Tree) -> Finding:
     stock = {asked: built(tree, text, asked) for asked in ASKED}
     detail = "; ".join(f"{asked}: {_shown(archs)}" for asked, archs in stock.items())
     changed = "; ".join(f"{asked}: {_shown(built(tree, seed, asked))}" for asked in ASKED)
-    detail = f"as it is, {detail}. After the seed's first sed, {changed}"
+    detail = f"as it is, {detail}. After dgx-vllm's first sed, {changed}"
     fine = all(LOADED_BY_GB10 & set(archs.split(";")) for each in stock.values() for archs in each)
     return sound(detail) if fine else defect(detail)
 

@@ -12,12 +12,12 @@ from nibble.engine.patching.tree import Tree
 ROW = Row(
     id="6",
     title="ENABLE_SCALED_MM_SM120 is not defined for the dispatcher",
-    how="CMake: the tree's own SM12x block, and the seed's condition after it",
+    how="CMake: the tree's own SM12x block, and dgx-vllm's condition after it",
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
         "It is: the block that adds the kernels adds the definition to VLLM_GPU_FLAGS, which every"
-        " source of the module gets. The seed's addition stands under `if(ENABLE_SCALED_MM_SM120 OR"
-        " TARGET_SM120_BUILT)`, two CMake variables that nobody sets: it never ran."
+        " source of the module gets. dgx-vllm's addition stands under `if(ENABLE_SCALED_MM_SM120 OR"
+        " TARGET_SM120_BUILT)`, two CMake variables that stay unset: it never ran."
     ),
     instead=(
         "nothing to change; tests read the definition off the compile command of a configured build"
@@ -25,10 +25,10 @@ ROW = Row(
     references=(
         "vllm 0.32 CMakeLists.txt:835",
         "vllm 0.16 CMakeLists.txt:546",
-        "seed fix_dispatcher_flag_v115.sh",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 fix_dispatcher_flag_v115.sh",
     ),
 )
-SEEDS_QUESTION = """
+ADDED_CONDITION = """
 if(ENABLE_SCALED_MM_SM120 OR TARGET_SM120_BUILT)
   message(NOTICE "taken")
 else()
@@ -41,7 +41,7 @@ ENTRY = "csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu"
 
 
 def probe(tree: Tree) -> Finding:
-    """Run the SM12x block with and without architectures, then ask the seed's question."""
+    """Run the SM12x block with and without architectures, then ask dgx-vllm's question."""
     from probes.support.cmake import blocks, find_cmake, run_script
 
     if not tree.has("CMakeLists.txt"):
@@ -57,10 +57,10 @@ def probe(tree: Tree) -> Finding:
         )
     show = 'message(NOTICE "[${VLLM_GPU_FLAGS}]")\n'
     built, seed = run_script(
-        tree, f'set(SCALED_MM_ARCHS "12.0f")\n{found[0]}\n{show}{SEEDS_QUESTION}'
+        tree, f'set(SCALED_MM_ARCHS "12.0f")\n{found[0]}\n{show}{ADDED_CONDITION}'
     )
     without = run_script(tree, f'set(SCALED_MM_ARCHS "")\n{found[0]}\n{show}')[0]
-    detail = f"{module} gets {built} with 12.0f and {without} without; the seed's branch is {seed}"
+    detail = f"{module} gets {built} with 12.0f and {without} without; dgx-vllm's branch is {seed}"
     return sound(detail) if DEFINITION in built and DEFINITION not in without else defect(detail)
 
 

@@ -12,20 +12,23 @@ from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="7",
-    title="FlashInfer's JIT fails on GB10 for want of E2M1 conversions: convert in software",
+    title=("FlashInfer's JIT fails on GB10 for lack of E2M1 conversions: convert in software"),
     how="nvcc: FlashInfer's quantization_utils.cuh and its CUTLASS's float_subbyte.h",
     expect={"0.32.0": "sound"},
     verdict=(
-        "Both compile for sm_121a, to the instruction. The seeds take SM121 out of CUTLASS's list,"
-        " so that it converts in software, and comment out FlashInfer's #error against plain"
-        " targets; ptxas refuses those anyway. Failures of the JIT have other causes: no compiler"
-        " or an old one (N1 to N5)."
+        "Both compile for sm_121a, to the instruction. The patches take SM121 out of CUTLASS's"
+        " list, so that it converts in software, and comment out FlashInfer's #error against"
+        " plain targets; ptxas refuses those anyway. Failures of the JIT have other causes: no"
+        " compiler or an old one (N1 to N5)."
     ),
     instead="nothing to change",
     references=(
         "flashinfer 0.7.0.post1 data/cutlass/include/cutlass/float_subbyte.h:49",
         "flashinfer 0.7.0.post1 data/include/flashinfer/arch_condition.h",
-        "seed fix_flashinfer_e2m1_sm121.py, patch_flashinfer_fp4.sh",
+        (
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 fix_flashinfer_e2m1_sm121.py,"
+            " patch_flashinfer_fp4.sh"
+        ),
     ),
 )
 CUTLASS = "cutlass/include/cutlass/float_subbyte.h"

@@ -29,7 +29,7 @@ ROW = Row(
 
 
 def probe(tree: Tree) -> Finding:
-    """Let the tree choose, with the seed's variable set as its users had it."""
+    """Let the tree choose, with dgx-vllm's variable set as its users had it."""
     sources = Sources(tree, _machine())
     if not sources.has(f"{ORACLE}.select_nvfp4_moe_backend"):
         return not_applicable("there is no oracle for NVFP4 MoE in this tree")
@@ -48,7 +48,7 @@ def probe(tree: Tree) -> Finding:
 
 
 def _machine() -> dict[str, Any]:
-    """The environment of the seed's users: FlashInfer is installed and asked for."""
+    """The environment of dgx-vllm's users: FlashInfer is installed and asked for."""
     envs = SimpleNamespace(
         is_set=lambda name: name == "VLLM_USE_FLASHINFER_MOE_FP4",
         VLLM_USE_FLASHINFER_MOE_FP4=True,

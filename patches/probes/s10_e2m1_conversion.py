@@ -17,7 +17,7 @@ ROW = Row(
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
         "GB10's assembler has the instruction for 121a and 120f and refuses it for plain 121, for"
-        ' which the seed compiled (set_gencode_flags_for_srcs with "12.1"). Its routine rounds as'
+        ' which dgx-vllm compiled (set_gencode_flags_for_srcs with "12.1"). Its routine rounds as'
         " the instruction does, in fifteen lines where one will do."
     ),
     instead=(
@@ -26,7 +26,10 @@ ROW = Row(
     ),
     references=(
         "vllm 0.32 csrc/quantization/fp4/nvfp4_utils.cuh:71",
-        "seed patch_nvfp4_utils_sw_e2m1.py, cmake_patch_gb10_nvfp4_v6_full_kernels.sh",
+        (
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 patch_nvfp4_utils_sw_e2m1.py,"
+            " cmake_patch_gb10_nvfp4_v6_full_kernels.sh"
+        ),
         "CUDA 13.0 ptxas: Instruction 'cvt with .e2m1x2' not supported on .target 'sm_121'",
     ),
 )

@@ -15,21 +15,21 @@ ROW = Row(
     how="nvcc: CUDA's own header for sm_121a, its conversions run on the CPU",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "CUDA 13.0 has them. The seed's header has other values: code 1 is 0.25 instead of 0.5, 4.5"
-        " becomes 6 instead of 4; who includes it gets wrong numbers, who includes both gets a"
-        " redefinition."
+        "CUDA 13.0 has them. dgx-vllm's header has other values: code 1 is 0.25 instead of 0.5,"
+        " 4.5 becomes 6 instead of 4. A program that includes it gets wrong numbers, and one that"
+        " includes both gets a redefinition."
     ),
     instead="uses <cuda_fp4.h> as CUDA ships it",
     references=(
         "CUDA 13.0 cuda_fp4.h",
-        "seed nv_fp4_dummy.h:71, 228",
-        "seed patch_flashinfer_fp4.sh",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 nv_fp4_dummy.h:71, 228",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 patch_flashinfer_fp4.sh",
     ),
 )
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The seed's header, as its own table and its own comparisons say (nv_fp4_dummy.h:38-47, 227-235).
-SEEDS_CODE_1 = 0.25
-SEEDS_THRESHOLDS = (0.125, 0.75, 1.25, 1.75, 2.5, 3.5, 4.5)
+# dgx-vllm's header, as its own table and its own comparisons say (nv_fp4_dummy.h:38-47, 227-235).
+HEADER_CODE_1 = 0.25
+HEADER_THRESHOLDS = (0.125, 0.75, 1.25, 1.75, 2.5, 3.5, 4.5)
 SOURCE = """
 #include <cstdio>
 #include <cuda_fp4.h>
@@ -64,8 +64,8 @@ def probe(tree: Tree) -> Finding:
         return defect(f"cuda_fp4.h does not round {wrong[0]} to nearest, ties to even")
     other = [step / 32 for step, code in enumerate(codes) if code != seeds_code(step / 32)]
     return sound(
-        f"code 1 is {values[1]:g} (the seed's: {SEEDS_CODE_1}); {len(other)} of {len(codes)}"
-        f" numbers from 0 to 8 have another code in the seed's header, {E2M1[nearest(4.75)]:g} or"
+        f"code 1 is {values[1]:g} (dgx-vllm's: {HEADER_CODE_1}); {len(other)} of {len(codes)}"
+        f" numbers from 0 to 8 have another code in dgx-vllm's header, {E2M1[nearest(4.75)]:g} or"
         f" {E2M1[seeds_code(4.75)]:g} for 4.75"
     )
 
@@ -75,6 +75,6 @@ def nearest(value: float) -> int:
     return min(range(8), key=lambda code: (abs(E2M1[code] - value), code & 1))
 
 
-def seeds_code(value: float, thresholds: Sequence[float] = SEEDS_THRESHOLDS) -> int:
-    """What the seed's header makes of a number that is not negative."""
+def seeds_code(value: float, thresholds: Sequence[float] = HEADER_THRESHOLDS) -> int:
+    """What dgx-vllm's header makes of a number that is not negative."""
     return sum(value >= threshold for threshold in thresholds)

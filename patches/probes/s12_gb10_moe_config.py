@@ -1,8 +1,8 @@
-"""A GB10 has a tuned Triton configuration for 512 FP8 experts of width 512, as the seed's file adds
+"""A GB10 has a tuned Triton configuration for 512 FP8 experts of width 512, as dgx-vllm's file adds
 one; NVFP4 experts need none.
 
 vLLM 0.15.1 and 0.16.0 have none for GB10, 0.32.0 has one for block scales (128 x 128) and none for
-per-tensor scales, which is what the seed's JSON is for. vLLM takes a user's file from
+per-tensor scales, which is what dgx-vllm's JSON is for. vLLM takes a user's file from
 VLLM_TUNED_CONFIG_FOLDER, without a change in site-packages.
 """
 
@@ -22,7 +22,7 @@ from probes.support.syntax import Sources, find, parse
 LOADER = "vllm.model_executor.layers.fused_moe.fused_moe.get_moe_configs"
 ORACLE = "vllm/model_executor/layers/fused_moe/oracle/nvfp4.py"
 READERS = {"get_moe_configs", "try_get_optimal_moe_config"}
-SEED_FILE = "E=512,N=512,device_name=NVIDIA_GB10,dtype=fp8_w8a8.json"
+TUNED_FILE = "E=512,N=512,device_name=NVIDIA_GB10,dtype=fp8_w8a8.json"
 
 ROW = Row(
     id="12",
@@ -36,13 +36,13 @@ ROW = Row(
     ),
     instead=(
         "no file is added to vLLM: put the JSON into a folder and set VLLM_TUNED_CONFIG_FOLDER,"
-        " which nibble passes on. The seed's +65.7 % is not measured here, so its file is not"
+        " which nibble passes on. dgx-vllm's +65.7 % is not measured here, so its file is not"
         " shipped."
     ),
     fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, set by the user"),
     references=(
         "vllm 0.32 model_executor/layers/fused_moe/fused_moe.py:1133-1144",
-        "seed 002 E=512,N=512 JSON",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 E=512,N=512 JSON",
     ),
 )
 
@@ -64,14 +64,14 @@ def probe(tree: Tree) -> Finding:
 
 
 def remedy(tree: Tree) -> Finding:
-    """The same with a user's folder that holds a file of the seed's name."""
+    """The same with a user's folder that holds a file of dgx-vllm's name."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, SEED_FILE).write_text(
+        Path(folder, TUNED_FILE).write_text(
             json.dumps({"triton_version": "3.5.0", "1": {"BLOCK_SIZE_M": 16}})
         )
         found = _ask(tree, folder, 0, 0)
     return (
-        sound(f"{SEED_FILE} is read from the user's folder")
+        sound(f"{TUNED_FILE} is read from the user's folder")
         if found
         else defect("the user's file is not read")
     )

@@ -1,5 +1,5 @@
 """Fused W4A16 linears with different weight_scale_2 must keep each shard's values: the same
-merge as N8, on the seed's path.
+merge as N8, on glm47-nvfp4-sm120's path.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ ROW = Row(
     ),
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "defect"},
     verdict=(
-        "The one seed item that still describes a live defect as stated. The reviewer of #41769"
-        " asked for rescaled block scales; the follow-up never came. W4A4 and W4A16 share the code"
-        " (N8)."
+        "The merge takes the largest scale and leaves the block scales of the other parts. W4A4"
+        " and W4A16 share the code (N8)."
     ),
     instead=(
         "nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is"

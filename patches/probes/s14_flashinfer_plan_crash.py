@@ -12,10 +12,9 @@ ROW = Row(
     how="fake CUDA",
     expect={"0.32.0": "defect"},
     verdict=(
-        "plan() is where FlashInfer first compiles. The seed's log shows VLLM_CUTLASS chosen, so"
-        " has_flashinfer() was false there: its host had no nvcc (an inference; the exception is"
-        " not in the log). Not a fault of SM120. It is N1 where it was first seen; with a bf16 KV"
-        " cache FLASHINFER is only second on SM 12.x and not met unless asked for."
+        "plan() is where FlashInfer first compiles, and it fails without nvcc (N1). SM120 is not"
+        " the cause. With a bf16 KV cache FLASHINFER is only second on SM 12.x, so a server meets"
+        " it only on request."
     ),
     instead=(
         "The patch of N1: FLASHINFER, forced or chosen, is refused with the reason before any"

@@ -17,12 +17,12 @@ from nibble.engine.patching.tree import Tree
 ROW = Row(
     id="15",
     title="FlashInfer's CUTLASS FP4 MoE returns zeros on SM120 (flashinfer#2577)",
-    how="FlashInfer's own choice of targets for pretended GPUs, and the version of its CUTLASS",
+    how="FlashInfer's own choice of targets for simulated GPUs, and the version of its CUTLASS",
     expect={"0.32.0": "sound"},
     verdict=(
-        "Reported for FlashInfer 0.6.1: all kernels of CUTLASS 4.2.1 failed for compute_120a, 120f"
-        " was needed. Mended since 0.6.7; no wrong number can be shown without the GPU, so this is"
-        " a check of versions and flags."
+        "Reported for FlashInfer 0.6.1, whose CUTLASS 4.2.1 fails for compute_120a and needs"
+        " 120f. Fixed since 0.6.7. Only the GPU can show a wrong number, so this probe checks"
+        " versions and flags."
     ),
     instead="pins a FlashInfer with the fix; the canary on the machine compares answers",
     references=(

@@ -1,8 +1,8 @@
 """The sampler's warm-up takes more memory than was set aside: it sorts the logits of every sequence
 of the default batch.
 
-Seed 003 lowered --gpu-memory-utilization after `CUDA out of memory occurred when warming up sampler
-with 1024 dummy requests`.
+glm47-nvfp4-sm120 lowered --gpu-memory-utilization after `CUDA out of memory occurred when warming
+up sampler with 1024 dummy requests`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from probes.support.fake_cuda import SM120
 from probes.support.syntax import Sources
 
 GIB = 1 << 30
-VOCABULARY = 151_552  # GLM-4.7, the seed's model
+VOCABULARY = 151_552  # GLM-4.7
 SORTED_BYTES = 4 + 8  # an fp32 value and the int64 index that torch.sort gives with it
 SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 ENVS = "vllm.envs.environment_variables"
@@ -26,9 +26,9 @@ ROW = Row(
     how="the tree's own top-k/top-p on small logits, and the arithmetic of its default batch",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
     verdict=(
-        "1024 sequences by default on a 95 GiB card: sorting their logits takes 1.73 GiB, the"
-        " seed's failing 1.74, and the memory of CUDA graphs was not counted before. Since then a"
-        " Triton kernel without a sort does it, and graphs are counted."
+        "1024 sequences by default on a 95 GiB card: sorting their logits takes 1.73 GiB, and"
+        " releases up to 0.16.0 do not count the memory of CUDA graphs. 0.32.0 uses a Triton"
+        " kernel without a sort, and counts graphs."
     ),
     instead=(
         "Nothing to change; targets/ keep the sequences low for other reasons (N13, Mamba blocks)."

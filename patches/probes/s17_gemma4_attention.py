@@ -1,10 +1,10 @@
-"""Gemma 4's sliding-window layers get an attention backend of their own on SM12x, instead of
+"""Gemma 4's sliding-window layers get a separate attention backend on SM12x, instead of
 TRITON_ATTN for all layers.
 
 Its heads are 256 wide in sliding-window layers and 512 wide in the others. FlashAttention 4, which
 takes both, has no kernels for SM12x, and vllm 0.32 model_executor/models/config.py:283 then sets
-TRITON_ATTN for the whole model. That is correct; whether another choice is faster on SM12x nobody
-has measured.
+TRITON_ATTN for the whole model. That is correct. Whether another choice is
+faster on SM12x is not measured.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ ROW = Row(
     how="source scan: FP4 kernels that name SM120 in csrc",
     expect={"0.16.0": "sound", "0.32.0": "sound"},  # the source archives; a wheel has no csrc
     verdict=(
-        "A kernel of the fork Navi-AI-Lab/nvllm, never upstream. That models above 75 GB fail in"
-        " capture on GB10 is want of memory (N14)."
+        "A kernel of the fork Navi-AI-Lab/nvllm, which upstream does not have. Models above 75 GB"
+        " fail in capture on GB10 for lack of memory (N14)."
     ),
     instead="nothing to change, and that kernel is not adopted",
     references=("vllm 0.32 csrc/quantization/fp4/nvfp4_scaled_mm_sm120_kernels.cu",),

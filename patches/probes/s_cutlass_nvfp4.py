@@ -7,18 +7,21 @@ from nibble.engine.patching.tree import Tree
 
 ROW = Row(
     id="cutlass_nvfp4/",
-    title="GB10 has no FP4 GEMM: add an own one (headers, kernels, tests, benchmark)",
+    title="GB10 has no FP4 GEMM: add one (headers, kernels, tests, benchmark)",
     how="fat binary: what the wheel's SM120 FP4 objects are built for",
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
     verdict=(
-        "Nothing includes these files but their own tests. Their tensor core kernel is a"
-        " placeholder: with ENABLE_TCGEN05_HARDWARE it leaves the sums alone, without it adds"
-        " 0.001; their types decode code 1 as 0.25. vLLM has an FP4 GEMM for SM120, which the CUDA"
-        " 12 wheels carry as 120a (12.1 cannot load it) and the CUDA 13 ones as 120f."
+        "Nothing but their tests includes these files. Their tensor core kernel is a placeholder:"
+        " with ENABLE_TCGEN05_HARDWARE it leaves the sums alone, without it adds 0.001; their"
+        " types decode code 1 as 0.25. vLLM has an FP4 GEMM for SM120, which the CUDA 12 wheels"
+        " carry as 120a (12.1 cannot load it) and the CUDA 13 ones as 120f."
     ),
     instead="nothing to change; builds and installs are asserted to carry 120f (N19)",
     references=(
-        "seed cutlass_nvfp4/nvfp4_tcgen05_ptx_v2.cuh:167, 206; cutlass_nvfp4/nvfp4_types.cuh:81",
+        (
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 cutlass_nvfp4/nvfp4_tcgen05_ptx_v2.cuh:167,"
+            " 206; cutlass_nvfp4/nvfp4_types.cuh:81"
+        ),
         "vllm 0.32 csrc/quantization/fp4/nvfp4_scaled_mm_sm120_kernels.cu",
         "vllm 0.32 CMakeLists.txt:995",
     ),

@@ -25,8 +25,8 @@ ROW = Row(
     ),
     instead="leaves /usr/local/cuda as it is",
     references=(
-        "seed integrate_cuda_fp4_extension.sh:24",
-        "seed cutlass_nvfp4/cuda_fp4.h:113, 135",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 integrate_cuda_fp4_extension.sh:24",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 cutlass_nvfp4/cuda_fp4.h:113, 135",
         "CUDA 13.0 cccl/cuda/std/__type_traits/is_extended_floating_point.h:118",
     ),
 )

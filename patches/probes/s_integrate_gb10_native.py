@@ -14,23 +14,27 @@ from nibble.engine.patching.tree import Tree
 ROW = Row(
     id="integrate_gb10_native_v109.sh",
     title=(
-        "GB10 needs a grouped GEMM of its own for FP8 MoE (grouped_mm_gb10_native.cu,"
+        "GB10 needs a special grouped GEMM for FP8 MoE (grouped_mm_gb10_native.cu,"
         " grouped_mm_gb10_native_v109.cu)"
     ),
     how="the tree's Python and C++ gates, asked",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
         "vLLM has none for SM12x and says so: cutlass_group_gemm_supported is false, and FP8 MoE"
-        " runs on Triton. The seed's files were never built: they are appended after the module is"
-        " defined, and the second names templates that vLLM does not have. CUTLASS 4.5 had no"
-        " builder for such a kernel (vllm#43507). NVFP4 MoE has its SM120 kernel."
+        " runs on Triton. dgx-vllm's build does not contain its files: they are appended after"
+        " the definition of the module, and the second names templates that vLLM does not have."
+        " CUTLASS 4.5 has no builder for such a kernel (vllm#43507). NVFP4 MoE has an SM120"
+        " kernel."
     ),
     instead="nothing to change; FP8 MoE on GB10 takes Triton's tuned tables (row 12)",
     references=(
         "vllm 0.32 vllm/_custom_ops.py:851",
         "vllm 0.32 csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu:176",
         "vllm-project/vllm#43507, #43814",
-        "seed integrate_gb10_native_v109.sh:83, grouped_mm_gb10_native_v109.cu:120",
+        (
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 integrate_gb10_native_v109.sh:83,"
+            " grouped_mm_gb10_native_v109.cu:120"
+        ),
     ),
 )
 GATE = "cutlass_group_gemm_supported"

@@ -12,7 +12,7 @@ from nibble.engine.patching.tree import Tree
 ROW = Row(
     id="integrate_gb10_sm121.sh",
     title=(
-        "GB10 needs FP8 scaled_mm kernels of its own (scaled_mm_c3x_sm121.cu,"
+        "GB10 needs special FP8 scaled_mm kernels (scaled_mm_c3x_sm121.cu,"
         " scaled_mm_sm121_fp8.cu, blockwise)"
     ),
     how=(
@@ -21,16 +21,15 @@ ROW = Row(
     ),
     expect={"0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "No: 12.1 goes to the SM120 kernels. What the seed adds calls SM100's kernels, whose"
-        " tcgen05 instructions no SM12x has, and its blockwise kernel only throws. It was never"
-        " built: the script looks for a CMake function of another name and so appends its sources"
-        " after the module they were for is defined; fix_dispatcher_v2.sh is copied and never run."
+        "No: 12.1 goes to the SM120 kernels. What dgx-vllm adds calls SM100's kernels, whose"
+        " tcgen05 instructions SM12x lacks, and its blockwise kernel only throws. Its build does"
+        " not contain them: the script appends its sources after the definition of their module."
     ),
     instead="nothing to change",
     references=(
         (
-            "seed integrate_gb10_sm121.sh:163, scaled_mm_c3x_sm121.cu:25,"
-            " scaled_mm_blockwise_sm121_fp8_dispatch.cuh:25"
+            "Avarok-Cybersecurity/dgx-vllm ead7ae7 integrate_gb10_sm121.sh:163,"
+            " scaled_mm_c3x_sm121.cu:25, scaled_mm_blockwise_sm121_fp8_dispatch.cuh:25"
         ),
         "vllm 0.16 CMakeLists.txt:925",
         "vllm 0.32 csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu:223",

@@ -15,14 +15,14 @@ ROW = Row(
     expect={"0.15.1": "defect", "0.16.0": "defect", "0.32.0": "sound"},
     verdict=(
         "True of the CUDA 12 wheels: their FP8 kernels are 120a, which 12.1 cannot load. What"
-        " failed in the seed's own build is not shown. The CUDA 13 wheels carry 120f: no refusal is"
+        " failed in dgx-vllm's own build is not shown. The CUDA 13 wheels carry 120f: no refusal is"
         " needed."
     ),
     instead="nothing to change; builds and installs are asserted to carry 120f (N19)",
     references=(
         "vllm 0.32 CMakeLists.txt:821",
         "vllm 0.32 vllm/model_executor/kernels/linear/scaled_mm/cutlass.py",
-        "seed integrate_sm121_fp8_fix_v2.sh:39",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 integrate_sm121_fp8_fix_v2.sh:39",
     ),
 )
 OBJECTS = ("scaled_mm_c3x_sm120", "scaled_mm_sm120_fp8", "scaled_mm_blockwise_sm120_fp8")

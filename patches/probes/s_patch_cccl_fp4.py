@@ -16,13 +16,13 @@ ROW = Row(
     how="nvcc: CCCL's type trait of the FP4 type, for sm_121a",
     expect={"0.15.1": "sound", "0.16.0": "sound", "0.32.0": "sound"},
     verdict=(
-        "CCCL includes <cuda_fp4.h>, which defines it. The seed's include brings a second"
+        "CCCL includes <cuda_fp4.h>, which defines it. dgx-vllm's include brings a second"
         " definition of the same name, and any file that includes both no longer compiles."
     ),
     instead="leaves /usr/local/cuda as it is",
     references=(
         "CUDA 13.0 cccl/cuda/std/__floating_point/nvfp_types.h:54",
-        "seed patch_cccl_fp4.sh:35",
+        "Avarok-Cybersecurity/dgx-vllm ead7ae7 patch_cccl_fp4.sh:35",
     ),
 )
 TRAIT = """
@@ -36,7 +36,7 @@ struct __nv_fp4_e2m1 { unsigned char __x; };  // as nv_fp4_dummy.h begins
 
 
 def probe(tree: Tree) -> Finding:
-    """Compile the trait, and the seed's definition beside CUDA's."""
+    """Compile the trait, and dgx-vllm's definition beside CUDA's."""
     from probes.support.nvcc import compile_source, has_cuda_13
 
     if not has_cuda_13():

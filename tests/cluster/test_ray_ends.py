@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from two_hosts import Host, Process, two_hosts
 
-from nibble.machine.processes import processes
+from nibble.machine.process_table import processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("ray")

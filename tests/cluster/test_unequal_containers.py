@@ -24,7 +24,7 @@ RANK_0, RANK_1 = f"{SUBNET}.11 (rank 0)", f"{SUBNET}.12 (rank 1)"
 @pytest.fixture
 def changed_drain(tmp_path: Path) -> Path:
     path = tmp_path / "drain.py"
-    path.write_text((ROOT / "nibble" / "drain.py").read_text() + "# changed\n")
+    path.write_text((ROOT / "nibble" / "serve" / "drain.py").read_text() + "# changed\n")
     path.chmod(0o644)
     return path
 

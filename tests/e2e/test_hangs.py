@@ -19,7 +19,7 @@ from serving import ROOT, Server, Stream, free_port
 from slow_model import make_slow_model
 
 from nibble.machine.hardware import detect
-from nibble.machine.processes import processes
+from nibble.machine.process_table import processes
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")
@@ -170,7 +170,7 @@ def test_a_killed_supervisor_leaves_no_engine_and_no_waiting_client(start: Start
 
 
 def alive(pids: set[int]) -> set[int]:
-    return {one.pid for one in processes() if one.pid in pids and one.state != "Z"}
+    return {one.pid for one in processes() if one.pid in pids}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from serving import ROOT, clean_environ
 from nibble.cluster import ray_reach
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.token import TOKEN_FILE
-from nibble.machine.processes import processes
+from nibble.machine.process_table import processes
 from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
 
 pytest.importorskip("ray")
@@ -66,7 +66,7 @@ def head(tmp_path: Path) -> Iterator[Node]:
 
 
 def ray_processes() -> list[str]:
-    return [one.name for one in processes() if one.name in NAMES and one.state != "Z"]
+    return [one.name for one in processes() if one.name in NAMES]
 
 
 def open_ports(of_session_of: str) -> set[int]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import cuda_tools
+import elftools
 import pytest
 from trees import pristine
 
@@ -196,11 +197,12 @@ def with_flag(data: bytes, flag: int) -> bytes:
 @pytest.mark.parametrize(
     ("version", "target", "status"), [("0.32.0", "gb10", 0), ("0.16.0", "gb10", 6)]
 )
-def test_the_build_asks_with_nothing_but_the_standard_library(
-    version: str, target: str, status: int
+def test_the_build_asks_with_the_standard_library_and_pyelftools_alone(
+    version: str, target: str, status: int, tmp_path: Path
 ) -> None:
     words = [sys.executable, "-S", "-m", "nibble.engine.gpu_code", str(pristine(version)), target]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    (tmp_path / "elftools").symlink_to(Path(elftools.__file__).parent)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         words, cwd=root(), env=environ, capture_output=True, text=True, check=False
     )

@@ -25,10 +25,7 @@ from nibble.machine.paths import root
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 sys.path.insert(0, str(root() / "patches"))
-from probes.support import (  # noqa: E402
-    fake_cuda,
-    selection,
-)  # pyright: ignore[reportMissingImports]
+from probes.support import fake_cuda, selection  # noqa: E402  # pyright: ignore
 
 GPUS = {
     "SM121": fake_cuda.SM121,

@@ -19,7 +19,7 @@ from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.lint import lint, lint_rules
-from nibble.recipes.rules import Rule, Situation, holds, in_effect, load_rules, parse_rules
+from nibble.recipes.rules import Rule, RuleContext, holds, in_effect, load_rules, parse_rules
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -300,9 +300,8 @@ def test_fp_quant_is_refused_where_vllms_wheel_has_no_code_for_it(model, target:
 
 
 def test_fp_quant_is_served_on_b200(model) -> None:
-    assert (
-        plan(model(FP_QUANT), "--target", "b200").checkpoint.scheme.vllm_quantization == "fp_quant"
-    )  # type: ignore[union-attr]
+    checkpoint = plan(model(FP_QUANT), "--target", "b200").checkpoint
+    assert checkpoint is not None and checkpoint.scheme.vllm_quantization == "fp_quant"
 
 
 # --- taking a risk
@@ -508,6 +507,8 @@ def test_the_plan_as_json_names_its_rules(model) -> None:
 
 def test_an_unknown_checkpoint_is_judged_by_its_name() -> None:
     when = next(rule.when for rule in load_rules(root()) if rule.id == "nemotron-trtllm-moe")
-    assert holds(when, Situation("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"))
-    assert not holds(when, Situation("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
-    assert not holds(when, Situation("b200", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4"))
+    assert holds(when, RuleContext("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"))
+    assert not holds(when, RuleContext("b200", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
+    assert not holds(
+        when, RuleContext("b200", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4")
+    )

@@ -87,7 +87,7 @@ def test_a_log_that_this_user_may_not_read_is_one_error(place: Place) -> None:
 def test_a_user_without_a_home_is_told_so_and_a_fault_of_ours_is_still_one_line(
     place: Place,
 ) -> None:
-    what = "__import__('nibble.machine.paths').paths.home(os.environ)"
+    what = "__import__('nibble.machine.paths', fromlist=['home']).home(os.environ)"
     code, said = as_another_user(what, place, uid=54321)
     assert code == 5 and "uid 54321 has no home folder; expected HOME" in said, said
     code, said = as_another_user("1 // 0", place, uid=54321)

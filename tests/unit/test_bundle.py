@@ -23,12 +23,14 @@ from nibble.cli.doctor import bundle
 from nibble.cli.doctor.bundle import open_bundle, write_bundle
 from nibble.cli.doctor.report import Check, Report
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings.redact import Redactor, is_secret_name
+from nibble.machine.targets import TARGET_NAMES, load_target
+from nibble.settings.redact import Redactor, is_secret_name, is_shown, shown_variables
 
 # Where each is planted; none has a form that gives it away unless it says so.
 SECRETS = {
     "environment": "Zq7-environment-value",
     "environment, short name": "Zq7-named-key-only",
+    "environment, ordinary name": "Zq7-under-a-name-of-another-program",
     "proxy": "Zq7proxypassword",
     "url without a password": "Zq7tokenasuser",
     "webhook": "Zq7/in/the/path/of/a/webhook",
@@ -161,6 +163,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "NIBBLE_CONFIG": str(tmp_path / "nibble.toml"),
         "HF_TOKEN": token,
         "SOME_KEY": SECRETS["environment, short name"],
+        "LICENCE": SECRETS["environment, ordinary name"],
         "DB_PASSWORD_FILE": str(tmp_path / "secret"),
         "HTTPS_PROXY": f"http://me:{SECRETS['proxy']}@proxy.example:3128",
         "PIP_INDEX_URL": f"https://{SECRETS['url without a password']}@pypi.example/simple",
@@ -357,6 +360,39 @@ def test_secret_names_are_known(name: str) -> None:
 )
 def test_ordinary_names_are_kept(name: str) -> None:
     assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("NIBBLE_DRAIN_SECONDS", True),
+        ("NIBBLE_API_KEY", False),
+        ("NIBBLE_DRAIN_SECOND", False),
+        ("VLLM_LOGGING_LEVEL", True),
+        ("VLLM_API_KEY", False),
+        ("VLLM_OF_TOMORROW", False),
+        ("CUDA_VISIBLE_DEVICES", True),
+        ("RAY_REDIS_PASSWORD", False),
+        ("https_proxy", True),
+        ("LICENCE", False),
+    ],
+)
+def test_values_are_shown_of_variables_on_the_list_alone(name: str, shown: bool) -> None:
+    assert shown_variables({name: "value", "PATH": "/bin"}) == {
+        name: "value" if shown else "[removed]",
+        "PATH": "/bin",
+    }
+
+
+def test_every_variable_of_the_targets_is_on_the_list() -> None:
+    names = {name for target in TARGET_NAMES for name in load_target(target).env}
+    assert names and not [name for name in names if not is_shown(name)]
+
+
+def test_the_environment_in_a_plan_is_held_to_the_list() -> None:
+    env = {"LICENCE": {"value": "1-2-3", "source": "file"}, "OMP_NUM_THREADS": {"value": "4"}}
+    kept = Redactor([]).data({"plan": {"env": env}})
+    assert kept["plan"]["env"] == {"LICENCE": "[removed]", "OMP_NUM_THREADS": {"value": "4"}}
 
 
 def test_data_of_another_server_is_redacted_by_the_names_in_it() -> None:

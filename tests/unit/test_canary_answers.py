@@ -35,7 +35,7 @@ from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
-from nibble.plan.layers import Choice
+from nibble.plan.choice import Choice
 
 RIGHT = {
     "17 + 25": "42",

@@ -15,7 +15,7 @@ import pytest
 from nibble.canary.computed import MEAN_LIMITS, judge_definition, references_from
 from nibble.canary.verification import computed_references
 from nibble.machine.paths import root
-from nibble.plan.layers import Choice
+from nibble.plan.choice import Choice
 from nibble.reference.store import FORMAT
 
 MEASURED = json.loads((root() / "benchmarks/results/reference_faults_cpu.json").read_text())[

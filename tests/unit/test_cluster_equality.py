@@ -27,8 +27,8 @@ from nibble.cluster.rank_settings import (
 )
 from nibble.engine.installed import FILES, build_parts, part_files
 from nibble.engine.schema import load_schema
+from nibble.plan.choice import Choice
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.layers import Choice
 from nibble.plan.plan import Plan
 
 NVFP4, DEMO = (ROOT / "models" / name for name in ("nibble-demo-nvfp4", "nibble-demo"))
@@ -234,13 +234,13 @@ def test_equal_code_is_no_further_question() -> None:
 
 
 def test_with_ray_the_servers_own_code_has_to_be_that_of_the_nodes() -> None:
-    changed = {**part_files("nibble"), "drain.py": "other"}
+    changed = {**part_files("nibble"), "serve/drain.py": "other"}
     old = node("a", code={**build_parts(), "nibble": "old"})
     caller = Nodes(parts={"a": changed})
     (problem,) = compare_code(caller, [old], {"code": build_parts()})
     assert (
         problem.what
-        == "nibble's code differs from that of the server: file drain.py has other content"
+        == "nibble's code differs from that of the server: file serve/drain.py has other content"
     )
     assert compare_code(caller, nodes(), {"code": build_parts()}) == []
 

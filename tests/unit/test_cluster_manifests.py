@@ -12,10 +12,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from crd_schemas import CRDS, KEPT, PLACES, WORDS, made, part, published, strict
 
-from nibble.cli.manifests import manifest, read_kind
+from nibble.cli.manifests import manifest, merged, read_kind
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.paths import root
+from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT
 from nibble.plan.gather import plan_for, read_wishes
 
 
@@ -69,6 +72,61 @@ def test_kuberay_asks_for_a_token_and_leaves_ray_start_to_nibble() -> None:
 def variables(container: dict[str, Any]) -> dict[str, Any]:
     """Name -> value, or where the value is."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+def test_the_bases_are_kustomizations_with_the_ports_and_versions_of_this_release() -> None:
+    folder = root() / "docker" / "kubernetes"
+    assert {one.name for one in folder.iterdir()} == set(PLACES)
+    for kind in PLACES:
+        listed = yaml.safe_load((folder / kind / "kustomization.yaml").read_text())["resources"]
+        assert {one.name for one in (folder / kind).iterdir()} == {"kustomization.yaml", *listed}
+    found = made("kuberay")
+    lock = (root() / "requirements" / "cuda.lock").read_text()
+    assert f"\nray=={found['spec']['rayVersion']} " in lock
+    for pod in pods(found):
+        ports = {one["name"]: one["containerPort"] for one in pod["containers"][0]["ports"]}
+        assert ports == {"gcs": GCS_PORT, "agent": AGENT_PORT}
+
+
+def test_an_image_has_the_bases() -> None:
+    assert "!docker/kubernetes\n" in (root() / ".dockerignore").read_text()
+    for file in (root() / "docker").glob("Dockerfile.*"):
+        assert "COPY docker/kubernetes /opt/nibble/docker/kubernetes/\n" in file.read_text()
+
+
+def test_a_base_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "docker" / "kubernetes" / "lws"
+    folder.mkdir(parents=True)
+    plan = plan_for(read_wishes(WORDS, {"HEAD_IP": "head", **PLACES["lws"]}))
+    monkeypatch.setenv("NIBBLE_ROOT", str(tmp_path))
+    for text in ("", "[", "resources: [none.yaml]"):
+        (folder / "kustomization.yaml").write_text(text)
+        with pytest.raises(NibbleError, match=r"Kubernetes base in .* cannot be read") as refused:
+            manifest("lws", plan, WORDS, "nibble:b200", {})
+        assert refused.value.code == ExitCode.CONFIG
+
+
+def test_a_patch_is_merged_by_fields_and_names() -> None:
+    base = {"a": 1, "list": [{"name": "x", "keep": 1, "v": 1}, {"name": "y"}], "words": [1, 2]}
+    patch = {"list": [{"name": "z"}, {"name": "x", "v": 2}], "words": [3], "b": {}}
+    assert merged(base, patch) == {
+        "a": 1,
+        "b": {},
+        "list": [{"name": "x", "keep": 1, "v": 2}, {"name": "y"}, {"name": "z"}],
+        "words": [3],
+    }
+    assert merged(base, {"list": []})["list"] == []
+
+
+def test_every_ray_node_knows_its_address_and_one_node_alone_has_no_workers() -> None:
+    head, worker = pods(made("kuberay"))
+    address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert variables(head["containers"][0]) == {"POD_IP": address}
+    assert variables(worker["containers"][0]) == {"POD_IP": address, "WORKER_IP": "$(POD_IP)"}
+    alone = made("kuberay", **{**PLACES["kuberay"], "NUM_GPUS": "4"})
+    assert alone["spec"]["workerGroupSpecs"] == []
 
 
 def test_the_server_beside_the_ray_head_gets_the_operators_token_too() -> None:

@@ -4,6 +4,7 @@ the purpose.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_what_is_no_module_is_one_clear_error(damage: str, tmp_path: Path) -> No
     ) as refusal:
         gpu_objects(path)
     assert refusal.value.code == ExitCode.VERIFY
+
+
+def test_no_damage_is_anything_but_that_error(tmp_path: Path) -> None:
+    path, chance = tmp_path / "module.so", random.Random(3)
+    whole = module({"marlin": ["80", "PTX 80"], "quant": ["120f"]})
+    refused = 0
+    for _ in range(300):
+        data = bytearray(
+            whole[: chance.randrange(64, len(whole))] if chance.random() < 0.2 else whole
+        )
+        for _ in range(4):
+            data[chance.randrange(6, len(data))] = chance.choice((0, 1, 2, 127, 255))
+        path.write_bytes(data)
+        for read in (gpu_objects, needed_libraries):
+            try:
+                read(path)
+            except NibbleError:
+                refused += 1
+    assert refused > 100
 
 
 @pytest.mark.parametrize(

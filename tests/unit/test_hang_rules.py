@@ -11,9 +11,9 @@ from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
 from nibble.serve.hang.rules import EXCUSED_FACTOR, Look, Seen, Stall, Stalls, excuse
 
 LIMIT_S = 60.0
-API = Seen(1, "API server", "S", False, 1.0, 0)
-CORE = Seen(2, "VLLM::EngineCore", "S", False, 1.0, 0)
-WORKER = Seen(3, "VLLM::Worker", "S", False, 1.0, 0)
+API = Seen(1, "API server", "sleeping", False, 1.0, 0)
+CORE = Seen(2, "VLLM::EngineCore", "sleeping", False, 1.0, 0)
+WORKER = Seen(3, "VLLM::Worker", "sleeping", False, 1.0, 0)
 ASKING = Pulse("api", 1, IDLE, False, 7, 1, 0)
 NOT_ASKING = replace(ASKING, requests=0)
 IN_STEP = Pulse("engine", 2, STEP, False, 100, 1, 1)
@@ -87,7 +87,7 @@ def test_an_engine_that_sleeps_with_requests_is_none(pulse: Pulse) -> None:
 
 
 def test_a_stopped_process_is_a_stall_without_any_request() -> None:
-    stopped = (API, CORE, replace(WORKER, state="T"))
+    stopped = (API, CORE, replace(WORKER, state="stopped"))
     found = stall_of(look(at, NOT_ASKING, IDLING, seen=stopped) for at in every_5_s(300))
     assert found is not None and found[0] == 60
     assert found[1].what == "VLLM::Worker (pid 3) is stopped (state T)"
@@ -96,7 +96,7 @@ def test_a_stopped_process_is_a_stall_without_any_request() -> None:
 def test_in_a_drain_a_stopped_process_has_5_s_and_a_step_as_long_as_ever() -> None:
     stalls = Stalls(LIMIT_S)
     stalls.stopped_limit_s = 5.0
-    stopped = (API, replace(CORE, state="T"), WORKER)
+    stopped = (API, replace(CORE, state="stopped"), WORKER)
     found = [stalls.feed(look(at, ASKING, IN_STEP, seen=stopped)) for at in (0.0, 1.0, 3.0, 5.0)]
     assert [[one.kind for one in stall] for stall in found] == [[], [], [], ["stopped"]]
 
@@ -104,7 +104,10 @@ def test_in_a_drain_a_stopped_process_has_5_s_and_a_step_as_long_as_ever() -> No
 def test_a_stop_that_ends_in_time_is_none() -> None:
     looks = [
         look(
-            at, NOT_ASKING, IDLING, seen=(API, replace(CORE, state="T" if at % 60 else "S"), WORKER)
+            at,
+            NOT_ASKING,
+            IDLING,
+            seen=(API, replace(CORE, state="stopped" if at % 60 else "sleeping"), WORKER),
         )
         for at in every_5_s(600)
     ]
@@ -112,7 +115,7 @@ def test_a_stop_that_ends_in_time_is_none() -> None:
 
 
 def test_under_a_debugger_nothing_counts() -> None:
-    traced = (API, replace(CORE, state="t", is_traced=True), WORKER)
+    traced = (API, replace(CORE, state="tracing-stop", is_traced=True), WORKER)
     assert stall_of(look(at, ASKING, IN_STEP, seen=traced) for at in every_5_s(10_000)) is None
 
 

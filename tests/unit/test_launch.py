@@ -27,7 +27,7 @@ from nibble.engine.gate.admission import Admission
 from nibble.engine.gate.state import State
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.memory import Memory
-from nibble.machine.processes import processes
+from nibble.machine.process_table import processes
 from nibble.plan.memory import UNWATCHED, Limits, Step, limits
 from nibble.serve import supervisor as launch
 from nibble.serve import watchdog as governor
@@ -291,7 +291,7 @@ def test_a_refused_first_request_is_a_failed_canary_and_leaves_no_process(run: R
     with pytest.raises(NibbleError, match="answered 500") as caught:
         run(answer=500)
     assert caught.value.code == ExitCode.CANARY
-    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+    assert not [one for one in processes() if one.parent == os.getpid()]
 
 
 def test_our_own_fault_ends_the_child_and_is_not_swallowed(
@@ -303,7 +303,7 @@ def test_our_own_fault_ends_the_child_and_is_not_swallowed(
     monkeypatch.setattr(launch.Supervisor, "_read", lambda self, line: break_down(line))
     with pytest.raises(ZeroDivisionError):
         run()
-    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+    assert not [one for one in processes() if one.parent == os.getpid()]
 
 
 def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path)
     """
     assert run(behave=behave)[0] == 10
     pid = int(file.read_text())
-    assert pid not in {one.pid for one in processes() if one.state != "Z"}
+    assert pid not in {one.pid for one in processes()}
 
 
 @pytest.mark.parametrize("by_watchdog", [False, True])
@@ -395,7 +395,7 @@ def test_memory_below_the_limit_stops_the_engine_at_once_with_7_and_leaves_no_pr
         r" MAX_NUM_SEQS=1",
         told,
     )
-    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+    assert not [one for one in processes() if one.parent == os.getpid()]
 
 
 def test_a_server_that_becomes_ready_with_little_memory_is_paused_until_there_is_more(
@@ -494,7 +494,7 @@ def test_a_stopped_engine_ends_with_10_and_why_and_nothing_is_let_in(
     )
     assert re.search(r"\[nibble\] VLLM::EngineCore \(pid \d+\): State: ", told)
     assert reasons and "is stopped (state T)" in reasons[0]
-    assert not [one for one in processes() if one.parent == os.getpid() and one.state != "Z"]
+    assert not [one for one in processes() if one.parent == os.getpid()]
 
 
 def test_a_client_that_does_not_read_is_named_at_the_drains_limit(run: Run) -> None:

@@ -23,7 +23,6 @@ from nibble.engine.log import ErrorReader
 from nibble.errors import ExitCode
 from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.layers import Choice
 from nibble.plan.plan import Plan
 from nibble.serve.failures import engine_died
 
@@ -274,7 +273,7 @@ def test_a_users_own_loading_stays(holed: str, words: tuple[str, ...], value: An
     found = plan(holed, *words)
     assert (found.args[FLAG].value if FLAG in found.args else None) == value
     if value == {"enable_weights_track": False}:
-        assert found.args[FLAG] == Choice(value, "command line")
+        assert (found.args[FLAG].value, found.args[FLAG].source) == (value, "command line")
     (notice,) = lacks(found)
     told = (
         "vLLM ends the load"

@@ -13,10 +13,10 @@ import pytest
 from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
+from nibble.engine import installed as installed_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
-from nibble.serve.preflight import nvfp4 as nvfp4_checks
 from nibble.serve.preflight.nvfp4 import check_nvfp4, check_plugin
 
 FLAG = "--additional-config"
@@ -113,7 +113,7 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
         in refused(model, *wanted, "--target", "cpu").what
     )
     two = refused(model, *wanted, "--target", "hopper", "--linear-backend", "marlin")
-    assert "--linear-backend marlin ask for two kernels" in two.what
+    assert "--linear-backend marlin (command line) ask for two kernels" in two.what
     # On a GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
     fp4 = refused(model, *wanted, "--target", "gb10")
     assert "has them in FP4 on gb10" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
@@ -136,7 +136,7 @@ def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
     two = refused(
         experts, "--moe-kernel", "nibble", "--target", "hopper", "--moe-backend", "marlin"
     )
-    assert "--moe-backend marlin ask for two kernels" in two.what
+    assert "--moe-backend marlin (command line) ask for two kernels" in two.what
 
 
 def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def with_plugin(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     point = importlib.metadata.EntryPoint(
         "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
     )
-    monkeypatch.setattr(nvfp4_checks, "entry_points", lambda **_: [point] if installed else [])
+    monkeypatch.setattr(installed_module, "entry_points", lambda **_: [point] if installed else [])
 
 
 def test_without_the_plugin_nvfp4_is_refused_on_the_cpu_and_warned_of_on_a_gpu(

@@ -131,6 +131,21 @@ def test_running_and_waiting_requests_of_all_engines_are_counted_once(
     assert requests_in_flight(api) == 7
 
 
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ('vllm:num_requests_running{model_name="a}b \\"c\\" 7",engine="0"} 2 1700000000000\n', 2),
+        ("vllm:num_requests_running 3\nvllm:num_requests_waiting NaN\n", 3),
+        ("vllm:num_requests_running many\n", None),
+    ],
+)
+def test_any_prometheus_text_is_read_and_other_text_is_not_known(
+    page: str, found: int | None, server: Fake, api: Api
+) -> None:
+    server.answers["/metrics"] = (200, page)
+    assert requests_in_flight(api) == found
+
+
 def test_without_metrics_the_number_of_requests_is_unknown(server: Fake, api: Api) -> None:
     assert requests_in_flight(api) is None
     server.answers["/metrics"] = (200, "# nothing\n")

@@ -4,6 +4,8 @@ every layout of weights.
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +72,15 @@ ARCHITECTURES = {
         "layer_types": ["linear_attention", "full_attention"] * 1 + ["linear_attention"],
     },
     "GptOssForCausalLM": {**EXPERTS, "sliding_window": 4},
+    # A buffer of each layer that the model around the layers fills.
+    "FalconH1ForCausalLM": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_ssm": 64,
+        "ssm_multipliers": [0.5, 0.25, 2.0, 0.5, 0.75],
+    },
 }
 
 
@@ -148,6 +159,37 @@ def test_float64_agrees_and_rounds_less(tmp_path: Path) -> None:
         assert float((a - b).abs().max()) < 1e-2
 
 
+@pytest.mark.parametrize(("keeps", "times"), [(False, 2), (True, 1)])
+def test_the_output_head_is_read_once_for_all_texts(
+    keeps: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts; for the next token again, unless weights are kept."""
+    head, read, load = "model.embed_tokens.weight", list[tuple[int, int]](), Weights.load
+
+    def told(self: Weights, name: str, *rows: int) -> torch.Tensor:
+        if (
+            name == head and rows[1] - rows[0] > 1
+        ):  # and no row of the embedding, which this model shares
+            read.append((rows[0], rows[1]))
+        return load(self, name, *rows)
+
+    monkeypatch.setattr(Weights, "load", told)
+    monkeypatch.setattr("nibble.reference.streaming.HEAD_ROWS", 400)
+    checkpoint = read_checkpoint(str(demo_models()["nibble-demo-nvfp4"]))
+    with Weights(checkpoint, torch.float32, CPU, False) as weights:
+        model = StreamedModel(checkpoint, weights, torch.float32, CPU, keeps)
+
+        def two_tokens(ids: tuple[int, ...]) -> torch.Tensor:
+            model.module(torch.tensor([ids]), use_cache=False)
+            return model.module(torch.tensor([ids[:2]]), use_cache=False).logits
+
+        found = model.passes([lambda ids=ids: two_tokens(ids) for ids in TEXTS])
+        rows = weights.shape(head)[0]
+    parts = [(start, min(rows, start + 400)) for start in range(0, rows, 400)]
+    assert len(parts) > 1 and read == parts * times
+    assert all(logits.shape[-1] == rows for logits in found)
+
+
 def test_only_chosen_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     load = Weights.load
@@ -164,10 +206,34 @@ def test_only_chosen_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(experts) == 2, "one token chooses two of eight"
 
 
-def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path: Path) -> None:
-    import json
-    import shutil
+def test_a_checkpoint_that_computes_nan_has_no_reference(tmp_path: Path) -> None:
+    from nibble.reference.compute import compute
+    from nibble.reference.store import Request
 
+    folder, out = tmp_path / "model", tmp_path / "reference.json"
+    shutil.copytree(demo_models()["nibble-demo-nvfp4"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    request = Request("demo", str(folder), str(out), "bf16", answer_tokens=1)
+    with pytest.raises(Unsupported, match="computes NaN or infinity"):
+        compute(request, lambda layer, of: None)
+    assert not out.exists()
+
+
+def test_a_buffer_that_nothing_fills_is_unsupported_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(
+        Unsupported, match=r"transformers leaves model.rotary_emb.inv_freq without values"
+    ):
+        streamed(demo_models()["nibble-demo-nvfp4"])
+
+
+def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path: Path) -> None:
     source = demo_models()["nibble-demo-nvfp4"]
     shutil.copytree(source, tmp_path / "model")
     config = json.loads((source / "config.json").read_text())

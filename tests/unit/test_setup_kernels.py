@@ -132,7 +132,7 @@ def test_a_wheel_that_was_named_is_taken_whatever_its_age(tmp_path: Path, dist: 
 def test_a_named_wheel_that_is_not_there_is_a_usage_error(tmp_path: Path, dist: Path):
     machine = kernels.look("cpu", {"PATH": "", "NIBBLE_KERNELS_WHEEL": "/no/such.whl"})
     with pytest.raises(
-        SetupError, match=r"NIBBLE_KERNELS_WHEEL: /no/such\.whl is no wheel"
+        SetupError, match=r"NIBBLE_KERNELS_WHEEL: /no/such\.whl is not a wheel"
     ) as caught:
         forms(tmp_path, machine)
     assert caught.value.code == 2

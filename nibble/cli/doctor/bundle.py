@@ -27,7 +27,7 @@ from nibble.plan.compile_cache import FOLDER
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.serve.api_key import KEY_FILE
 from nibble.serve.compile_cache import entries
-from nibble.settings.redact import Redactor, known_secrets, secret_values
+from nibble.settings.redact import Redactor, known_secrets, secret_values, shown_variables
 
 LOG_BYTES = 2 << 20  # the end of each log
 COMMANDS = {
@@ -133,7 +133,7 @@ def _files(
 ) -> Iterator[tuple[str, Any]]:
     """(name, text or plain data) of everything; what cannot be had is left out."""
     yield "doctor.json", report.to_json()
-    yield "environment.json", dict(sorted(environ.items()))
+    yield "environment.json", shown_variables(dict(sorted(environ.items())))
     yield "hardware.json", detect(environ).to_json()
     yield (
         "packages.txt",
@@ -206,17 +206,9 @@ def _processes() -> Iterator[tuple[int, str, dict[str, str]]]:
     """(pid, command line, environment) of nibble's, vLLM's and Ray's processes, as far as this
     user may look.
     """
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (
-                (folder / "cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
-            )
-        except OSError:
-            continue
-        command = " ".join(words)
-        if not any(name in command.lower() for name in ("nibble", "vllm", "raylet", "gcs_server")):
-            continue
-        pairs: list[str] = []
-        with contextlib.suppress(OSError):
-            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        yield int(folder.name), command, dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    import psutil
+
+    for one in psutil.process_iter(["cmdline", "environ"], ad_value=None):
+        command = " ".join(one.info["cmdline"] or ())
+        if any(name in command.lower() for name in ("nibble", "vllm", "raylet", "gcs_server")):
+            yield one.pid, command, one.info["environ"] or {}

@@ -16,6 +16,7 @@ from nibble.engine.guard.grammars import Grammars
 from nibble.engine.guard.json_scan import JsonScan
 from nibble.engine.guard.limits import RequestLimits
 from nibble.engine.guard.logprob_fields import answer_limit
+from nibble.engine.guard.numbers import number_problem
 from nibble.engine.guard.pace import HEAVY_BYTES, HEAVY_ITEMS, HEAVY_SEQUENCES, Pace
 from nibble.engine.guard.refusal import Refused
 
@@ -61,8 +62,12 @@ class RequestGuard:
         value = parse(body)
         if problem := scan.problem_of(value):
             raise Refused(400, problem)
-        if not isinstance(value, dict) or is_small(path, value, len(body), self.limits):
-            return replayed(body, receive)  # vLLM answers 400 to other JSON
+        if not isinstance(value, dict):
+            return replayed(body, receive)  # vLLM answers 400
+        if problem := number_problem(value):
+            raise Refused(400, problem)
+        if is_small(path, value, len(body), self.limits):
+            return replayed(body, receive)
         await self._check_fields(path, value, len(body), facts, scope)
         if limit := answer_limit(path, value, self.limits, facts.context_tokens):
             body = with_field(body, *limit)

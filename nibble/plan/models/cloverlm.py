@@ -11,7 +11,7 @@ from pathlib import Path
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import MODEL_TYPE, is_cloverlm
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.layers import Choice, Choices
+from nibble.plan.choice import Choice, Choices
 
 ARCHITECTURE = "CloverLMForCausalLM"
 QUANTIZATION, TOKENIZER_MODE = "quartet2", "tokenmonster"

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
+
 from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
 
 MAX_GAP_S = 10.0
@@ -56,8 +58,8 @@ Kind = Literal["stopped", "api", "step", "untaken"]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One process of vLLM's: its title, its state in /proc, CPU seconds and major page faults so
-    far.
+    """One process of vLLM's: its title, its state in psutil's words, CPU seconds and major page
+    faults so far.
     """
 
     pid: int
@@ -138,7 +140,7 @@ def _unmoved(look: Look, last: Look) -> Iterable[tuple[tuple[Kind, int], str, fl
     """(which, what, seconds beyond the limit) of all that stands since the last look."""
     names = {one.pid: one.name for one in look.processes}
     for one in look.processes:
-        if one.state == "T":
+        if one.state == psutil.STATUS_STOPPED:
             yield ("stopped", one.pid), f"{one.name} is stopped (state T)", 0.0
     engines = [pulse for pulse in look.pulses if pulse.kind == "engine"]
     before = {(pulse.kind, pulse.pid): pulse for pulse in last.pulses}

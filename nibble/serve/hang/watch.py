@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nibble.engine.api import Api
 from nibble.engine.pulse import FOLDER, PROBE, read_pulses
-from nibble.machine.processes import Process, engine_title, family
+from nibble.machine.process_table import Process, engine_title, family
+from nibble.machine.processes import major_faults
 from nibble.machine.stack_dump import dump_stacks
 from nibble.serve.hang.rules import Look, Seen, Stall, Stalls, excuse
 
@@ -154,14 +157,14 @@ def _seen(process: Process, engine_pid: int) -> Seen | None:
     title = engine_title(process.pid) or (API if process.pid == engine_pid else None)
     if title is None:
         return None
-    traced = process.state == "t" or _is_traced(process.pid)
+    traced = process.state == psutil.STATUS_TRACING_STOP or _is_traced(process.pid)
     return Seen(
         process.pid,
         title,
         process.state,
         traced,
         process.cpu_seconds,
-        process.major_faults,
+        major_faults(process.pid),
     )
 
 

@@ -1,4 +1,4 @@
-"""The tokens and sequences a tree's vLLM schedules at once where nobody says."""
+"""The tokens and sequences a tree's vLLM schedules at once by default."""
 
 from __future__ import annotations
 

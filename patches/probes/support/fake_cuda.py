@@ -5,7 +5,7 @@ Only what asks the hardware, the toolchain and the network is replaced: torch.cu
 vLLM's platform object, the compiled extension modules (their Python-visible support predicates
 answer as the sources of vLLM 0.32's CUDA 13 wheel do), CUDA_HOME with an `nvcc` that only states
 its version, and `requests.get`. The code that decides is the tree's own. Call `become` once, before
-anything of vllm is imported: a probe has a process of its own.
+anything of vllm is imported: a probe has a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 GIB = 1 << 30
 SM120, SM121, SM100, SM90 = (12, 0), (12, 1), (10, 0), (9, 0)
-# capability -> device name, SM count, memory; kernels.md 1.1
+# capability -> device name, SM count, memory, by NVIDIA's specifications
 DEVICES = {
     SM121: ("NVIDIA GB10", 48, 121.6 * GIB),
     SM120: ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 95 * GIB),

@@ -1,4 +1,4 @@
-"""NVFP4 in plain PyTorch (formats.md 3.1): tensors as a checkpoint stores them, and what they
+"""NVFP4 in plain PyTorch: tensors as a checkpoint stores them, and what they
 stand for.
 """
 
@@ -15,7 +15,7 @@ GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 # Errors of a weight in the Frobenius norm. NVFP4's own error on normal weights is 0.095; rounding
-# block scales to E4M3 once more adds at most 1/17 a block (formats.md 5.3). What loses a scale's
+# block scales to E4M3 once more adds at most 1/17 a block. What loses a scale's
 # size is off by 0.4 and more.
 SOUND_ERROR = 0.06
 

@@ -120,7 +120,7 @@ def _mlp(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tens
 
 
 def _unswizzled(codes: torch.Tensor, scales: torch.Tensor, scale_2: float) -> Any:
-    """Dequantized; the scale of row r and block b lies at the offset of formats.md 6.4."""
+    """Dequantized; the scale of row r and block b lies at CUTLASS's 128x4 offset."""
     import torch
 
     rows, blocks = codes.shape[0], codes.shape[1] // 8

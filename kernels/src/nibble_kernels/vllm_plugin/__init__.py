@@ -4,10 +4,11 @@
 It puts subclasses in the place of vLLM's NVFP4 methods, which merge global scales exactly, refuse
 scales that were not loaded, take activations as asked, load a quantized lm_head in every model, and
 serve NVFP4 on the CPU; it adds CloverLM, which vLLM does not have; it loads router biases that are
-stored beside the experts (router_bias.py) and ends a load that leaves a weight unwritten
-(whole_load.py); it tells nibble's supervisor how far each process is (pulse.py) and sizes the queue
-of a worker's answers (queues.py). vLLM 0.32 looks the classes up in these modules when it makes a
-layer; they keep vLLM's names because some of its code asks for a name (gpt_oss.py:349,
+stored beside the experts (router_bias.py), adds a router's bias on the CPU (cpu_router.py), rotates
+queries with a dimension for heads there (cpu_rope.py) and ends a load that leaves a weight
+unwritten (whole_load.py); it tells nibble's supervisor how far each process is (pulse.py) and sizes
+the queue of a worker's answers (queues.py). vLLM 0.32 looks the classes up in these modules when it
+makes a layer; they keep vLLM's names because some of its code asks for a name (gpt_oss.py:349,
 linear.py:528).
 """
 
@@ -32,6 +33,8 @@ def register() -> None:
 
     from nibble_kernels.vllm_plugin import (
         cloverlm,
+        cpu_rope,
+        cpu_router,
         dense,
         kernels,
         lm_head,
@@ -66,4 +69,6 @@ def register() -> None:
     pulse.register()
     queues.size_answer_queue()
     router_bias.load_router_biases()
+    cpu_router.add_biases()
+    cpu_rope.rotate_heads_apart()
     whole_load.check_loads()

@@ -77,10 +77,8 @@ def check_loads() -> None:
             yield name, tensor
             self.nibble_reading = None  # what fails from here on is the next one, or none
 
-    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = (
-        load_and_check,
-        read_and_note,
-    )  # type: ignore[method-assign]
+    DefaultModelLoader.load_weights = load_and_check  # type: ignore[method-assign]
+    DefaultModelLoader.get_all_weights = read_and_note  # type: ignore[method-assign]
 
 
 def _shares_with_target(model_config: Any) -> bool:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Figures and what needs a GPU for itself, one after the other, on the first GPU.
 set -uo pipefail
-# shellcheck source=benchmarks/lease/steps.sh
+# shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 # Half of the cores each: kernels that are compiled at a start would otherwise stretch the figures of the other lane.
 taskset -p -c "0-$(($(nproc) / 2 - 1))" $$

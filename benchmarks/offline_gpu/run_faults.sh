@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Two starts at the same moment, and beside them what hangs, is killed or attacks does, and a computed reference on the GPU.
 set -uo pipefail
-# shellcheck source=benchmarks/lease/steps.sh
+# shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 # No FlashInfer sampler: every server's own cache would compile it for a minute.
-export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/lease VLLM_USE_FLASHINFER_SAMPLER=0
+export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu VLLM_USE_FLASHINFER_SAMPLER=0
 pytest=(python3 -m pytest -p no:cacheprovider -p instant -v --slow --tb=short)
 # Others come and go on this GPU: no share of it, and no look at what is free.
 export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((1 << 30))

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What needs both GPUs, once the others have let go of them.
 set -uo pipefail
-# shellcheck source=benchmarks/lease/steps.sh
+# shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 ((gpus > 1)) || exit 0
-until [[ -e /tmp/R/timing.done && -e /tmp/R/checks.done ]]; do sleep 1; done
+until [[ -e /tmp/R/timing.done && -e /tmp/R/tests.done ]]; do sleep 1; done
 export CUDA_VISIBLE_DEVICES=0,1
-export PYTHONPATH=${PYTHONPATH}:benchmarks/lease
+export PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
 step cluster 280 python3 benchmarks/cluster_two_gpus.py --only ray one --folder /tmp/cluster --out /tmp/R/cluster_two_gpus.json
 # Shards of nibble's GEMM: the kernel assertion says that it ran, the text is that of one GPU.
 NIBBLE_LINEAR_KERNEL=nibble step cluster_nibble 150 python3 benchmarks/cluster_two_gpus.py --only tp2 --folder /tmp/cluster_nibble \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# poll.sh SECONDS: wait so long, or until nothing runs any more, then show how far the lanes are; results come back in $OUT.
+# progress.sh SECONDS: wait so long, or until no lane runs, then show how far the lanes are; results are in $OUT.
 end=$((SECONDS + $1))
-while ((SECONDS < end)) && pgrep -f "lease/(timing|checks|two_gpus|faults|reference|gate)\.sh" >/dev/null; do sleep 1; done
+while ((SECONDS < end)) && pgrep -f "offline_gpu/run_[a-z_]+\.sh" >/dev/null; do sleep 1; done
 date +%T
 nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 tail -n 12 /tmp/R/steps

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# setup.sh PARTS_DIR SOURCES [LANE…]: unpack, see that everything loads, start the lanes (default: timing checks two_gpus) in the
-# background. Takes 20 s.
+# unpack.sh PARTS_DIR SOURCES [LANE…]: unpack, check that everything loads, start the lanes in the background
+# (default: timing tests two_gpus). Takes 20 s.
 set -euo pipefail
 parts=$1 sources=$2
 shift 2
-(($#)) || set -- timing checks two_gpus
+(($#)) || set -- timing tests two_gpus
 mkdir -p /tmp/site /tmp/R /tmp/repo
 cat "${parts}"/p?? | LD_LIBRARY_PATH=${parts}/bin "${parts}/bin/zstd" -d --long=27 -c | tar -x -C /tmp/site
 tar -xzf "${parts}/nibble.tgz" -C /tmp/site
@@ -27,7 +27,7 @@ python3 - <<'PYTHON'
 import importlib.metadata as m, sys, torch
 import nibble_kernels
 print(torch.__version__, m.version("vllm"), m.version("ray"), nibble_kernels.implementations(), torch.cuda.device_count(), "GPUs")
-# Tests look for a build of their own: this is it.
+# Tests look for a separate build: this is it.
 sys.path[:0] = ["tests/kernels", "tests/fixtures"]
 import pathlib, conftest
 folder = conftest.build_folder()
@@ -38,5 +38,5 @@ mkdir /tmp/site/nibble_here
 ln -s /tmp/site/nibble_kernels /tmp/site/nibble_kernels-*.dist-info /tmp/site/nibble_here/
 ip link show lo | head -n 1
 for lane; do
-  setsid bash "benchmarks/lease/${lane}.sh" >"/tmp/R/${lane}.log" 2>&1 &
+  setsid bash "benchmarks/offline_gpu/run_${lane}.sh" >"/tmp/R/${lane}.log" 2>&1 &
 done

@@ -1,0 +1,158 @@
+"""The processes of this machine: who belongs to a server, what they do, and their end.
+
+Import it late: psutil takes 0.05 s to import, and `nibble plan` looks at no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+from nibble.machine.processes import reap
+
+TRACKER_S = 1.0
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A living process. `state` is one of psutil's STATUS_*."""
+
+    pid: int
+    name: str
+    parent: int
+    session: int
+    state: str
+    cpu_seconds: float
+
+
+def processes() -> list[Process]:
+    """Every living process visible here."""
+    return _living(psutil.pids())
+
+
+def family(session: int) -> list[Process]:
+    """Living members of `session` and living descendants of ours, without ourselves."""
+    pids = {pid for pid in psutil.pids() if _session(pid) == session} | _descendants()
+    return _living(pids - {os.getpid()})
+
+
+def _living(pids: Iterable[int]) -> list[Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
+            one = psutil.Process(pid)
+            with one.oneshot():
+                times, state = one.cpu_times(), one.status()
+                if state != psutil.STATUS_ZOMBIE:
+                    cpu_seconds = times.user + times.system
+                    session = os.getsid(pid)
+                    found.append(Process(pid, one.name(), one.ppid(), session, state, cpu_seconds))
+    return found
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def _descendants() -> set[int]:
+    ours = psutil.Process()
+    try:
+        return {one.pid for one in ours.children(recursive=True)}
+    except psutil.AccessDenied:
+        # One process that may not be read, as with hidepid=1 or systemd's ProtectProc=noaccess,
+        # ends that look (psutil 7.2 _pslinux.py:1574). Ours may be read, with all that are above.
+        return {one.pid for one in psutil.process_iter() if _is_below(one, ours)}
+
+
+def _is_below(process: psutil.Process, ancestor: psutil.Process) -> bool:
+    try:
+        return ancestor in process.parents()
+    except psutil.Error:
+        return False
+
+
+def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
+    """SIGKILL everything in `family` until nothing is left; the pids that were killed.
+
+    Repeated, because a process can fork between the look and the blow. Processes in uninterruptible
+    sleep (a hung driver) survive `timeout_s`; the caller reports them through `family`. Python's
+    resource trackers may end by themselves: they remove the shared memory of those that were
+    killed.
+    """
+    killed: set[int] = set()
+    began = time.monotonic()
+    while (members := family(session)) and (past_s := time.monotonic() - began) < timeout_s:
+        for member in members:
+            if past_s < TRACKER_S and is_resource_tracker(member.pid):
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member.pid, signal.SIGKILL)
+                killed.add(member.pid)
+        time.sleep(0.02)
+    reap()
+    return sorted(killed)
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Whether it is the process that CPython's multiprocessing/resource_tracker.py starts."""
+    call = "from multiprocessing.resource_tracker import main"
+    return any(call in word for word in _words(pid))
+
+
+def engine_title(pid: int) -> str | None:
+    """The title vLLM gave a process of its own (`VLLM::EngineCore`), or None for any other."""
+    title = next(iter(_words(pid)), "").strip()
+    return title if title.startswith("VLLM::") else None
+
+
+def _words(pid: int) -> list[str]:
+    """The words of a process's command line, as it shows them; none where there is no process."""
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a family has done: CPU seconds, bytes read from storage (None where the kernel does
+    not say).
+    """
+
+    cpu_seconds: float
+    read_bytes: int | None
+
+    def since(self, earlier: Activity) -> str:
+        """In words, for a report on a silent engine."""
+        text = f"{max(self.cpu_seconds - earlier.cpu_seconds, 0):.0f} s of CPU time"
+        if self.read_bytes is None or earlier.read_bytes is None:
+            return text
+        return (
+            f"{text}, {max(self.read_bytes - earlier.read_bytes, 0) / _GIB:.1f} GiB read from disk"
+        )
+
+
+def activity(session: int) -> Activity:
+    """Sum over the living family of `session`."""
+    members = family(session)
+    read = [_read_bytes(member.pid) for member in members]
+    known = [number for number in read if number is not None]
+    return Activity(sum(member.cpu_seconds for member in members), sum(known) if known else None)
+
+
+def _read_bytes(pid: int) -> int | None:
+    try:
+        counters = psutil.Process(pid).as_dict(["io_counters"])["io_counters"]
+    except (psutil.Error, RuntimeError, ValueError):  # the last where the kernel counts none
+        return None
+    return counters.read_bytes if counters else None

@@ -1,0 +1,76 @@
+"""What a decider reads and what it returns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.plan.choice import Choice, Flags
+from nibble.plan.inputs import Ingredients
+from nibble.plan.memory import MemoryPlan
+from nibble.plan.nvfp4_options import with_served_activations
+from nibble.plan.topology import Topology, find_topology
+from nibble.recipes.rules import Rule
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The ingredients, and all that was decided so far."""
+
+    parts: Ingredients
+    flags: Flags = field(default_factory=Flags)
+    rules: tuple[Rule, ...] = ()
+    notices: tuple[str, ...] = ()
+    linear_kernel: Choice | None = None
+    memory: MemoryPlan | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The flags' values."""
+        return self.flags.plain
+
+    @cached_property
+    def served(self) -> Ingredients:
+        """The ingredients, with the checkpoint's activations as they are served."""
+        checkpoint: Checkpoint | None = with_served_activations(self.parts.checkpoint, self.values)
+        return replace(self.parts, checkpoint=checkpoint)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs that one layer is split over."""
+        return int(self.values.get("--tensor-parallel-size", 1))
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Where the ranks run. Raises USAGE and CONFIG, see `find_topology`."""
+        on_gpus = self.parts.target.device == "cuda"
+        gpus_here = len(self.parts.hardware.gpus) if on_gpus else None
+        return find_topology(self.parts.loaded.settings, self.values, gpus_here)
+
+    def after(self, decision: Decision) -> Situation:
+        """With what a decider decided."""
+        return replace(
+            self,
+            flags=self.flags.add(decision.flags),
+            rules=(*self.rules, *decision.rules),
+            notices=(*self.notices, *decision.notices),
+            linear_kernel=decision.linear_kernel or self.linear_kernel,
+            memory=decision.memory or self.memory,
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one decider adds; each choice names its layer."""
+
+    flags: Mapping[str, Choice] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    notices: tuple[str, ...] = ()
+    linear_kernel: Choice | None = None
+    memory: MemoryPlan | None = None
+
+
+Decider = Callable[[Situation], Decision]
