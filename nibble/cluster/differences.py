@@ -73,9 +73,7 @@ def _values(flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing_parts(node: Node, first: Node) -> list[str]:
-    """Parts of the build whose digests or versions differ, without those that are facts of their
-    own (facts.SAME).
-    """
+    """Parts of the build whose digests or versions differ, without separate facts (facts.SAME)."""
     here, there = node["facts"].get("code") or {}, first["facts"].get("code") or {}
     return [part for part in _differing(here, there) if part not in SAME]
 

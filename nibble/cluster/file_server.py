@@ -1,7 +1,7 @@
 """One download for the cluster: a node that has a model's files gives them to the others.
 
-HTTP with ranges on the agent's port, for whoever has the token; every file is compared by sha256
-and a broken transfer goes on where it ended.
+HTTP with ranges on the agent's port, for clients with the token. The receiver compares every file's
+sha256 and resumes a broken transfer.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def fetch_model(
     """The model that the agent at `address` offers, complete and verified in `destination`.
 
     What is there already with the right sha256 is kept. Raises AgentError where nothing is offered
-    (400) or nobody answers (0), NO_FIT where the rest is more than the disk has free, before any of
-    it comes, MODEL where files do not come or arrive wrong.
+    (400) or the head does not answer (0), NO_FIT where the rest is more than the disk has free,
+    before any of it comes, MODEL where files do not come or arrive wrong.
     """
     offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
     files = sorted(offer["files"], key=lambda file: str(file["path"]).endswith(_WEIGHTS))
@@ -228,7 +228,7 @@ def _fetch_file(
         except (OSError, http.client.HTTPException) as broken:
             error = broken
         if (size := _size(partial)) > first:
-            left = ATTEMPTS  # a transfer that goes on is no failure
+            left = ATTEMPTS  # progress resets the attempts
         if size < file["size"]:
             left -= 1
             time.sleep(PAUSE_S)

@@ -19,8 +19,8 @@ from nibble.serve.watchdog import Governor
 
 @dataclass(frozen=True)
 class Parts:
-    """Tells the head which one ended, and its rank; the server knows whether it is one of its
-    own.
+    """Tells the head which one ended, and its rank; the server knows whether it belongs to
+    its run.
     """
 
     member: Member

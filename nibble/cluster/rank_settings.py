@@ -282,8 +282,8 @@ def rank_facts(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def checkpoint_folders(plan: Plan) -> dict[str, str]:
-    """ "model" and "draft" -> the folder that workers of `plan` load from; a model that is no
-    folder is left out.
+    """ "model" and "draft" -> the folder that workers of `plan` load from; other models are
+    omitted.
     """
     draft = plan.args.get("--speculative-config")
     named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None

@@ -2,9 +2,9 @@
 depends on. Pure.
 
 Two entries: kernels compiled for this build on this GPU, whatever the model; and graphs compiled
-for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have keys of
-their own, finer than these: ours say whose an entry is, so that it can be listed, verified and
-pruned as a whole.
+for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have finer
+keys; nibble's say what an entry belongs to, so that it can be listed, verified and pruned as a
+whole.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
         # vllm 0.32 compilation/decorators.py:580 moves its own; this is for what compiles outside
         # the model.
         "TORCHINDUCTOR_CACHE_DIR": Choice(
-            str(graphs / "inductor"), source, f"{own}: torch.compile elsewhere"
+            str(graphs / "inductor"), source, f"{own}: torch.compile outside vLLM"
         ),
         "TRITON_CACHE_DIR": Choice(str(kernels / "triton"), source, f"{shared}: Triton's"),
     }
@@ -183,7 +183,7 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
             "FLASHINFER_WORKSPACE_BASE": Choice(str(kernels), source, f"{shared}: FlashInfer's"),
             "HUMMING_CACHE_DIR": Choice(str(kernels / "humming"), source, f"{shared}: Humming's"),
             "CUDA_CACHE_PATH": Choice(
-                str(kernels / "cuda"), source, f"{shared}: the driver's, made from PTX"
+                str(kernels / "cuda"), source, f"{shared}: the driver's, compiled from PTX"
             ),
         }
     return env

@@ -81,12 +81,12 @@ def _offline(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
     if parts.local:
         if may_need_the_hub(args):
             return {}
-        reason = "everything this plan needs was fetched and verified"
+        reason = "all files of this plan are on disk and verified"
         return {"HF_HUB_OFFLINE": Choice("1", OURS, reason)}
     checkpoint = parts.checkpoint
     if checkpoint is None or checkpoint.is_local or checkpoint.path is None:
         return {}
-    reason = "the model is on disk: nothing is looked up while serving"
+    reason = "the model is on disk: the server needs no lookup"
     return {"HF_HUB_OFFLINE": Choice("1", OURS, reason)}
 
 
@@ -106,7 +106,7 @@ def _logging(parts: Ingredients) -> Choices:
 def _without_compiler(parts: Ingredients) -> Choices:
     if not parts.without_cpp_compiler:
         return {}
-    why = "no C++ compiler is here, and vLLM compiles what log-probs need in eager mode, too"
+    why = "this machine has no C++ compiler, and vLLM compiles log-probs even in eager mode"
     return {"TORCHDYNAMO_DISABLE": Choice("1", OURS, why)}
 
 

@@ -37,7 +37,7 @@ def _body_bytes(checkpoint: Checkpoint | None) -> Choice:
     source = "nibble's default"
     if checkpoint is None:
         return Choice(
-            str(MEDIA_BODY_BYTES), source, "it is not known whether the model takes images or audio"
+            str(MEDIA_BODY_BYTES), source, "the model may take images or audio; unknown until pull"
         )
     if checkpoint.has_vision or any(checkpoint.config.get(key) for key in _MEDIA_KEYS):
         return Choice(str(MEDIA_BODY_BYTES), source, "the model takes images, audio or video")

@@ -49,5 +49,5 @@ def load_check_notices(
         return ()
     given = args[FLAG].value if FLAG in args else None
     looks = isinstance(given, Mapping) and given.get(KEY) is True
-    end = "vLLM ends the load where a weight is left empty" if looks else "vLLM is not told to look"
+    end = "vLLM ends the load if a weight stays empty" if looks else "vLLM does not check it"
     return (f"{checkpoint.id} seems to lack {some_of(checkpoint.missing)}; {end}",)

@@ -98,7 +98,7 @@ def choose_alias(
 
 
 def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Alias | None:
-    """The folder for the GPU called `gpu`; None where it has files of its own, or no known
+    """The folder for the GPU called `gpu`; None where it has tuned files, or no known
     sibling of its capability has.
     """
     device, model = device_in_file_name(gpu), target.gpu_model(gpu)
@@ -115,7 +115,8 @@ def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Al
     counts = {sibling: _model(target, sibling).sm_count for sibling in siblings}  # type: ignore[union-attr]
     shown = ", ".join(f"{sibling} ({count} SMs)" for sibling, count in counts.items())
     reason = (
-        f"vLLM has no MoE tuning for {device} ({model.sm_count} SMs): that of {shown}; unmeasured"
+        f"vLLM has no MoE tuning for {device} ({model.sm_count} SMs): nibble uses that of"
+        f" {shown}; unmeasured"
         " here"
     )
     return Alias(found.folder, links, cache / "moe-configs" / device, reason)

@@ -39,8 +39,9 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
         return
     if asked(args).get("moe_kernel") == "nibble":
         what = (
-            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, and its sums depend on how many"
-            " tokens there are"
+            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, but its sums depend on the"
+            f" number of"
+            " tokens"
         )
         action = f"unset NIBBLE_MOE_KERNEL or drop --moe-kernel, or unset {INVARIANT}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's experts", action=action)
@@ -62,11 +63,11 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
     if kernels and backend != "auto" and kernels != {backend}:
         takes = " and ".join(NAMES[name] for name in sorted(kernels))
         what = (
-            f"--linear-backend {backend} is set with {INVARIANT}, which takes {takes} for the NVFP4"
+            f"--linear-backend {backend} is set with {INVARIANT}, which needs {takes} for the NVFP4"
             f" layers of {checkpoint.id}"
         )
         action = (
-            "drop --linear-backend, or write `--linear-backend auto` over a recipe's, or unset"
+            "drop --linear-backend, or override a recipe's with `--linear-backend auto`, or unset"
             f" {INVARIANT}"
         )
         raise NibbleError(ExitCode.CONFIG, what=what, expected="no --linear-backend", action=action)

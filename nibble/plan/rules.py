@@ -23,7 +23,9 @@ def weigh_risks(situation: Situation) -> Decision:
     allowed = accepted_risks(parts.loaded.settings.allow_risk, parts.rules)
     here = applying(parts.rules, _context(situation))
     rules = tuple(rule for rule in here if rule.id not in allowed)
-    notices = [f"the risk {rule.id} is taken: {rule.why}" for rule in here if rule.id in allowed]
+    notices = [
+        f"you accepted the risk {rule.id}: {rule.why}" for rule in here if rule.id in allowed
+    ]
     forced: Choices = {}
     for rule in rules:
         for name, value in rule.force.items():
@@ -88,7 +90,7 @@ def _force(
         return forced, f"{flag} {value} in place of the recipe's {found}: {rule.why}"
     if source not in (OURS, f"target {parts.target.name}"):
         return None, (
-            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} asks for:"
+            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} requires:"
             f" {rule.why}"
         )
     return forced, ""
@@ -101,5 +103,5 @@ def _refuse(rule: Rule, declared: str, flags: Flags) -> None:
         what = (
             f"{flag} {value} ({origin}) is a known risk on this target ({rule.effect}): {rule.why}"
         )
-        action = f"leave the choice to nibble, or take the risk with NIBBLE_ALLOW_RISK={rule.id}"
+        action = f"leave the choice to nibble, or accept the risk with NIBBLE_ALLOW_RISK={rule.id}"
         raise NibbleError(ExitCode.CONFIG, what=what, action=action)

@@ -1,5 +1,5 @@
-"""What a start need not do: import twice, measure memory again, capture graphs nobody replays,
-tune kernels not used. Pure.
+"""Skips work at a start: second imports, a second memory profile, unused CUDA graphs and tuning.
+Pure.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _forked_engine(args: Mapping[str, Choice]) -> Choices:
         args, "--numa-bind"
     ):
         return {}
-    reason = "the engine is forked from the server, which has imported everything already"
+    reason = "the engine forks from the server, which has imported all modules"
     return {"VLLM_WORKER_MULTIPROC_METHOD": Choice("fork", SOURCE, reason)}
 
 
@@ -119,8 +119,8 @@ def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, 
 
 
 def _why_untuned(target: Target, checkpoint: Checkpoint) -> str:
-    """FlashInfer tunes products of quantized layers and of experts; "" where such may run (of
-    the CPU nobody asks).
+    """FlashInfer tunes products of quantized layers and of experts; "" where such may run (not
+    called for the CPU).
     """
     scheme = checkpoint.scheme
     if (

@@ -146,7 +146,7 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
             ExitCode.CONFIG,
             what=what,
             expected="a revision of 40 hex digits",
-            action="set NIBBLE_REVISION to the commit you have read",
+            action="set NIBBLE_REVISION to a commit whose code you have read",
         )
 
 
@@ -168,10 +168,10 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
         )
     elif str(args.get("--ssl-cert-reqs")) == str(ssl.CERT_REQUIRED.value):
         what = (
-            "--ssl-cert-reqs 2 lets nobody in without a certificate of their own, nibble's own"
-            " requests neither"
+            "--ssl-cert-reqs 2 refuses requests without a client certificate, which nibble's"
+            " requests do not have"
         )
-        action = "drop it, and ask for certificates in a proxy in front"
+        action = "drop it, and require client certificates in a proxy"
     else:
         return
     raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's HTTP API", action=action)
@@ -209,7 +209,7 @@ def check_parallel(
         )
     wanted = topology.ranks_here
     if target.device == "cuda" and wanted > len(hardware.gpus):
-        what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"
+        what = f"{wanted} GPUs are needed, but this machine has {len(hardware.gpus)}"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

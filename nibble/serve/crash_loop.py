@@ -130,8 +130,8 @@ def this_process() -> str:
 
 
 def ended_without_a_word(process: str, me: str) -> bool:
-    """Whether a start that never told its end is surely over: the machine booted since, or here is
-    no such process.
+    """Whether a start without a recorded end is over: the machine has booted since, or the
+    process does not exist.
 
     Of a process on another host (another container) of this boot nothing is known.
     """

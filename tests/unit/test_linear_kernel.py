@@ -121,7 +121,7 @@ def test_rows_that_vllm_decides_are_for_its_own_kernel(
     model: Path, words: tuple[str, ...], sequences: str
 ) -> None:
     why = reason(plan(model, *words, MAX_NUM_SEQS=sequences), "vllm")
-    assert why.startswith("how many rows a decode step has is left to vLLM") and CROSSOVER in why
+    assert why.startswith("vLLM decides the rows of a decode step") and CROSSOVER in why
 
 
 def test_a_diffusion_model_has_more_rows_than_sequences(tmp_path: Path) -> None:
@@ -230,7 +230,9 @@ def test_one_order_of_sums_takes_nibbles_kernel_where_vllm_would_emulate_fp4_and
 ) -> None:
     """The emulation would end the start: it is slow, and nobody asked for it."""
     given = {"VLLM_BATCH_INVARIANT": "1", "MAX_NUM_SEQS": "64"}
-    assert "only its slow emulation" in reason(plan(model, **given), "nibble")
+    assert "only W4A4 kernel with a fixed order of additions" in reason(
+        plan(model, **given), "nibble"
+    )
     reason(plan(model, "--linear-kernel", "vllm", **given), "vllm")
     reason(plan(model, **given, VLLM_EXTRA_ARGS="--linear-backend emulation"), "vllm")
 

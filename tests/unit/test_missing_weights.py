@@ -278,7 +278,7 @@ def test_a_users_own_loading_stays(holed: str, words: tuple[str, ...], value: An
     told = (
         "vLLM ends the load"
         if value and value["enable_weights_track"]
-        else "vLLM is not told to look"
+        else "vLLM does not check it"
     )
     assert told in notice
 

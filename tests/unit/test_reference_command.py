@@ -172,9 +172,9 @@ def test_a_start_that_would_take_too_long_says_the_command(
 @pytest.mark.parametrize(
     ("words", "environ", "why"),
     [
-        (("--reference", "off"), {}, "switched off"),
-        ((), {"NIBBLE_CANARY": "off"}, "the canary is switched off"),
-        (("--load-format", "dummy"), {}, "the weights are made up"),
+        (("--reference", "off"), {}, "set by the user"),
+        ((), {"NIBBLE_CANARY": "off"}, "the canary is off"),
+        (("--load-format", "dummy"), {}, "the weights are random"),
         (
             ("--hf-overrides", '{"rope_theta": 1}'),
             {},

@@ -40,8 +40,8 @@ class Hang:
 
 
 class HangWatch:
-    """Made before vLLM starts; `run` is the loop, `ask_api` a second one, each in a thread of its
-    own.
+    """Made before vLLM starts; `run` is the loop, `ask_api` a second one, each in a separate
+    thread.
 
     `on_hang` is called once, from the loop, which ends with it. `is_serving` says whether the API
     server should answer now.
