@@ -1,5 +1,4 @@
-"""Does the server compute and answer as it should? Asked once it answers, before anybody else is
-let in.
+"""The canary: checks what the server computes and answers before it admits clients.
 
 Six mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py),
 `computed` (layers and log-probs as transformers computes them from the checkpoint), `references`

@@ -1,5 +1,4 @@
-"""Do the workers of one model run the same, compared with each other? Pure: from what each reports
-to disagreements.
+"""Checks that the workers of one model run the same kernels and settings. Pure: reports in.
 
 The plan is this machine's alone: a worker that runs another plan on another machine may fit this
 one's expectations. A BF16 model does, which has no NVFP4 layer to judge.

@@ -1,6 +1,4 @@
-"""Requests of the canary: greedy answers with their log-probs, and texts scored in one piece,
-before a deadline.
-"""
+"""The canary's requests: greedy answers with log-probs, and scored texts, before a deadline."""
 
 from __future__ import annotations
 

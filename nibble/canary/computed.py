@@ -1,6 +1,4 @@
-"""The workers' comparisons with a computed reference, judged: embedding, what each layer adds,
-and the logits.
-"""
+"""Judges the workers' comparisons with a computed reference: embedding, layers, logits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Speculative decoding: how many drafts are accepted, and whether the text is what the model
-itself would have written.
-"""
+"""Speculative decoding: how many drafts are accepted, and whether the text stays the model's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compares the kernels that ran with those that the plan expects. Pure: plan and reports to
-deviations.
+"""Compares the kernels that ran with those that the plan expects. Pure: reports to deviations.
 
 An expectation comes from the user or a rule, else from the recipe, else from the target's table
 `[expected]`. A part without an expectation may use any kernel except a slow fallback.

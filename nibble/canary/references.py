@@ -1,5 +1,4 @@
-"""Recorded answers and log-probs of a model to fixed prompts: `nibble-canary.json` in a model's
-folder, or beside its recipe.
+"""A model's recorded answers and log-probs (`nibble-canary.json` beside the model or recipe).
 
 models/record_canary.py writes such a file from a server that is known to be right.
 """

@@ -1,6 +1,4 @@
-"""Between the first answer and ready: what ran is held against the plan, and the canary asked.
-The effects of both are here.
-"""
+"""The checks between the first answer and ready: kernels against the plan, and the canary."""
 
 from __future__ import annotations
 

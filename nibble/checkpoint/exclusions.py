@@ -1,5 +1,4 @@
-"""Which linear layers are quantized: what the tensors of a checkpoint are, against what its config
-excludes.
+"""Which linear layers are quantized: a checkpoint's tensors against its config's exclusions.
 
 vLLM 0.32 builds a layer quantized unless the config excludes it by name, and exporters write that
 list from patterns: ModelOpt's `mtp.layers.0*` leaves `mtp.fc` out, whose weight is BF16 (ModelOpt

@@ -1,5 +1,4 @@
-"""Weights that vLLM 0.32 computes as one: same format, with fp32 scales that are equal, mergeable
-or wrong.
+"""Weights that vLLM 0.32 computes as one: their format, and how their fp32 scales merge.
 
 Without nibble's plugin, vLLM takes one scale for all parts of a fused layer: the largest multiplier
 in ModelOpt's format (modelopt.py KNvfp4Static.process), the smallest in compressed-tensors' (the

@@ -1,5 +1,4 @@
-"""Compares a checkpoint's tensors with its config.json, layer by layer: missing, extra or
-misshapen. Pure.
+"""Compares a checkpoint's tensors with its config.json, layer by layer. Pure.
 
 layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as
 symbols; tests/fixtures/layer_tensors.py generates it. Other families are compared by names alone

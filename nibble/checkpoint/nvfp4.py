@@ -1,5 +1,4 @@
-"""The NVFP4 weights of a checkpoint by their headers: which tensors form a weight, and their
-defects.
+"""The NVFP4 weights of a checkpoint by their headers: their tensors and their defects.
 
 A linear weight [N, K] is two E2M1 codes a byte [N, K/2], one E4M3 scale for 16 of them [N, K/16],
 one fp32 scale for all, and for W4A4 one for the activations. Experts are stored one by one, or all

@@ -1,6 +1,4 @@
-"""Finds NaN and infinities in small unquantized tensors that every token uses: norms, biases,
-routers.
-"""
+"""Finds NaN and infinities in small unquantized tensors: norms, biases, routers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`nibble inspect`: what a checkpoint holds, whether nibble loads it exactly, and what vLLM gets
-wrong.
-"""
+"""`nibble inspect`: what a checkpoint holds, and whether nibble and vLLM load it exactly."""
 
 from __future__ import annotations
 

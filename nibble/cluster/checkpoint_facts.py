@@ -1,5 +1,4 @@
-"""What a model folder holds, as names and short digests: equal for equal content, wherever the
-folder lies.
+"""A model folder's contents as names and short digests, equal for equal content anywhere.
 
 Configuration and tokenizer files count in full. Of weights the size, every tensor's header and
 samples of the values count, for whole files would be read for minutes: two revisions of one model

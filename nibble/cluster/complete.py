@@ -1,5 +1,4 @@
-"""Are all nodes there? Pure: from the head's list and what the model needs to what is missing, in
-words.
+"""Says which nodes are missing, from the head's list and the plan's needs. Pure.
 
 A start and `nibble cluster check` ask the same questions.
 """

@@ -1,6 +1,4 @@
-"""The server's side: wait for the nodes, check them, watch them while vLLM runs, and start again
-when one comes back.
-"""
+"""The server's side of a cluster: waits for nodes, checks and watches them, and restarts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Are code and checkpoints of all nodes the same? Digests are asked first; what they are made of
-only where they differ.
-"""
+"""Checks that code and checkpoints of all nodes are equal, first by digest, then by part."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A machine with ranks of the model and no API: its part of vLLM runs while rank 0's does, and
-no longer.
-"""
+"""A machine with ranks and no API: its part of vLLM runs exactly while rank 0's does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One at a time: a server that starts, or `nibble cluster check`, has the nodes' fixed ports and
-GPUs to itself.
+"""The claim on a cluster's ports and GPUs: one starting server or one check at a time.
 
 The head keeps the claim (`Roster.claim`) and forgets one that its owner stops repeating.
 """

@@ -1,6 +1,4 @@
-"""A node's side of the cluster: it tells the head that it lives, and learns what the head is
-doing.
-"""
+"""A node's side of the cluster: it sends heartbeats and learns what the head does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One download with Ray: nodes that lack the folder a server names get it from the machine of that
-server, at the same path.
+"""One download with Ray: nodes without the model's folder copy it from the server's machine.
 
 A node's side is `Copies`: it offers a folder or fetches one, when the server asks (`distribute`).
 """

@@ -1,6 +1,4 @@
-"""This node in the network: its address, the interface that has it, and the RDMA devices behind
-that interface.
-"""
+"""This node's address, the interface that has it, and the interface's RDMA devices."""
 
 from __future__ import annotations
 

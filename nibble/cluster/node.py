@@ -1,6 +1,4 @@
-"""What every node's agent answers, whatever the node is for: facts, reachability, its part of an
-all-reduce.
-"""
+"""The answers of every node's agent: facts, reachability, its part of an all-reduce."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The worker processes of vLLM's on a Ray node: Ray starts them, so only the node itself sees
-one end.
-"""
+"""vLLM's worker processes on a Ray node: only the node sees the end of one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Before any weights load: do the nodes fit together, reach one another, and add up the same
-numbers fast enough?
-"""
+"""Checks before a load: nodes are compatible, reach each other, and add correctly and fast."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What has to be equal on all ranks of one model, as text that can travel: vLLM's flags and the
-environment. Pure.
+"""The flags and variables that all ranks of a model must share, as text. Pure.
 
 A flag or variable that is not listed here as a node's own is compared, so that a new one of vLLM's
 is compared too. What may differ is listed with its reason.

@@ -1,5 +1,4 @@
-"""One node of a Ray cluster in the foreground: token required, dashboard off, every port named,
-ends when Ray ends.
+"""One node of a Ray cluster in the foreground, with a token, named ports and no dashboard.
 
 A client that reaches an open Ray port can run code on the machine (CVE-2023-48022). Ray 2.60 asks
 for a token only with RAY_AUTH_MODE=token, so nibble sets it on every node. A token does not

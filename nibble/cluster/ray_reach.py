@@ -1,5 +1,4 @@
-"""Does Ray's head reach every node? `python -m nibble.cluster.ray_reach SECONDS ADDRESS…` has it
-place a trace on each.
+"""Checks that Ray's head reaches every node, by placing a task on each.
 
 A head that lost sight of a node may talk into the old connection for minutes after that node is
 back at the same address. What it asks there meanwhile is lost, and ray 2.60 counts it as given: the

@@ -1,6 +1,4 @@
-"""The cluster's token: made once on the head, copied to every other node, asked for by Ray and
-by nibble's agents.
-"""
+"""The cluster's token: created on the head, copied to every node, required by Ray and agents."""
 
 from __future__ import annotations
 

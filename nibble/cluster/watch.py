@@ -1,6 +1,4 @@
-"""Looks after the nodes of a server while its vLLM runs: which node is lost, and which process
-on it.
-"""
+"""Watches the nodes of a server while its vLLM runs: lost nodes and ended processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Does the vLLM that was built or installed carry code its target can run? Asked at image build,
-before anything else needs it.
+"""Checks that the built or installed vLLM has GPU code for its target, at image build.
 
     python -m nibble.engine.gpu_code ROOT TARGET     # one line a module; exit 6 and one line where
     it does not

@@ -1,5 +1,4 @@
-"""Ends vLLM at once where nibble itself was killed (`kill -9`, the kernel's OOM killer): a small
-process that waits for that.
+"""Ends vLLM when nibble is killed (`kill -9`, OOM killer): a small process that waits for it.
 
 It reads a pipe whose other end nibble holds. An orderly end writes DONE; an end of file alone means
 that nibble is gone. vLLM would otherwise drain for NIBBLE_DRAIN_SECONDS with clients that nothing

@@ -1,5 +1,4 @@
-"""Describe the vLLM that runs this file: flags, nested config keys, environment names, backends,
-parsers.
+"""Describes the vLLM that runs this file: flags, config keys, variables, backends, parsers.
 
 Run as a script by the interpreter that has vLLM (`python -P introspect.py OUT.json [ARGVS.json]`;
 -P because this folder's module names would shadow vLLM's imports), so that nothing else imports

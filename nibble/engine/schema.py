@@ -1,5 +1,4 @@
-"""What the pinned vLLM accepts: flags with their choices, nested config keys, environment names,
-kernel names.
+"""What the pinned vLLM accepts: flags, choices, config keys, variables, kernel names.
 
 `load_schema()` reads the committed snapshot `schema.json`, so that planning never imports vllm.
 `live_schema()` asks an installed vLLM in a subprocess (`introspect.py`), and `drift` compares the

@@ -1,5 +1,4 @@
-"""Memory and speed arithmetic of a plan: what is needed, what there is, and the decode bound by
-bandwidth.
+"""Memory and speed arithmetic of a plan: need, supply, and the decode bound by bandwidth.
 
 Pure; every figure is bytes of one GPU (or of the host on a CPU) unless its name says otherwise.
 What a checkpoint that is not here would decide stays None and is printed as "unknown until pull".

@@ -1,5 +1,4 @@
-"""Where compiled code is kept, and for what it holds: the folders of a plan, each keyed by what it
-depends on. Pure.
+"""The folders of compiled code in a plan, each keyed by what it depends on. Pure.
 
 Two entries: kernels compiled for this build on this GPU, whatever the model; and graphs compiled
 for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have finer
@@ -190,7 +189,7 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
 
 
 # What docker/Dockerfile.* set below NIBBLE_CACHE_DIR: nibble's defaults for whatever else runs in
-# the image, no user's wish. docker/start.sh calls them untouched.
+# the image, not the user's. docker/start.sh calls them untouched.
 _IMAGE_FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -200,8 +199,8 @@ _IMAGE_FOLDERS = {
 }
 
 
-def is_nobodys_wish(name: str, value: str, cache: Path, in_image: bool) -> bool:
-    """Whether a cache folder is empty, as in compose files, or still what the image set."""
+def is_preset_folder(name: str, value: str, cache: Path, in_image: bool) -> bool:
+    """Whether a cache variable is empty, as in Compose files, or has the image's value."""
     if name not in _IMAGE_FOLDERS:
         return False
     return not value or (in_image and Path(value) == cache / _IMAGE_FOLDERS[name])

@@ -1,6 +1,4 @@
-"""Variables for vLLM, each with its source: a user's own value wins over recipe, known risk and
-target. Pure.
-"""
+"""Variables for vLLM, each with its source; the user's value wins. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 
 from nibble.hub.access import is_model_id
 from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer, at
-from nibble.plan.compile_cache import CachePlan, cache_environment, is_nobodys_wish
+from nibble.plan.compile_cache import CachePlan, cache_environment, is_preset_folder
 from nibble.plan.guard_limits import limits_environment
 from nibble.plan.inputs import Ingredients
 from nibble.plan.moe_tuning import VARIABLE as TUNED_CONFIG_FOLDER
@@ -139,5 +137,5 @@ def _of_user(parts: Ingredients, env: Mapping[str, Choice], cache: Path) -> Choi
     return {
         name: Choice(given[name], f"environment {name}")
         for name in env
-        if name in given and not is_nobodys_wish(name, given[name], cache, in_image)
+        if name in given and not is_preset_folder(name, given[name], cache, in_image)
     }

@@ -1,6 +1,4 @@
-"""The plan's part of the request limits: which variables the gate inside vLLM gets, and why.
-Pure.
-"""
+"""The request limits of a plan: variables for the gate inside vLLM, with reasons. Pure."""
 
 from __future__ import annotations
 

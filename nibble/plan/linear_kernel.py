@@ -1,5 +1,4 @@
-"""--linear-kernel: whose kernel multiplies NVFP4 weights with BF16 activations, where `auto` leaves
-that to nibble. Pure.
+"""--linear-kernel: which kernel multiplies NVFP4 weights with BF16 activations. Pure.
 
 The vLLM plugin is told `nibble` or nothing, which is vLLM's choice (nvfp4_options.py).
 """

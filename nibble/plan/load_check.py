@@ -1,5 +1,4 @@
-"""`--model-loader-extra-config`: vLLM looks for weights that no tensor filled, where a checkpoint
-seems to lack some. Pure.
+"""`--model-loader-extra-config`: vLLM checks for empty weights of a suspect checkpoint. Pure.
 
 vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be
 in memory (model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of

@@ -1,5 +1,4 @@
-"""Tuned Triton MoE configurations for a GPU vLLM has none for: those of a sibling with the same,
-else nearest, SM count.
+"""Tuned Triton MoE configurations for a GPU without its own: the nearest sibling's.
 
 vLLM 0.32 looks a file up by the GPU's exact product name (fused_moe.py:1089-1103), first in
 VLLM_TUNED_CONFIG_FOLDER (fused_moe.py:1135). Its wheel has some for RTX PRO 6000 Server and

@@ -1,5 +1,4 @@
-"""--nvfp4-activations, --quantize-lm-head, --linear-kernel, --moe-kernel, --act-scale-mode: what
-the vLLM plugin is told. Pure.
+"""NVFP4 options for nibble's vLLM plugin: activations, output head, kernels, scale mode. Pure.
 
 The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`. Here
 is which models and targets rule them out.

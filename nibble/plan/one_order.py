@@ -1,5 +1,4 @@
-"""VLLM_BATCH_INVARIANT on a GPU: which kernels of NVFP4 layers add in one order whatever the batch,
-what that rules out. Pure.
+"""VLLM_BATCH_INVARIANT on a GPU: NVFP4 kernels with a fixed order of additions. Pure.
 
 vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes
 nibble's (vllm 0.32 kernels/linear/__init__.py:1145,

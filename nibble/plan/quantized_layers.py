@@ -1,5 +1,4 @@
-"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's; MTP refused
-where no flag can help.
+"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's.
 
 That is one in a form vLLM reads (checkpoint/vllm_config.py), with a list of layers that agrees with
 the tensors (checkpoint/exclusions.py). vLLM 0.32 sets a dictionary in `--hf-overrides` in the place

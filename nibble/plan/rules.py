@@ -1,6 +1,4 @@
-"""What the known risks of rules/backends.toml change in a plan: flags, variables, notices, and
-what is refused. Pure.
-"""
+"""Applies the known risks of rules/backends.toml: flags, variables, notices, refusals. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What vLLM needs of /dev/shm, and the smaller queues that a server of one worker gets where that
-is small. Pure.
+"""vLLM's need of /dev/shm, and smaller queues for one worker if that is small. Pure.
 
 Docker and Kubernetes give a container 64 MiB there unless told otherwise. An engine and a worker
 process exchange messages in two queues of ten chunks each (vllm 0.32

@@ -1,6 +1,4 @@
-"""Skips work at a start: second imports, a second memory profile, unused CUDA graphs and tuning.
-Pure.
-"""
+"""Skips work at a start: imports, memory profile, unused CUDA graphs and tuning. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Where the ranks of one model run: in this machine, on several through Ray, or on several
-without. Pure.
-"""
+"""Where a model's ranks run: on this machine, on several through Ray, or without. Pure."""
 
 from __future__ import annotations
 

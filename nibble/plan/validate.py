@@ -1,6 +1,4 @@
-"""What cannot work, found before anything starts: pure functions from the ingredients of a plan
-to one error.
-"""
+"""Finds what cannot work before anything starts. Pure: a plan's ingredients to one error."""
 
 from __future__ import annotations
 

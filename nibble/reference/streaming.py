@@ -1,5 +1,4 @@
-"""transformers' module of a checkpoint's architecture without weights in memory: each layer's come
-when it is entered.
+"""Runs transformers' module of an architecture with only one layer's weights in memory.
 
 The module is made on the `meta` device. Decoder layers and parts of the output head are units of
 Lockstep: loaded when the first pass enters one, freed after the last has left it. Stacked experts

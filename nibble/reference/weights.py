@@ -1,5 +1,4 @@
-"""A checkpoint's tensors as numbers: NVFP4 and FP8 weights dequantized, read one tensor, row range
-or expert at a time.
+"""A checkpoint's tensors as numbers: NVFP4 and FP8 dequantized, one piece at a time.
 
 Runs in the child process that computes a reference, which is the one place of nibble that imports
 torch.

@@ -1,8 +1,8 @@
-"""Whether the server asks for a key, and where that key comes from.
+"""Decides whether the server requires a key, and which one.
 
-On a loopback bind none is needed. Anywhere else one is, unless NIBBLE_ALLOW_ANONYMOUS says
-otherwise: the given one, else one generated once and kept in the cache volume, so that restarts do
-not change it.
+A loopback bind needs none. Any other needs one, unless NIBBLE_ALLOW_ANONYMOUS is set: the user's,
+else one that nibble generates once and keeps in the cache volume, so that restarts do not change
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nibble.machine.disk import secret_mode
 KEY_FILE = "api_key"
 KEY_PREFIX = "nbl-"  # lets secret scanners and people recognise it
 _RANDOM_BYTES = 32
-_SHORTEST_STORED = 16  # characters; ours have 47, so a shorter file is a damaged one
+_SHORTEST_STORED = 16  # characters; nibble's keys have 47, so a shorter file is damaged
 _LONGEST = 1024  # characters; keeps clear of the servers' header limits
 
 Source = Literal["given", "stored", "generated", "loopback", "anonymous"]
@@ -29,8 +29,8 @@ Source = Literal["given", "stored", "generated", "loopback", "anonymous"]
 
 @dataclass(frozen=True, slots=True)
 class KeyDecision:
-    """The key (None: none is asked for), its source, its file if it has one, and why. repr hides
-    the key.
+    """The key (None: not required), its source, its file if any, and the reason. repr hides the
+    key.
     """
 
     key: str | None = field(repr=False)
@@ -42,11 +42,11 @@ class KeyDecision:
 def resolve_api_key(
     host: str, given_key: str | None, allow_anonymous: bool, cache_dir: Path
 ) -> KeyDecision:
-    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key (mode 0600;
-    0640 in a folder that its group shares, see `secret_mode`).
+    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key.
 
-    Raises NibbleError(CONFIG) for a given key no HTTP header can carry and for a key file that
-    cannot be made, read or trusted. No message ever contains a key.
+    Its mode is 0600, or 0640 in a folder that its group shares (see `secret_mode`). Raises
+    NibbleError(CONFIG) for a key that an HTTP header cannot carry and for a key file that cannot be
+    created, read or trusted. Messages never contain a key.
     """
     if given_key:
         _require_sendable(given_key)
@@ -75,8 +75,8 @@ def resolve_api_key(
 def is_loopback(host: str) -> bool:
     """Whether binding `host` reaches this machine only.
 
-    Names other than localhost are not looked up: what DNS says may change. An empty host is every
-    interface for vLLM.
+    It does not look up names other than localhost, because DNS can change. vLLM takes an empty host
+    as every interface.
     """
     name = host.strip().removeprefix("[").removesuffix("]").lower()
     if name == "localhost":
@@ -104,9 +104,7 @@ def _require_sendable(key: str) -> None:
 
 
 def _store_new_key(path: Path) -> bool:
-    """Make the key file unless there is one; True when this call made it. Readers never see a
-    half-written file.
-    """
+    """Create the key file unless it exists; True when this call did. Readers see a whole file."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +144,7 @@ def _read_key(path: Path) -> tuple[str, str]:
 
 
 def _tighten(path: Path, descriptor: int) -> str:
-    """Bring the file to its mode; refuse what others could have written.
+    """Set the file's mode; refuse a file that other users could have written.
 
     Group bits are only tightened: Kubernetes' fsGroup sets them on every file of a volume at each
     start.

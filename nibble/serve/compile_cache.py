@@ -1,8 +1,7 @@
-"""The entries of compiled code on disk: opened by a server, recorded once it is ready, verified at
-the next start, pruned.
+"""The entries of compiled code on disk: opened by a server, recorded when ready, verified, pruned.
 
-Nothing here ever stops a start: what is damaged is dropped and compiled again, what cannot be
-written is not recorded.
+Nothing here stops a start: nibble drops what is damaged, and the start compiles it again. What
+cannot be written is not recorded.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Entry:
 
 
 class Use:
-    """The entries of a plan while a server runs: locked against prune, recorded when told. `say`
+    """The entries of a plan while a server runs: locked against prune, recorded on request. `say`
     gets warnings.
     """
 
@@ -84,7 +83,7 @@ class Use:
         self._recording = threading.Lock()  # a server may be stopped the moment it is ready
 
     def open(self) -> None:
-        """Verify, drop what is damaged, make what is missing, and hold all of it."""
+        """Verify the entries, drop damaged ones, create missing ones, and lock all of them."""
         for key in self._caches.keys:
             folder = self._caches.root / key.name
             with self._or_warn(folder):
@@ -98,7 +97,7 @@ class Use:
             self._share_model_inspection()
 
     def record(self) -> None:
-        """The server is ready: note every file with size and sha256, for what is there works."""
+        """The server is ready, so its files work: record each with size and sha256."""
         self._was_ready = True
         for key in self._caches.keys:
             folder = self._caches.root / key.name
@@ -107,7 +106,7 @@ class Use:
                     write_record(folder)
 
     def close(self) -> None:
-        """Note what was compiled since it was ready, and let go of the entries."""
+        """Record what was compiled since, and release the entries."""
         if self._was_ready:
             self.record()
         for descriptor in self._locks:
@@ -176,8 +175,8 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def entries(root: Path) -> list[Entry]:
-    """All entries below `root`, the one used last first. A folder without a readable key is
-    listed as unknown.
+    """All entries below `root`, the last used first; a folder without a readable key is listed as
+    unknown.
     """
     found: list[Entry] = []
     for folder in _folders(root):
@@ -385,7 +384,7 @@ def to_prune(
     """What a prune removes, the longest unused first; entries in use stay. Pure.
 
     Older than `older_than_s`; of another build than `build`; and as many of the rest as `max_bytes`
-    asks for.
+    requires.
     """
     oldest_first = sorted(
         (entry for entry in found if not entry.is_used), key=lambda entry: entry.last_used_s

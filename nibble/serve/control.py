@@ -1,7 +1,6 @@
-"""The control port: /status and /ready on loopback, answered from the first second whatever the
-engine does.
+"""The control port: /status and /ready on loopback, answered before and during the engine's run.
 
-For health checks and people on the same machine. It never leaves 127.0.0.1 and changes nothing.
+Health checks and users on the same machine read it. It never leaves 127.0.0.1 and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ _READ_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Answers:
-    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not.
+    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` gives the reason.
+
     All run in request threads.
     """
 
@@ -32,7 +32,7 @@ class Answers:
 
 
 class ControlServer:
-    """Binds at once; answers after `start`. Raises NibbleError(CONFIG) where the port is taken."""
+    """Binds at once; answers after `start`. Raises NibbleError(CONFIG) if the port is in use."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ControlServer:
 
     @property
     def answers(self) -> Answers:
-        """What /status and /ready answer with now. The port stays open while they change."""
+        """The current answers of /status and /ready. The port stays open while they change."""
         return self._server.answers
 
     @answers.setter
@@ -64,7 +64,7 @@ class ControlServer:
 
     @property
     def port(self) -> int:
-        """The port in use, also where 0 was asked for."""
+        """The port in use, also for 0."""
         return self._server.server_address[1]
 
     def start(self) -> None:
@@ -77,9 +77,7 @@ class ControlServer:
 
 
 class Turn:
-    """A ControlServer that stays open over several runs, for the time of one: `close` gives the
-    answers back to its owner.
-    """
+    """A ControlServer that stays open over several runs, lent to one run until `close`."""
 
     def __init__(self, server: ControlServer, answers: Answers) -> None:
         self._server, self._own, self._before = server, answers, server.answers

@@ -1,6 +1,4 @@
-"""How an engine's end is told: one line with what happened, why as far as it is known, and what
-to do. Pure.
-"""
+"""Errors for an engine's end: what happened, the known cause, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def engine_died(
 ) -> NibbleError:
     """vLLM ended by itself.
 
-    `cause` is the last error it logged, `lost` its process that ended first where that was not the
-    API server; `memory_ladder` is given where the kernel's OOM killer struck just before.
+    `cause` is the last error it logged; `lost` is its process that ended first, unless the API
+    server. `memory_ladder` is given if the kernel's OOM killer acted just before.
     """
     if names := _not_loaded(cause):
         is_cut = _EMPTY in cause and not cause.endswith("}")  # a cause is cut at some length
@@ -62,18 +60,16 @@ def engine_died(
 
 
 def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
-    """The hang watch ended vLLM. `what` did not move, `gpus` is what NVML says."""
+    """The hang watch ended vLLM: `what` did not move, `gpus` is NVML's report."""
     line = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
     action = "see the stacks in the log above; set the limit with NIBBLE_HANG_SECONDS"
     return NibbleError(ExitCode.ENGINE_DIED, what=line, action=action)
 
 
 def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
-    """What a node knows of the end of `process`, one of vLLM's; the server on another node tells
-    it.
+    """What a node knows of the end of a vLLM process, for the server on another node.
 
-    `cause` is the last error that was logged, `code` its exit code (negative: of a signal) where
-    that is known.
+    `cause` is the last logged error, `code` the exit code if known (negative: a signal).
     """
     if kernel_has_killed:
         return f"{process} was killed by the kernel, which was out of memory"
@@ -87,9 +83,7 @@ def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | No
 
 
 def _not_loaded(cause: str) -> list[str]:
-    """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused
-    layer's scales.
-    """
+    """The parameters that vLLM's check found empty, or that nibble's plugin found partly loaded."""
     if match := _UNSCALED.search(cause):
         return [match[1]]
     return sorted(re.findall(r"'([^']+)'", cause.partition(_EMPTY)[2]))

@@ -1,6 +1,4 @@
-"""Small HTTP servers that answer in JSON, one connection a request: the control port, and the
-agent of a cluster's node.
-"""
+"""Small HTTP servers that answer in JSON, for the control port and the cluster's agents."""
 
 from __future__ import annotations
 

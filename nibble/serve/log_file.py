@@ -1,6 +1,4 @@
-"""The log of a server in the background: a file that the server itself rotates, read by `nibble
-logs`.
-"""
+"""The log of a background server: a file that the server rotates and `nibble logs` reads."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class LogFile:
-    """`path` is written; `path`.1 is the newest of the older ones. Only its owner reads it:
-    requests may be logged.
+    """`path` is the current file, `path`.1 the newest older one. Only the owner reads it: it may
+    hold requests.
     """
 
     path: Path

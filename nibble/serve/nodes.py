@@ -1,4 +1,6 @@
-"""What a run of vLLM asks of a server that spans several machines (nibble/cluster/watch.py)."""
+"""The interface of a server that spans several machines (nibble/cluster/watch.py) for one run of
+vLLM.
+"""
 
 from __future__ import annotations
 

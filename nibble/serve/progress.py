@@ -22,7 +22,7 @@ _REFRESH_PER_SECOND = 4
 class Display:
     """Shows phases and passes the engine's output on. Thread-safe.
 
-    `silence` gives the seconds since the engine's last sign of life. `live` is whether to draw on
+    `silence` gives the seconds since the engine's last progress. `live` is whether to draw on
     the terminal; None asks stderr.
     """
 
@@ -127,10 +127,10 @@ def describe(phase: str, progress: float | None, detail: str) -> str:
 
 
 class StallWatch:
-    """Reports silence of the engine once a period; never acts on it. Pure: the caller brings the
+    """Reports silence of the engine once a period; never acts on it. Pure: the caller has the
     clock.
 
-    `period_s` is both how long silence must last and how often it is told again.
+    `period_s` is both the silence before a report and the interval between reports.
     """
 
     def __init__(self, period_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What nibble says when the server is ready: address, a command to paste, and where the key is.
+"""The lines for the user when the server is ready: address, a command to paste, the key's file.
 Pure.
 """
 

@@ -1,6 +1,4 @@
-"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Its creator
-removes it.
-"""
+"""The folder of one run of vLLM (gate state, workers' reports, sockets); its creator removes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs vLLM under a small supervisor: start, watch, let in, drain, end; and maps how it ended to
-exit codes.
-"""
+"""Runs vLLM under a small supervisor: start, watch, admit, drain, end; and its exit code."""
 
 from __future__ import annotations
 
@@ -308,7 +306,7 @@ class Supervisor:
             waited += _POLL_S
 
     def _is_answering(self) -> bool:
-        """Whether it does, and as it should; the one who asks that is the first to be answered."""
+        """Whether the server answers correctly. The caller's request is the first one."""
         names, generates = self._plan.served_names, self._generates is not False
         if not lists_models(self._api, names):
             return False

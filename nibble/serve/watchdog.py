@@ -1,8 +1,8 @@
 """The memory watchdog: stops admission, then the engine, before the host swaps or the machine
-wedges.
+hangs.
 
-`decide` is pure. `Governor` samples in a separate thread that opens no files and waits for no
-lock, no terminal and no other thread: what it must do when memory is gone, it can.
+`decide` is pure. `Governor` samples in a separate thread that opens no files and waits for no lock,
+terminal or other thread, so that it can act when memory is gone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Reads or replaces the inputs of linear layers of a transformers model, to calibrate or emulate
-W4A4.
-"""
+"""Reads or replaces inputs of linear layers in transformers, to calibrate or emulate W4A4."""
 
 from __future__ import annotations
 

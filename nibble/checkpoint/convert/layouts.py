@@ -1,5 +1,4 @@
-"""Translates NVFP4 between ModelOpt, compressed-tensors and Quartet II: the same codes, other
-names.
+"""Translates NVFP4 between ModelOpt, compressed-tensors and Quartet II without rounding codes.
 
 Global scales are multipliers, in compressed-tensors divisors: y = fl(1/x), the float32 nearest to
 1/x. The reciprocal fl(1/y) is x again, or x's neighbour: with x in [1, 2), y is off by at most

@@ -1,6 +1,4 @@
-"""Further checks of `nibble doctor`: known-bad versions, FlashInfer's compiler, caches, NCCL,
-limits.
-"""
+"""Further checks of `nibble doctor`: known-bad versions, compilers, caches, NCCL, limits."""
 
 from __future__ import annotations
 

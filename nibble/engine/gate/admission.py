@@ -1,6 +1,4 @@
-"""Who is let in: the server's state, for us and for the gate inside vLLM, changed by one thread
-at a time.
-"""
+"""Who may send requests: the server's state, changed by one thread at a time."""
 
 from __future__ import annotations
 

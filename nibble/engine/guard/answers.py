@@ -1,6 +1,4 @@
-"""Error answers of vLLM that repeat the request are cut: a request of 1 MB would be answered
-with 1.3 MB.
-"""
+"""Shortens vLLM's error answers that repeat the request (1 MB of request, 1.3 MB of answer)."""
 
 from __future__ import annotations
 

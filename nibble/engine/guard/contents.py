@@ -1,6 +1,4 @@
-"""What a parsed body contains: numbers as vLLM takes them, answers, prompts, messages and texts.
-Pure.
-"""
+"""The contents of a parsed body: numbers, answers, prompts, messages and texts. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Applying a series to a tree and taking it back: all or nothing, on exactly the files it was
-made for.
-"""
+"""Applies a series to a tree, or reverts it: all or nothing, on exactly the expected files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Unified diffs, applied strictly: every line of a hunk must be there as it says (no fuzz), only
-its place may have moved.
+"""Applies unified diffs strictly: every line of a hunk must match; only its place may move.
 
 Pure functions on text. The series is small and its files are pinned by sha256, so this is the part
 of `git apply` that is needed; tests compare the two. It is not git because `make serve` promises to

@@ -1,5 +1,4 @@
-"""What a probe is: a row of docs/patches.md and a small program that shows whether the defect is in
-a tree.
+"""A probe: a row of docs/patches.md and a program that shows whether a tree has the defect.
 
 A probe file lies in patches/probes/, names its row (`ROW`) and has `probe(tree)`. Where nibble's
 answer is something else than a patch (a flag, a rule, a plugin, an environment variable, a check at

@@ -1,6 +1,4 @@
-"""patches/PROJECT: a quilt series of patches with DEP-3 headers, and the sha256 of the files
-they were made for.
-"""
+"""patches/PROJECT: a quilt series with DEP-3 headers, and the sha256 of the files it changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The two tables of docs/patches.md for one tree: for each row whether nibble's answer is
-needed, in place, or obsolete.
-"""
+"""The two tables of docs/patches.md for one tree: whether each fix is needed and in place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A tree of vLLM to look at or to patch: an installed site-packages (or an unpacked wheel), or a
-source archive.
-"""
+"""A tree of vLLM to read or patch: site-packages, an unpacked wheel, or a source archive."""
 
 from __future__ import annotations
 

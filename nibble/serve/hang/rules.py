@@ -1,9 +1,9 @@
-"""When does vLLM hang, and when does it only take long? Pure: looks at its processes go in, stalls
-come out.
+"""Decides whether vLLM hangs or only takes long. Pure: observations of its processes in, stalls
+out.
 
-Only time in which the supervisor itself ran counts: of the time between two looks at most
-MAX_GAP_S. A machine that was suspended, a container that was paused and a box that swaps so much
-that the supervisor waits too add nothing.
+Only time in which the supervisor ran counts: at most MAX_GAP_S between two observations. A
+suspended machine, a paused container and a machine that swaps so much that the supervisor waits too
+add nothing.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen at one moment (seconds of the monotonic clock).
+    """The processes at one moment (seconds of the monotonic clock).
 
-    `answers` counts the API server's answers to the supervisor, None while nothing is asked;
+    `answers` counts the API server's answers to the supervisor, None before the first request;
     `programs` are the names of all processes below the API server.
     """
 
@@ -91,7 +91,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Something that did not move for `waited_s`, which is `limit_s` or longer."""
+    """A process that did not move for `waited_s`, which is `limit_s` or longer."""
 
     kind: Kind
     pid: int

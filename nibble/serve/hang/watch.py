@@ -1,8 +1,7 @@
-"""The hang watch: looks at vLLM's processes every few seconds, and says so when something does not
-move any more.
+"""The hang watch: checks vLLM's processes every few seconds, and reports when one stops moving.
 
-hang_rules.py decides; here is what it needs from /proc, the plugin's pulses, the API server and the
-processes' stacks.
+rules.py decides; this module reads /proc, the plugin's pulses, the API server and the processes'
+stacks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ API = "API server"
 
 @dataclass(frozen=True)
 class Hang:
-    """What does not move, and what the processes were doing: process name -> text."""
+    """What does not move, and the processes' stacks: process name -> text."""
 
     stall: Stall
     stacks: Mapping[str, str]

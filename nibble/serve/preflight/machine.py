@@ -1,5 +1,4 @@
-"""Everything that would stop a start later, found before vLLM is: hardware, ports, folders, model
-files.
+"""Finds what would stop a start later, before vLLM starts: hardware, ports, folders, model files.
 
 Decisions are functions of facts; `run_checks` collects the facts.
 """
@@ -48,10 +47,10 @@ LITTLE_DISK_BYTES = 2 << 30  # compiled graphs and logs of one model
 
 
 def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
-    """Warnings for a start of `plan`; raises NibbleError for what would make it fail. Starts
-    nothing.
+    """Warnings for a start of `plan`; raises NibbleError for what would make it fail.
 
-    Exit codes: 3 hardware, 4 model files, 5 ports, addresses and folders, 7 memory.
+    It starts nothing. Exit codes: 3 hardware, 4 model files, 5 ports, addresses and folders, 7
+    memory.
     """
     check_hardware(plan.target, plan.hardware)
     warnings = check_driver(plan.target, plan.hardware.driver)
@@ -77,7 +76,7 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
 
 
 def check_hardware(target: Target, hardware: Hardware) -> None:
-    """Raise NO_HARDWARE unless this machine is what the plan is for."""
+    """Raise NO_HARDWARE unless this machine has the plan's hardware."""
     if target.device == "cpu":
         if problem := cpu_problem(hardware.cpu_arch, hardware.cpu_flags):
             raise NibbleError(
@@ -129,9 +128,9 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
 def check_memory(plan: Plan) -> list[str]:
     """Warnings about memory; raises NO_FIT, with the sum, for a start that cannot fit.
 
-    Where the engine's memory is the host's, the estimate decides: a wedged machine is worse than a
-    refusal. A discrete GPU's driver refuses too much by itself, so only what is certain (weights
-    and one sequence) is refused there.
+    On shared memory the estimate decides: a machine that hangs is worse than a refusal. A discrete
+    GPU's driver refuses excess itself, so nibble refuses only what is certain (weights and one
+    sequence).
     """
     budget = plan.budget
     if budget.weights_bytes is None or budget.allowed_bytes is None or budget.room_bytes is None:
@@ -180,9 +179,7 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
 
 
 def check_certificate(args: Mapping[str, str]) -> None:
-    """Raise CONFIG for a certificate or key that cannot be used: vLLM reads them once the model
-    is loaded.
-    """
+    """Raise CONFIG for an unusable certificate or key, which vLLM reads only after the load."""
     certificate, key, authorities = (
         args.get(f"--ssl-{name}") for name in ("certfile", "keyfile", "ca-certs")
     )
@@ -217,9 +214,7 @@ def check_certificate(args: Mapping[str, str]) -> None:
 
 
 def check_folders(own: Path, engine: Path) -> list[str]:
-    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM must write and
-    cannot.
-    """
+    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM cannot write."""
     # Below our own cache the engine's folder is an entry that only a start makes.
     probed = nearest_existing(engine) if engine.is_relative_to(own) else engine
     for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
@@ -278,9 +273,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:
-    """VLLM_PORT is where vLLM's processes meet, not the API's port; people take one for the
-    other.
-    """
+    """A warning about VLLM_PORT: it is the port of vLLM's processes, not of the API."""
     given = child.get("VLLM_PORT", "")
     if not given.isdigit():
         return []

@@ -1,6 +1,4 @@
-"""What would make an NVFP4 checkpoint compute wrongly, found before it is loaded: damaged
-scales, a missing plugin.
-"""
+"""Finds what would make an NVFP4 checkpoint compute wrongly: damaged scales, a missing plugin."""
 
 from __future__ import annotations
 
@@ -17,12 +15,10 @@ from nibble.plan.validate import drafts_from_itself
 
 
 def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
-    """Lines to print for a start of `plan` with the environment `child`; reads every scale of the
-    checkpoint.
+    """Lines to print for a start of `plan` with the environment `child`; reads every scale.
 
     Raises MODEL for damaged scales and for the vocabulary of another model, CONFIG for scales in
-    another layout than the config says and for a plugin that is not there and cannot be done
-    without.
+    another layout than the config declares and for a missing plugin that the plan needs.
     """
     checkpoint = plan.checkpoint
     values = {name: choice.value for name, choice in plan.args.items()}
