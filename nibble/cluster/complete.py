@@ -27,21 +27,19 @@ Nodes = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not there yet, and what to do about it."""
+    """What is missing, and what to do about it."""
 
     what: str
     action: str = START_NODES
 
 
 def living(nodes: Nodes) -> list[dict[str, Any]]:
-    """Those that gave a sign of life within LOST_S."""
+    """The nodes that answered within LOST_S."""
     return [node for node in nodes if node["age_s"] < LOST_S]
 
 
 def missing_ranks(alive: Nodes, count: int) -> Missing | None:
-    """Without Ray: a node for each rank from 0 to `count` - 1, none of which still ends an
-    earlier run.
-    """
+    """Without Ray: a node for each rank from 0 to `count` - 1, all done with earlier runs."""
     ranks = {node["rank"] for node in alive}
     absent = [str(rank) for rank in range(count) if rank not in ranks]
     if absent:
@@ -54,7 +52,7 @@ def missing_ranks(alive: Nodes, count: int) -> Missing | None:
 
 
 def missing_gpus(alive: Nodes, count: int) -> Missing | None:
-    """With Ray: enough GPUs for all ranks, wherever they are."""
+    """With Ray: enough GPUs for all ranks on any nodes."""
     gpus = sum(node["gpus"] for node in alive)
     if gpus >= count:
         return None
@@ -63,7 +61,7 @@ def missing_gpus(alive: Nodes, count: int) -> Missing | None:
 
 
 def missing_nodes(alive: Nodes, count: int) -> Missing | None:
-    """So many nodes, whatever they are."""
+    """A number of nodes of any kind."""
     if len(alive) >= count:
         return None
     return Missing(
@@ -86,9 +84,7 @@ class Expected:
 
 
 def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | None:
-    """As a start would miss it. Where nothing is known, two nodes and all that the head has
-    heard of.
-    """
+    """What a start would miss. Without a plan: two nodes, and all that the head knows."""
     alive = living(nodes)
     if expected.nodes is None and expected.gpus is None:
         for node in nodes:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
 LOOK_S = 0.1
-HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
+HEAR_S = 4.0  # a heartbeat and its timeout: a rank that has not heard by then is absent
 SAME_MOMENT_S = (
     0.5  # within which it cannot be told which of two processes on two machines ended first
 )
@@ -91,7 +91,7 @@ class Cluster:
         self._began_at, self._died_here_at = 0.0, float("inf")
         self._was_ready = False
         self._seen: Sequence[dict[str, Any]] = ()
-        self._reminder = Reminder()  # of what a `prepare` waits for
+        self._reminder = Reminder()  # for the waits of `prepare`
         self._state: dict[str, Any] = {
             "state": "starting",
             "phase": "cluster",
@@ -211,8 +211,8 @@ class Cluster:
         return None
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
-        """Whether the end of a process on another node concerns this run, and does not follow
-        from an end on this node.
+        """Whether the end of a process on another node concerns this run and is not its
+        consequence.
         """
         at = time.monotonic() - end["ago_s"]
         if at < self._began_at or SAME_MOMENT_S < at - self._died_here_at < FOLLOWS_S:
@@ -249,8 +249,8 @@ class Cluster:
         raise found or error
 
     def who_was_lost(self) -> NibbleError | None:
-        """After vLLM ended by itself: was it a node? A lost node is known only once it was
-        silent for LOST_S.
+        """After vLLM ended by itself: the lost node, if any. A node counts as lost after LOST_S of
+        silence.
         """
         deadline = time.monotonic() + LOST_S + 3 * BEAT_S
         while time.monotonic() < deadline and not self.stop.is_set():
@@ -282,8 +282,8 @@ class Cluster:
         return False
 
     def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
-        """Until all nodes are present and free. A rank that fetches the model from this node
-        counts as alive.
+        """Wait until all nodes are present and free. A rank that fetches the model here counts as
+        alive.
         """
         limit_s = self.plan.settings.cluster_wait_seconds
         while not self.stop.is_set():
@@ -456,7 +456,7 @@ class Cluster:
                 self._until_every_rank_has_heard()
 
     def _until_every_rank_has_heard(self) -> None:
-        """Each hears the state with its next beat; one that is silent is not waited for."""
+        """Each hears the state with its next heartbeat; a silent one is skipped."""
         assert self._roster is not None
         told = time.monotonic()
         while time.monotonic() - told < HEAR_S:

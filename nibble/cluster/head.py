@@ -1,4 +1,4 @@
-"""The head's side of the cluster, and what members make of its answers."""
+"""The head's side of the cluster, and how members handle its answers."""
 
 from __future__ import annotations
 

@@ -40,11 +40,10 @@ NEW_RUN_S = (
 
 
 def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
-    """Serve this machine's ranks until told to stop or until rank 0 stops (0).
+    """Serve this machine's ranks until a stop or until rank 0 stops (0).
 
-    Raises CLUSTER where the head does not take this node or never begins, ENGINE_DIED where vLLM
-    ends by itself or the head stays away, NO_FIT where memory runs short here. What its workers
-    prove is judged by rank 0.
+    Raises CLUSTER if the head refuses this node or never begins, ENGINE_DIED if vLLM ends by itself
+    or the head stays away, NO_FIT if memory runs short. Rank 0 judges what its workers report.
     """
     settings = plan.settings
     head = str(plan.topology.head)

@@ -163,7 +163,7 @@ HEADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "odd size": (
         {"hidden_size": 72} | OTHER_FAMILY,
         "bf16",
-        "its hidden size 72 is no multiple of 16",
+        "its hidden size 72 is not a multiple of 16",
     ),
 }
 
