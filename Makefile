@@ -72,13 +72,11 @@ fmt: setup-dev ## format Python and shell, rewrite generated docs
 
 # Most of a server's start is imports on one core; more than two servers at once slow each other.
 PROCESSES = --numprocesses 2
-# Two servers on two cores sometimes miss a time bound that one keeps: failed tests run once more, alone.
-ALONE = { [ $$? -eq 1 ] && echo "== what failed, once more and alone" && pytest -p no:xdist --last-failed --last-failed-no-failures none --maxfail 3; }
 
 .PHONY: test test-all
-test: lint ## lint, types and every test that can run here in less than an hour
-	pytest $(PROCESSES) || $(ALONE)
-test-all: lint ## the slow tests too
+test: lint ## lint, types, and the tests that fit into 15 minutes on two cores
+	pytest $(PROCESSES)
+test-all: lint ## every test: the slow ones, and those that `make test` runs when their folder changed
 	pytest $(PROCESSES) --slow
 
 .PHONY: patches-newest demo lock clean

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
-from nibble.backend_rules import NESTED  # noqa: E402
+from nibble.recipes.rules import NESTED  # noqa: E402
 
 ERROR_LINE = re.compile(r"(?:^|\]:? )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
 NOT_OF_THE_MODEL = ("sampler: second best instead of best", "sampler: top_k ignored")
@@ -120,8 +120,8 @@ def error_in(log: str) -> str:
 
 def backends_of(model: str) -> dict[str, Any]:
     """Backends that `nibble serve` asks vLLM for on this machine, as arguments of LLM."""
-    from nibble.precedence import values_of
-    from nibble.prepare import plan_for, read_wishes
+    from nibble.plan.choice import values_of
+    from nibble.plan.gather import plan_for, read_wishes
 
     flags = values_of(plan_for(read_wishes([model], dict(os.environ))).args)
     return {

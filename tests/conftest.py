@@ -7,24 +7,25 @@ group.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import changes
 import containers
 import pytest
 import serving
 
-# Cheap first: a mistake shows before anything is built. Then what has few groups, so that no
-# process is left alone with it.
-FOLDERS = ("unit", "patches", "image", "cluster", "kernels", "e2e")
+# Cheap first: a mistake shows before anything is built. Then what has few or long groups, and short
+# ones last, so that both processes end together.
+FOLDERS = ("unit", "patches", "image", "cluster", "e2e", "kernels")
 # These folders and files share something: fixed ports and names of processes ("machine"), or the
 # bytecode of unpacked releases, which one test writes while another copies it. Probes use all cores
-# by themselves.
+# by themselves. Every other file is a group: its tests take ports of their process alone.
 TOGETHER = {
-    "unit": "unit",
     "patches": "patches",
     "image": "machine",
     "cluster": "machine",
@@ -94,6 +95,7 @@ class Judge:
         self.slow = config.getoption("--slow")
         self.network = config.getoption("--network")
         self.gpu = _has_gpu()
+        self.vllm = importlib.util.find_spec("vllm") is not None  # without importing it
         self.ci = os.environ.get("CI") == "true"
         self._engine: bool | None = None
 
@@ -103,8 +105,13 @@ class Judge:
             return "gpu: no NVIDIA GPU here"
         if item.get_closest_marker("network") and not self.network:
             return "network: needs the internet (pytest --network)"
+        if item.get_closest_marker("vllm") and not self.vllm:
+            return "vllm: not installed here"
         if item.get_closest_marker("slow") and not self.slow:
             return "slow: make test-all runs them"
+        mark = None if self.slow else item.get_closest_marker("when_changed")
+        if mark and not changes.is_changed(*mark.args):
+            return "no file of theirs changed: make test-all runs them"
         if _needs_engine(item) and not self.ci and not self.engine():
             return "docker: no Docker engine answers (setup/docker_engine.sh up starts one)"
         return None

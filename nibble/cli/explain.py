@@ -15,7 +15,8 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Layer
 from nibble.plan.plan import Plan
 from nibble.plan.server import OPTIONS as SERVER_OPTIONS
-from nibble.settings.options import closest, options
+from nibble.settings.declare import closest
+from nibble.settings.options import options
 
 WORD = "--explain"
 LAYERS = {

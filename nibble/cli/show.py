@@ -28,8 +28,9 @@ from nibble.plan.memory import arithmetic, show_gib
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe, resolve
 from nibble.serve.preflight.machine import check_memory
+from nibble.settings.declare import closest
 from nibble.settings.node_words import NODE_FIELDS, WHAT_THEY_DO
-from nibble.settings.options import Settings, closest, options
+from nibble.settings.options import Settings, options
 
 VERSIONED = (
     "vllm",

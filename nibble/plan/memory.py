@@ -15,7 +15,7 @@ from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, seque
 from nibble.plan.choice import Choice, Choices, Layer
 from nibble.plan.inputs import Ingredients
 from nibble.plan.topology import Topology
-from nibble.settings.options import token_count
+from nibble.settings.declare import token_count
 
 GIB = 1 << 30
 MIB = 1 << 20

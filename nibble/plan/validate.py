@@ -13,7 +13,8 @@ from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
 from nibble.plan.topology import Topology
 from nibble.recipes.recipe import ResolvedRecipe
-from nibble.settings.options import Settings, token_count
+from nibble.settings.declare import token_count
+from nibble.settings.options import Settings
 
 # vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR
 # #38479 (GSM8K, 200 questions, Qwen3-4B, 0.900 with a BF16 cache). Their numbers, not measured

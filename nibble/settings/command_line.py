@@ -13,7 +13,8 @@ from typing import Any
 from nibble.engine.flags import COMMAND_LINE, Flags, read_flags
 from nibble.engine.schema import Schema
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings.options import Option, Settings, options
+from nibble.settings.declare import Option
+from nibble.settings.options import Settings, options
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings.options import closest, options
+from nibble.settings.declare import closest
+from nibble.settings.options import options
 
 # Names with nibble's prefix that are not options of the server: installer, image build, and what
 # the supervisor hands to the processes that it starts.

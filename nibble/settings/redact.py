@@ -26,14 +26,14 @@ _SHOWN = frozenset(
         *("CC", "CXX", "DO_NOT_TRACK", "HF_ENDPOINT", "HF_HOME", "HOME", "HOSTNAME", "LANG"),
         *("LOGNAME", "MAX_JOBS", "PATH", "PWD", "SHELL", "TERM", "TMPDIR", "TZ", "USER"),
         *("VIRTUAL_ENV", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE"),
-        *("ALL_PROXY", "FTP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+        *("HF_TOKEN_PATH", "ALL_PROXY", "FTP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     )
 )
 _SHOWN_PREFIXES = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "CUTE_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "NVSHMEM_"),
     *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "FLASHINFER_"),
     *("FLASH_ATTENTION_", "DG_", "TRANSFORMERS_", "TOKENIZERS_", "HF_HUB_", "RAY_", "PIP_"),
-    *("PYTHON", "XDG_", "LC_", "OMP_", "KMP_", "MKL_", "MALLOC_", "LD_"),
+    *("HF_XET_", "NVCC_", "PYTHON", "XDG_", "LC_", "OMP_", "KMP_", "MKL_", "MALLOC_", "LD_"),
 )
 SHORTEST = 6  # a shorter value would take ordinary words out of every file
 # Names whose values are secrets, in variables, TOML, JSON, YAML, URLs, command lines.

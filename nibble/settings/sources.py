@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, TomlConfigSettingsSource
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings.options import Settings, closest, options
+from nibble.settings.declare import closest
+from nibble.settings.options import Settings, options
 from nibble.settings.secrets import read_secret
 
 LayerName = Literal["command line", "environment", "file", "default"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from cluster_nodes import DEMO, NAMED_S, TOKEN, ControlPort, Node, Stream, greedy, node
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
 STATUS = "from nibble.cli.app import main; import sys; sys.argv[1:] = ['cluster', 'status']; main()"
@@ -43,7 +43,6 @@ def must_name_the_loss(head: Node, stream: Stream, words: str) -> None:
     head.wait_for(lambda: not head.is_ready() and words in said(head), NAMED_S, f"saying {words!r}")
 
 
-@pytest.mark.slow  # the server on one machine is another start
 def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     one_machines_answers: list[str], nodes: tuple[Node, Node], client: Node
 ) -> None:
@@ -74,7 +73,6 @@ def test_the_cluster_answers_only_with_its_token(nodes: tuple[Node, Node]) -> No
     assert TOKEN not in head.logs()
 
 
-@pytest.mark.slow
 def test_a_check_leaves_a_server_alone_and_says_so(nodes: tuple[Node, Node]) -> None:
     head, _ = nodes
     checked = head.python(CHECK, HEAD_IP=head.address)
@@ -82,7 +80,6 @@ def test_a_check_leaves_a_server_alone_and_says_so(nodes: tuple[Node, Node]) -> 
     assert head.is_ready()
 
 
-@pytest.mark.slow
 def test_a_second_node_of_the_same_rank_is_turned_away(
     nodes: tuple[Node, Node], cpu_image: str, net: str
 ) -> None:
@@ -93,7 +90,6 @@ def test_a_second_node_of_the_same_rank_is_turned_away(
     assert head.is_ready()
 
 
-@pytest.mark.slow
 def test_a_second_head_is_turned_away(nodes: tuple[Node, Node], cpu_image: str, net: str) -> None:
     head, _ = nodes
     with node(cpu_image, net, 13, *WORDS, **ranks(NIBBLE_NODE_RANK="0")) as second:
@@ -102,7 +98,6 @@ def test_a_second_head_is_turned_away(nodes: tuple[Node, Node], cpu_image: str, 
     assert head.is_ready()
 
 
-@pytest.mark.slow
 def test_a_paused_node_is_named_and_the_service_comes_back_with_it(
     nodes: tuple[Node, Node], client: Node
 ) -> None:
@@ -124,7 +119,6 @@ def test_a_paused_node_is_named_and_the_service_comes_back_with_it(
     assert greedy(client, head)
 
 
-@pytest.mark.slow
 def test_a_node_that_is_cut_off_ends_its_part_and_the_service_comes_back_with_it(
     nodes: tuple[Node, Node], client: Node
 ) -> None:
@@ -139,7 +133,6 @@ def test_a_node_that_is_cut_off_ends_its_part_and_the_service_comes_back_with_it
     assert greedy(client, head)
 
 
-@pytest.mark.slow
 def test_a_killed_head_ends_every_rank_and_the_service_comes_back_with_it(
     nodes: tuple[Node, Node], client: Node
 ) -> None:

@@ -51,6 +51,18 @@ PROMPTS = [
 ]
 
 
+# In weights, in attention, in routing, in each sampler and in prompts.
+EACH_KIND = (
+    "scale tensor permuted",
+    "attention head zeroed",
+    "MoE routing wrong",
+    "sampler: second best instead of best",
+    "sampler: top_k ignored",
+    "wrong chat template",
+)
+SERVED = ["demo", pytest.param("larger", marks=pytest.mark.slow)]
+
+
 def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
     server = Server(
         folder / "server", ["serve", model, *FLAGS], **install(folder / "faults"), **environ
@@ -100,8 +112,11 @@ def test_the_table_has_every_fault() -> None:
     assert set(CAUGHT) == set(ALL_FAULTS)
 
 
-@pytest.mark.parametrize("served", ["demo", "larger"])
-@pytest.mark.parametrize("fault", CAUGHT)
+@pytest.mark.parametrize("served", SERVED)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(one, marks=() if one in EACH_KIND else pytest.mark.slow) for one in CAUGHT],
+)
 def test_each_mechanism_finds_the_faults_of_the_table_and_no_others(
     fault: str, served: str, request: pytest.FixtureRequest
 ) -> None:
@@ -109,6 +124,7 @@ def test_each_mechanism_finds_the_faults_of_the_table_and_no_others(
     assert caught(faulty, references, fault) == CAUGHT[fault]
 
 
+@pytest.mark.slow
 def test_without_references_the_other_two_find_what_they_found_with_them(
     larger: tuple[Faulty, References],
 ) -> None:
@@ -130,6 +146,7 @@ def coherent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
         faulty.server.end()
 
 
+@pytest.mark.slow  # trains a model: five minutes of a core
 @pytest.mark.parametrize("fault", sorted(set(CAUGHT) - {"KV scale wrong by 2"}))
 def test_coherence_finds_what_leaves_no_answer_right_and_nothing_else(
     fault: str, coherent: Faulty
@@ -138,11 +155,12 @@ def test_coherence_finds_what_leaves_no_answer_right_and_nothing_else(
     assert (found.verdict == "failed") == (fault in INCOHERENT), found
 
 
+@pytest.mark.parametrize("served", SERVED)
 def test_a_server_whose_fault_is_gone_is_found_healthy_again(
-    demo: tuple[Faulty, References], larger: tuple[Faulty, References]
+    served: str, request: pytest.FixtureRequest
 ) -> None:
-    for faulty, references in (demo, larger):
-        assert caught(faulty, references, "none") == set()
+    faulty, references = request.getfixturevalue(served)
+    assert caught(faulty, references, "none") == set()
 
 
 def test_status_tells_what_ran_and_what_was_proved_before_ready(
@@ -223,6 +241,7 @@ def end_of_start(
     return code, server.err.read_text().strip().splitlines()[-1]
 
 
+@pytest.mark.slow  # tests/unit/test_assertion.py judges every deviation
 def test_a_slow_fallback_ends_the_start_with_exit_8_and_says_what_ran(tmp_path: Path) -> None:
     code, line = end_of_start(
         tmp_path,
@@ -263,6 +282,7 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     assert answered == {503}, "nobody but the supervisor is answered before ready"
 
 
+@pytest.mark.slow
 def test_layers_of_an_export_without_scales_for_activations_are_compared_and_right(
     tmp_path: Path,
 ) -> None:
@@ -284,6 +304,7 @@ def test_layers_of_an_export_without_scales_for_activations_are_compared_and_rig
     assert status["assertion"]["ran"][0]["activations"] == ["bf16"]
 
 
+@pytest.mark.slow  # tests/kernels/test_proof_compare.py finds it
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "head and embedding in one"])
 def test_one_nan_in_a_head_too_large_to_be_read_ends_the_start(tmp_path: Path, tied: bool) -> None:
     """In the row of a token that nobody writes: every answer has its logit. Embeddings alone

@@ -177,6 +177,7 @@ def offline(model: Path, folder: Path, *words: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path: Path) -> None:
     done = offline(model, tmp_path, "--max-tokens", "4", "the people", "he said")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -184,6 +185,7 @@ def test_the_script_answers_offline_with_the_seeds_options(model: Path, tmp_path
     assert one.startswith("the people") and other.startswith("he said")
 
 
+@pytest.mark.slow
 def test_the_script_says_of_each_bad_prompt_why_and_answers_the_others(
     model: Path, tmp_path: Path
 ) -> None:

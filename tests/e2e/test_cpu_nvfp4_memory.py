@@ -20,6 +20,7 @@ SHAPE = Shape(
 PROGRAM = ROOT / "benchmarks/cpu_nvfp4.py"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_packed_layers_and_the_peak_of_loading_stay_small(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt", w4a4=True)

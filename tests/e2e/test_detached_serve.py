@@ -56,6 +56,7 @@ def wait_for(done: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow  # the next ones start and stop without waiting for ready
 def test_a_server_in_the_background_is_started_followed_refused_twice_and_stopped(
     nibble: Shell,
 ) -> None:

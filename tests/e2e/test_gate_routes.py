@@ -27,7 +27,6 @@ from nibble.engine.gate.asgi import Gate
 from nibble.engine.gate.routes import LISTED, WEBSOCKET, allowed_methods, router_path
 from nibble.engine.gate.state import GateState
 
-pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
 
 KEY = "nbl-the-key-of-this-test"

@@ -17,7 +17,6 @@ from kv_models import MODELS
 
 from nibble.checkpoint import layers, sequence_memory
 
-pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
 
 TOKENS = 1536

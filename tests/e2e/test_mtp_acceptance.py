@@ -15,7 +15,7 @@ from mtp_model import VOCAB, next_token, write_mtp_model
 from safetensors.torch import load_file, save_file
 from serving import ROOT, Server
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TOKENS, DRAFTS = 96, 2
 
@@ -96,15 +96,7 @@ def answer_and_acceptance(
     return [prompt[-1], *body["choices"][0]["token_ids"]], found["accepted"] / found["draft"]
 
 
-# BF16 is what vLLM's class makes by itself; that the plan names it as unquantized,
-# tests/patches/test_exclusion_override.py holds against vLLM.
-FORMS = [
-    pytest.param(False, marks=pytest.mark.slow, id="fc in BF16"),
-    pytest.param(True, id="fc in NVFP4"),
-]
-
-
-@pytest.mark.parametrize("quantized_fc", FORMS)
+@pytest.mark.parametrize("quantized_fc", [False, True], ids=["fc in BF16", "fc in NVFP4"])
 def test_drafts_are_accepted(tmp_path: Path, quantized_fc: bool) -> None:
     model = write_mtp_model(tmp_path / "model", "qwen3_next", quantized_fc=quantized_fc)
     tokens, acceptance = answer_and_acceptance(tmp_path / "server", model)
@@ -112,7 +104,6 @@ def test_drafts_are_accepted(tmp_path: Path, quantized_fc: bool) -> None:
     assert acceptance > 0.95, f"chance is {1 / VOCAB}"
 
 
-@pytest.mark.slow
 def test_a_draft_whose_projection_is_read_wrongly_is_not_accepted_and_the_canary_says_so(
     tmp_path: Path,
 ) -> None:

@@ -49,7 +49,11 @@ def wrong(found: dict[str, str]) -> list[str]:
 
 # Demos are served in eager mode on the CPU unless told otherwise; other models are compiled.
 @pytest.mark.parametrize(
-    "words", [["nibble-demo-nvfp4", "--no-enforce-eager"], ["nibble-demo-moe-nvfp4"]], ids=" ".join
+    "words",
+    [
+        pytest.param(["nibble-demo-nvfp4", "--no-enforce-eager"], id="compiled"),
+        pytest.param(["nibble-demo-moe-nvfp4"], id="experts", marks=pytest.mark.slow),
+    ],
 )
 def test_nibble_serves_the_nvfp4_demo_with_the_answers_of_the_bf16_one(
     words: list[str], tmp_path: Path
@@ -122,6 +126,7 @@ def uncompiled(tmp_path: Path) -> dict[str, str]:
     return {"PATH": path, "PYTHONPATH": str(site)}
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_demo_is_served_in_plain_torch_and_one_line_says_so(
     uncompiled: dict[str, str], tmp_path: Path
 ) -> None:
@@ -159,6 +164,7 @@ def test_without_a_compiler_the_demo_is_served_in_plain_torch_and_one_line_says_
     assert found == dict.fromkeys(("layers", "consistency", "references"), "passed")
 
 
+@pytest.mark.slow
 def test_vllm_alone_with_an_nvfp4_kernel_for_the_cpu_loads_the_demo_and_answers_wrongly(
     tmp_path: Path,
 ) -> None:
@@ -166,5 +172,6 @@ def test_vllm_alone_with_an_nvfp4_kernel_for_the_cpu_loads_the_demo_and_answers_
     assert len(wrong(found)) > len(QUESTIONS) / 2, found
 
 
+@pytest.mark.slow
 def test_with_the_merge_the_same_kernel_answers_right(tmp_path: Path) -> None:
     assert wrong(answers("nibble-demo-nvfp4", "emulation", tmp_path)) == []

@@ -22,7 +22,9 @@ DEMO = ROOT / "models" / "nibble-demo-nvfp4"
 QUESTIONS = [
     json.loads(line) for line in (ROOT / "models" / "demo_questions.jsonl").read_text().splitlines()
 ][:8]
+# What vLLM reads of such files: tests/patches/test_nvfp4_configs_in_vllm.py.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not DEMO.is_dir(), reason="the NVFP4 demo is not here"),
     pytest.mark.skipif(
         not entry_points(group="vllm.general_plugins", name="nibble"),
@@ -84,11 +86,7 @@ def legacy_mixed(folder: Path) -> Path:
     )
 
 
-# What vLLM reads of the legacy files: tests/patches/test_nvfp4_configs_in_vllm.py.
-LEGACY = [pytest.param(make, marks=pytest.mark.slow) for make in (legacy_w4a16, legacy_mixed)]
-
-
-@pytest.mark.parametrize("make", [weight_only_labelled_w4a4, *LEGACY])
+@pytest.mark.parametrize("make", [weight_only_labelled_w4a4, legacy_w4a16, legacy_mixed])
 def test_an_export_answers_as_the_demo_does(make: Callable[[Path], Path], tmp_path: Path) -> None:
     server = Server(
         tmp_path / "server",

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import vllm_logprobs
+from changes import OPERATORS
 from nvfp4_head import PROMPT, expected_logprobs, write
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 BF16_ROUNDING = 0.05  # of a model in BF16 beside one in float32, logits up to about 10
 
 
@@ -51,6 +52,7 @@ def test_a_model_class_that_passes_no_quant_config_loads_a_quantized_head(
     assert differs(found, "loaded", "nvfp4") < BF16_ROUNDING
 
 
+@pytest.mark.slow
 def test_vllm_alone_does_not_load_it(models: Path) -> None:
     (refused,), done = vllm_logprobs.run(
         [(str(models / "nvfp4"), {}, PROMPT)], models, VLLM_PLUGINS=""

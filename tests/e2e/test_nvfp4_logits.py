@@ -7,8 +7,9 @@ from __future__ import annotations
 import nvfp4_logits
 import pytest
 import torch
+from changes import OPERATORS
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 DENSE = "nibble-demo-nvfp4"
 
 
@@ -17,8 +18,8 @@ DENSE = "nibble-demo-nvfp4"
     "name",
     [
         "nibble on the CPU, W4A4",
-        "nibble on the CPU, W4A16, two ranks",
         pytest.param("nibble on the CPU, W4A16", marks=pytest.mark.slow),
+        pytest.param("nibble on the CPU, W4A16, two ranks", marks=pytest.mark.slow),
         pytest.param("nibble on the CPU, W4A4, two ranks", marks=pytest.mark.slow),
     ],
 )

@@ -139,6 +139,7 @@ def test_a_head_opens_named_ports_only_lets_nobody_in_without_its_token_and_stop
     assert ray_processes() == []
 
 
+@pytest.mark.slow
 def test_a_node_that_rays_head_does_not_reach_is_told_before_a_start(
     head: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_node_that_rays_head_does_not_reach_is_told_before_a_start(
     assert unreached([address], environ, over) is None
 
 
+@pytest.mark.slow  # tests/unit/test_ray_node.py has stand-ins for Ray
 def test_a_head_ends_with_10_when_ray_dies(head: Node) -> None:
     gcs = next(one for one in processes() if one.name == "gcs_server")
     os.kill(gcs.pid, signal.SIGKILL)

@@ -47,6 +47,7 @@ def test_a_start_computes_a_reference_and_a_healthy_server_agrees_with_it(first:
     assert "4 layers on 192 tokens" in found["detail"] and "6 prompts of" in found["detail"]
 
 
+@pytest.mark.slow  # tests/unit/test_canary_computed.py names layers
 def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(
     first: Server, tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(
     assert "computing a reference" not in "\n".join(server.said())
 
 
+@pytest.mark.slow
 def test_the_verb_writes_what_it_says(tmp_path: Path) -> None:
     out = tmp_path / "reference.json"
     words = [

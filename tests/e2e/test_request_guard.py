@@ -116,59 +116,86 @@ CHUNKED = (
     f"POST {COMPLETIONS} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type:"
     " application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
 ).encode()
-HEAVY: dict[str, tuple[bytes, int]] = {
-    "a million keys": (body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(10**6)}), 400),
-    "20,000 messages": (body(CHAT, messages=[USER] * 20_000, max_tokens=1), 400),
-    "nesting": (post(b'{"prompt": ' + b"[" * 10**6), 400),
-    "tokenize of 10 MB": (body("/tokenize", prompt="word1 " * 1_700_000), 400),
-    "n of 16,384": (body(COMPLETIONS, prompt="word1", n=16_384, max_tokens=1), 400),
-    "1024 prompts, n of 16": (body(COMPLETIONS, prompt=["word1"] * 1024, n=16, max_tokens=1), 400),
+# Made when they are sent: some have 100 MB, and every process of a test run reads this file.
+HEAVY: dict[str, tuple[Callable[[], bytes], int]] = {
+    "a million keys": (
+        lambda: body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(10**6)}),
+        400,
+    ),
+    "20,000 messages": (lambda: body(CHAT, messages=[USER] * 20_000, max_tokens=1), 400),
+    "nesting": (lambda: post(b'{"prompt": ' + b"[" * 10**6), 400),
+    "tokenize of 10 MB": (lambda: body("/tokenize", prompt="word1 " * 1_700_000), 400),
+    "n of 16,384": (lambda: body(COMPLETIONS, prompt="word1", n=16_384, max_tokens=1), 400),
+    "1024 prompts, n of 16": (
+        lambda: body(COMPLETIONS, prompt=["word1"] * 1024, n=16, max_tokens=1),
+        400,
+    ),
     "log-probs of long prompts": (
-        body(COMPLETIONS, prompt=["word1 " * 2000] * 50, max_tokens=1, prompt_logprobs=20),
+        lambda: body(COMPLETIONS, prompt=["word1 " * 2000] * 50, max_tokens=1, prompt_logprobs=20),
         400,
     ),
     "log-probs of long answers": (
-        body(COMPLETIONS, prompt="word1", n=16, max_tokens=2000, logprobs=20),
+        lambda: body(COMPLETIONS, prompt="word1", n=16, max_tokens=2000, logprobs=20),
         400,
     ),
-    "long stop strings": (body(COMPLETIONS, prompt="word1", stop=["x" * 10**6] * 4), 400),
+    "long stop strings": (lambda: body(COMPLETIONS, prompt="word1", stop=["x" * 10**6] * 4), 400),
     "bad words": (
-        body(COMPLETIONS, prompt="word1", bad_words=[f"word{n}" for n in range(10**5)]),
+        lambda: body(COMPLETIONS, prompt="word1", bad_words=[f"word{n}" for n in range(10**5)]),
         400,
     ),
     "a lone surrogate in bad_words": (
-        post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()),
+        lambda: post(json.dumps({**SOUND, "bad_words": ["\ud800"]}).encode()),
         400,
     ),
     "kv_transfer_params of a wrong type": (
-        body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}),
+        lambda: body(COMPLETIONS, prompt="word1", vllm_xargs={"kv_transfer_params": "x"}),
         400,
     ),
-    "a million items": (body(COMPLETIONS, prompt=[1] * 10**6, max_tokens=1), 400),
-    "one trailer of 100 MB": (CHUNKED + b"X: " + b"x" * 10**8, 431),
-    "ten million trailers": (CHUNKED + b"a:b\r\n" * 10**7, 431),
+    "a million items": (lambda: body(COMPLETIONS, prompt=[1] * 10**6, max_tokens=1), 400),
+    "one trailer of 100 MB": (lambda: CHUNKED + b"X: " + b"x" * 10**8, 431),
+    "ten million trailers": (lambda: CHUNKED + b"a:b\r\n" * 10**7, 431),
     "log-probs of many answers": (
-        body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=16, logprobs=20),
+        lambda: body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=16, logprobs=20),
         400,
     ),
-    "n of 16,384 as text": (body(COMPLETIONS, prompt="word1", n="16_384", max_tokens=1), 400),
-    "one header of 100 MB": (b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 10**8, 431),
+    "n of 16,384 as text": (
+        lambda: body(COMPLETIONS, prompt="word1", n="16_384", max_tokens=1),
+        400,
+    ),
+    "one header of 100 MB": (lambda: b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 10**8, 431),
     "a million headers": (
-        b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)),
+        lambda: b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % n for n in range(10**6)),
         431,
     ),
     "one header of 100 MB with the key": (
-        f"GET /health HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nX-Long: ".encode() + b"x" * 10**8,
+        lambda: (
+            f"GET /health HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nX-Long: ".encode()
+            + b"x" * 10**8
+        ),
         431,
     ),
 }
 
 
-@pytest.mark.parametrize("name", HEAVY)
+# One of each way in which a request is refused; tests/unit/test_guard_*.py have the others at less
+# cost.
+FIRST = (
+    "a million keys",
+    "nesting",
+    "log-probs of long prompts",
+    "ten million trailers",
+    "a million headers",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in FIRST else pytest.mark.slow) for one in HEAVY]
+)
 def test_is_refused_while_others_are_served(
     server: Server, name: str, record_property: Record
 ) -> None:
-    data, expected = HEAVY[name]
+    make, expected = HEAVY[name]
+    data = make()
     with Watch(server) as watch:
         began = time.monotonic()
         status = send(server, data)
@@ -182,23 +209,23 @@ def test_is_refused_while_others_are_served(
 
 
 # The most that the limits allow: accepted, or refused by vLLM, and still no stall.
-ALLOWED: dict[str, bytes] = {
-    "19,000 keys": body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(19_000)}),
-    "2048 messages": body(CHAT, messages=[USER] * 2048, max_tokens=1),
-    "n of 1024": body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
-    "1024 prompts": body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
-    "log-probs of a prompt": body(
+ALLOWED: dict[str, Callable[[], bytes]] = {
+    "19,000 keys": lambda: body(COMPLETIONS, **SOUND | {f"k{n}": 1 for n in range(19_000)}),
+    "2048 messages": lambda: body(CHAT, messages=[USER] * 2048, max_tokens=1),
+    "n of 1024": lambda: body(COMPLETIONS, prompt="word1", n=1024, max_tokens=1),
+    "1024 prompts": lambda: body(COMPLETIONS, prompt=["word1"] * 1024, max_tokens=1),
+    "log-probs of a prompt": lambda: body(
         COMPLETIONS, prompt="word1 " * 2000, max_tokens=1, prompt_logprobs=7
     ),
-    "2048 messages of one part": body(
+    "2048 messages of one part": lambda: body(
         CHAT,
         messages=[{"role": "user", "content": [{"type": "text", "text": "word1"}]}] * 2048,
         max_tokens=1,
     ),
-    "260,000 token ids": body(
+    "260,000 token ids": lambda: body(
         COMPLETIONS, prompt=[1] * 260_000, truncate_prompt_tokens=5, max_tokens=1
     ),
-    "4 MB of text": body(
+    "4 MB of text": lambda: body(
         COMPLETIONS, prompt="word1 " * 690_000, truncate_prompt_tokens=5, max_tokens=1
     ),
 }
@@ -212,9 +239,9 @@ def test_the_most_that_is_allowed_stalls_no_other_request(
     if (
         "log-probs" in name
     ):  # on a CPU the engine compiles what they need when they are first asked for
-        send(server, ALLOWED[name], 120)
+        send(server, ALLOWED[name](), 120)
     with Watch(server) as watch:
-        status = send(server, ALLOWED[name], 120)
+        status = send(server, ALLOWED[name](), 120)
     assert status in (200, 400)
     # The engine's own step takes seconds for log-probs of a prompt on a CPU; the API server does
     # not.
@@ -229,7 +256,11 @@ def api_server_bytes(server: Server) -> int:
     return int(text.split("VmRSS:")[1].split()[0]) << 10
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["declared", "chunked"])
+@pytest.mark.parametrize(
+    "chunked",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["declared", "chunked"],
+)
 def test_a_body_of_1_gb_is_refused_and_not_kept(
     server: Server, chunked: bool, record_property: Record
 ) -> None:
@@ -297,7 +328,7 @@ def test_slow_heads_slow_bodies_and_idle_connections_are_closed(
 def test_20_heavy_requests_at_once_stall_no_other_request(
     server: Server, record_property: Record
 ) -> None:
-    data = ALLOWED["2048 messages"]
+    data = ALLOWED["2048 messages"]()
     with Watch(server) as watch:
         threads = [threading.Thread(target=send, args=(server, data, 300)) for _ in range(20)]
         for thread in threads:

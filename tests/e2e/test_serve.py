@@ -137,6 +137,7 @@ class TestOneServer:
         assert "[nibble] drained and stopped" in server.said()
 
 
+@pytest.mark.slow
 def test_a_drain_that_runs_out_of_time_exits_143_and_leaves_no_process(start: Start) -> None:
     server = start(NIBBLE_DRAIN_SECONDS="1").wait_until_ready()
     stream = server.stream(LONG).wait_for(10)
@@ -149,6 +150,7 @@ def test_a_drain_that_runs_out_of_time_exits_143_and_leaves_no_process(start: St
     assert "1 request(s) still ran after 1 s" in server.said()[-1]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start(NIBBLE_DRAIN_SECONDS="90").wait_until_ready()
     server.stream(LONG).wait_for(10)
@@ -163,6 +165,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert server.engine_processes() == []
 
 
+@pytest.mark.slow
 def test_a_killed_api_server_exits_10_and_is_named_and_its_sockets_are_removed(
     start: Start,
 ) -> None:
@@ -189,6 +192,7 @@ def test_a_signal_during_load_stops_quickly_with_0(start: Start) -> None:
     assert server.engine_processes() == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_exits_10_with_its_reason_in_one_line(
     start: Start, tmp_path: Path
 ) -> None:

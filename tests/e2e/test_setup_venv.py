@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from changes import OPERATORS
 
 from nibble.engine.patching.apply import patch_states
 from nibble.engine.patching.series import load_series
@@ -165,6 +166,8 @@ def computes(folder: Path) -> str:
     return how
 
 
+# Each compiles all of them once.
+if_kernels_changed = pytest.mark.when_changed(*OPERATORS, "setup", "build.sh")
 PLAIN = (
     "[1/1] nibble's kernels\nkernels: plain torch ({}): NVFP4 on the CPU will be slow; {} and run"
     " make setup again"
@@ -181,6 +184,7 @@ def test_without_a_compiler_setup_says_so_in_one_line_and_nvfp4_computes_in_plai
     assert set_up(environment, PATH=nothing) == ""
 
 
+@if_kernels_changed
 def test_a_compiler_installed_later_is_picked_up_and_the_third_run_does_nothing(
     environment: Path, tmp_path: Path
 ) -> None:
@@ -195,6 +199,7 @@ def test_a_compiler_installed_later_is_picked_up_and_the_third_run_does_nothing(
     assert set_up(environment, PATH=os.environ["PATH"]) == ""
 
 
+@if_kernels_changed
 def test_a_compiler_that_fails_costs_one_line_with_the_log(
     environment: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +215,7 @@ def test_a_compiler_that_fails_costs_one_line_with_the_log(
     assert computes(environment) == "not compiled when it was installed"
 
 
+@if_kernels_changed
 def test_a_wheel_of_build_sh_is_installed_where_there_is_no_compiler(environment: Path) -> None:
     if not shutil.which("c++"):
         pytest.skip("no C++ compiler here")

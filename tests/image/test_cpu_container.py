@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from changes import CONTAINERS
 from containers import HARDENED, Answer, Container, docker, run_once, running, volume
 from served_containers import KEY, chat, trouble
 
@@ -47,6 +48,7 @@ def slow_server(cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
             yield container
 
 
+@pytest.mark.slow  # tests/e2e/test_serve.py drains without a container
 class TestDrain:
     TOKENS = 600
 
@@ -135,6 +137,15 @@ class TestOtherModes:
             "/opt/venv/bin/nibble",
         ]
 
+    def test_manifests_come_from_the_images_own_bases(self, cpu_image: str) -> None:
+        options = ["--env", "HEAD_IP=head", "--env", "NIBBLE_NNODES=2", "--env", "NUM_GPUS=1"]
+        words = ["cluster", "manifest", "lws", "nibble-demo-nvfp4", "--tensor-parallel-size", "2"]
+        found = json.loads(docker("run", "--rm", *options, cpu_image, *words).stdout)
+        assert (found["kind"], found["metadata"]["name"]) == (
+            "LeaderWorkerSet",
+            "nibble-demo-nvfp4",
+        )
+
     def test_an_unknown_command_is_executed_as_given(self, cpu_image: str) -> None:
         result = run_once(cpu_image, "python", "-c", "print('as given')", options=HARDENED)
         assert (result.returncode, result.stdout) == (0, "as given\n")
@@ -151,6 +162,7 @@ class TestOtherModes:
         assert len(result.stderr.splitlines()) == 1
         assert "MODEL" in result.stderr
 
+    @pytest.mark.when_changed(*CONTAINERS)
     def test_ray_head_comes_up_and_is_healthy(self, cpu_image: str) -> None:
         options = [
             *HARDENED,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from changes import CONTAINERS
 from containers import Container, client, docker, run_once, running, volume
 from documented import Documented, documented
 from served_containers import chat, trouble
@@ -190,6 +191,7 @@ def test_a_volume_of_another_group_is_usable_after_the_printed_command(cpu_image
         assert run_once(cpu_image, "bash", "-c", write, options=mount).returncode == 0
 
 
+@pytest.mark.when_changed(*CONTAINERS)
 class TestClusterToken:
     def test_the_printed_commands_bring_it_to_another_node(
         self, cpu_image: str, tmp_path: Path

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from changes import CONTAINERS
 from containers import builder, docker, run_once
 from cuda_tools import CUDA, NVCC
 
@@ -16,7 +17,7 @@ from nibble.engine.patching.series import load_series
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.when_changed(*CONTAINERS)]
 
 
 def build_stage(target: str, stage: str, build_environ: dict[str, str], *arguments: str) -> str:

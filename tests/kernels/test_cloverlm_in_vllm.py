@@ -13,11 +13,12 @@ from typing import Any
 import cloverlm_models as models
 import pytest
 import torch
+from changes import OPERATORS
 from cloverlm_models import CloverShape
 from serving import clean_environ
 from torch import Tensor
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 PROGRAM = Path(__file__).parents[1] / "fixtures/cloverlm_in_vllm.py"
 SHAPE = CloverShape()
 # CloverLM's heads, which two ranks share unevenly
@@ -265,6 +266,7 @@ def test_prompts_that_are_read_in_pieces_give_the_same_answers(answers: dict[str
     assert most_agree(answers["token, float32, in pieces"][0], answers["token, float32"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "nibble", "alone"),
     [
@@ -310,6 +312,7 @@ def test_two_stages_answer_as_one(installed: Path, tmp_path: Path, answers: dict
     assert most_agree(answers["split, token"][0], two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "nibble", "mode"),
     [({}, {}, None), (QUARTET2, WEIGHTS_ALONE, None), (QUARTET2, {}, "token")],
@@ -334,6 +337,7 @@ def test_the_real_widths_give_the_formulas_logits(
     assert most_agree(found, expected(REAL, prompts, linear))
 
 
+@pytest.mark.slow
 def test_the_real_widths_give_them_in_bf16(kernels: Any, installed: Path, tmp_path: Path) -> None:
     """Seen, of log-probabilities with a standard deviation of 21: 1.2 and 0.66 with BF16
     weights, 1.0 and 0.47 with W4A16.

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import vllm_logprobs
+from changes import OPERATORS
 from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 SHAPE = Shape(experts=4)
 PROMPT = [5, 17, 33, 101, 120, 7, 9, 11, 64, 80, 2]
 BF16_ROUNDING = 0.1  # of two ways to add up the same experts in BF16, logits up to about 10

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from changes import OPERATORS
 from conftest import KERNELS
 from kernel_cases import activations, assert_rounded_once, packed_weight, values_of
 from test_nvfp4_gpu_moe import (
@@ -48,7 +49,10 @@ CASES = [
 ]
 Multiply = Callable[..., Tensor]
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    pytest.mark.when_changed(*OPERATORS),
+]
 
 
 @pytest.fixture(scope="module")

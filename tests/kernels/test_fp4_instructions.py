@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from changes import OPERATORS
 from conftest import KERNELS
 from cuda_tools import NVCC, disassembler
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
@@ -33,7 +34,10 @@ SASS_2_TO_THE_23 = re.compile(r"\b83886\d\d\b")
 
 Compiler = Callable[[str, str], tuple[str, Path]]
 
-pytestmark = pytest.mark.skipif(not (NVCC.exists() or shutil.which("nvcc")), reason="no nvcc here")
+pytestmark = [
+    pytest.mark.skipif(not (NVCC.exists() or shutil.which("nvcc")), reason="no nvcc here"),
+    pytest.mark.when_changed(*OPERATORS),
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,8 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
     """PTX and machine code of one source, with the flags that the wheel is built with."""
-    flags = re.search(r"^NVCC_FLAGS = (\[.*\])$", (KERNELS / "setup.py").read_text(), re.MULTILINE)
+    setup = (KERNELS / "setup.py").read_text()
+    flags = re.search(r"^NVCC_FLAGS = (\[.*?\])$", setup, re.MULTILINE | re.DOTALL)
     assert flags
     torch_headers = Path(torch.__file__).parent / "include"
     cubin = folder / "kernel.cubin"

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from changes import OPERATORS
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 PROGRAM = Path(__file__).parents[2] / "benchmarks/nvfp4_layers.py"
 BF16_ROUNDING = 0.004  # two roundings of an output to BF16
 FORMS = ("modelopt", "compressed-tensors")

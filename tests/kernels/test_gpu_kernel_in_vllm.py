@@ -15,9 +15,10 @@ import pytest
 import test_cloverlm_in_vllm as cloverlm
 import torch
 import vllm_logprobs
+from changes import OPERATORS
 from generated_nvfp4 import Form, Shape, write_checkpoint
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 PROMPT = [5, 17, 33, 101, 120, 7, 9, 11, 64, 80, 2]
 BF16_ROUNDING = 0.1
 OURS: dict[str, Any] = {"linear_kernel": "nibble", "nvfp4_activations": "bf16"}

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from changes import OPERATORS
 from conftest import KERNELS, pip_install
 
 PROGRAM = """
@@ -62,6 +64,7 @@ def test_compiled_it_says_nothing(installed: Path) -> None:
     assert "nibble-kernels" not in done.stderr
 
 
+@pytest.mark.when_changed(*OPERATORS)
 def test_installed_where_there_is_no_compiler(tmp_path: Path) -> None:
     """pip installs the package without compiled parts instead of failing."""
     environ = {

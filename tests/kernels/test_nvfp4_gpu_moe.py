@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from changes import OPERATORS
 from kernel_cases import activations, packed_weight, values_of
 from torch import Tensor
 
@@ -101,6 +102,7 @@ def test_prepared_experts_have_a_global_scale_for_each_half(kernels: object) -> 
     assert one.scales.shape == (EXPERTS, 3, 4, 32, 4)
 
 
+@pytest.mark.when_changed(*OPERATORS)
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 6), (7, 3), (40, 4), (129, 2), (300, 5)])
 def test_a_layer_of_experts_adds_up_its_pairs(device: str, tokens: int, topk: int) -> None:
     """Decode kernels 64 pairs at a time, and above 128 tokens torch; experts of other processes

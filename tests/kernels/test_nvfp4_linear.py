@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from changes import OPERATORS
 from kernel_cases import (
     activations,
     assert_rounded_once,
@@ -92,6 +93,7 @@ def test_a_nan_scale_shows(level: str) -> None:
         ]
 
 
+@pytest.mark.when_changed(*OPERATORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_are_those_of_float32(level: str, dtype: torch.dtype) -> None:
     """Any number of rows on either side, rows that end inside what is decoded at a time, all

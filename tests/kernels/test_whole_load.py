@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from changes import OPERATORS
 from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_drafts import DRAFTS, write_draft
 from torch import Tensor
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 DENSE, EXPERTS = Shape(layers=3), Shape(layers=3, experts=4)
 FORMS = ("bf16", "modelopt", "compressed-tensors")

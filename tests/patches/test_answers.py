@@ -13,13 +13,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from changes import PATCHING
 from separating import halves, subsets
 from trees import pristine
 
 from nibble.engine.patching.run import rows
 from nibble.machine.paths import root
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.when_changed(*PATCHING, "rules", "targets"),
+]
 ROWS = rows()
 # Answer -> its probes, its file, and what is cut out of the file (a pattern) or written at its end.
 CUT = r"\n\[\[rule\]\]\nid = \"{}\".*?(?=\n\[\[rule|\Z)"

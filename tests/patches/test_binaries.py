@@ -17,6 +17,7 @@ from pathlib import Path
 import cuda_tools
 import elftools
 import pytest
+from changes import PATCHING
 from trees import pristine
 
 from nibble.engine.fatbin import Code, gpu_objects
@@ -57,6 +58,7 @@ def path_of(version: str, module: str) -> Path:
     return pristine(version) / f"vllm/{module}.abi3.so"
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(
     ("version", "module"), [(version, name) for version in CONTENT for name in CONTENT[version]]
 )
@@ -68,6 +70,7 @@ def test_wheels_hold_what_is_written_about_them(version: str, module: str) -> No
     assert not any(code.startswith("121") for code in found)
 
 
+@pytest.mark.when_changed(*PATCHING)
 def test_every_object_of_the_wheels_has_the_name_of_its_source() -> None:
     objects = {one.name: one.codes for one in gpu_objects(path_of("0.32.0", CORE))}
     # Two sources are named activation_kernels.cu
@@ -78,6 +81,7 @@ def test_every_object_of_the_wheels_has_the_name_of_its_source() -> None:
     assert older["nvfp4_scaled_mm_sm120_kernels"] == (Code(120, "a"),)
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize("module", ["_C_stable_libtorch", "_qutlass_C"])
 def test_nvidias_tool_lists_the_same_machine_code(module: str) -> None:
     tools = cuda_tools.disassembler()
@@ -97,6 +101,7 @@ def test_nvidias_tool_lists_the_same_machine_code(module: str) -> None:
     assert listed == Counter(str(code).rstrip("f") for code in codes)  # it does not list the f
 
 
+@pytest.mark.when_changed(*PATCHING)
 def test_the_released_wheel_has_the_instructions_of_gb10(tmp_path: Path) -> None:
     """Each object by its name, taken out by NVIDIA's tool, which numbers machine code in the
     order of the file.
@@ -117,6 +122,7 @@ def test_the_released_wheel_has_the_instructions_of_gb10(tmp_path: Path) -> None
     assert found == cuda_tools.GB10_INSTRUCTIONS
 
 
+@pytest.mark.when_changed(*PATCHING)
 @needs_nvcc
 @pytest.mark.parametrize(
     "told", [["120", "80", "PTX 80"], ["120a"], ["120f"], ["121a"], ["PTX 100f"]], ids=str
@@ -144,6 +150,7 @@ def test_the_pinned_wheel_passes_for_every_target_in_seconds(target: str) -> Non
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize("version", ["0.15.1", "0.16.0"])
 def test_the_seeds_wheels_are_refused(version: str) -> None:
     with pytest.raises(
@@ -153,6 +160,7 @@ def test_the_seeds_wheels_are_refused(version: str) -> None:
         check_binaries(open_tree(pristine(version)), load_target("gb10"))
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
@@ -194,6 +202,7 @@ def with_flag(data: bytes, flag: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(
     ("version", "target", "status"), [("0.32.0", "gb10", 0), ("0.16.0", "gb10", 6)]
 )

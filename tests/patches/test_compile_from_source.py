@@ -26,6 +26,7 @@ from pathlib import Path
 
 import cuda_tools
 import pytest
+from changes import PATCHING
 from trees import patched, pristine, source_tree
 
 from nibble.engine.fatbin import Code, gpu_objects
@@ -33,6 +34,7 @@ from nibble.engine.gpu_code import CORE, FAMILY_CODE, MARLIN_FP4, MOE
 from nibble.machine.targets import load_target
 
 pytestmark = [
+    pytest.mark.when_changed(*PATCHING),
     pytest.mark.vllm,
     pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}"),
 ]

@@ -14,13 +14,14 @@ from pathlib import Path
 import cuda_tools
 import pytest
 import trees
+from changes import PATCHING
 from gpu_modules import module, write_tree
 
 from nibble.engine.patching import run
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import root
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*PATCHING)]
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
 SCALED_MM = "csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu"
 FP4 = "csrc/quantization/fp4"

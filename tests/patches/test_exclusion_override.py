@@ -13,7 +13,6 @@ from tiny_model import MODELOPT_NVFP4
 
 from nibble.plan.gather import plan_for, read_wishes
 
-pytest.importorskip("vllm", reason="needs an importable vLLM")
 pytestmark = pytest.mark.vllm
 
 WORDS = ["--target", "gb10", "--speculative-config", '{"method":"mtp","num_speculative_tokens":1}']

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import trees
+from changes import PATCHING
 
 from nibble.engine.patching import run
 from nibble.engine.patching.probe import Finding
@@ -50,6 +51,7 @@ def edited(folder: Path, name: str, old: str, new: str) -> Tree:
     return open_tree(folder)
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -67,6 +69,7 @@ def test_a_c_tmp_that_is_too_small_is_a_defect(tmp_path: Path, old: str, new: st
     assert finding.state == "defect", finding.detail
 
 
+@pytest.mark.when_changed(*PATCHING)
 def test_another_kernel_is_not_judged_by_this_ones_bound(tmp_path: Path):
     tree = edited(
         tmp_path, f"{MARLIN}/marlin_template.h", "locks_off * c_size", "blockIdx.x * c_size"
@@ -74,6 +77,7 @@ def test_another_kernel_is_not_judged_by_this_ones_bound(tmp_path: Path):
     assert PROBE.probe(tree).state == "not applicable"
 
 
+@pytest.mark.when_changed(*PATCHING)
 def test_c_tmp_without_the_clamp_is_sound_too(tmp_path: Path):
     tree = edited(
         tmp_path, f"{MARLIN}/ops.cu", "(long)size_n * sorted_token_ids.size(0)", "1l << 40"

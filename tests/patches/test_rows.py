@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from changes import PATCHING
 from separating import halves, subsets
 from trees import copy_of, patched, pristine, source_tree
 
@@ -21,6 +22,9 @@ from nibble.machine.paths import root
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()
+if_an_answer_changed = pytest.mark.when_changed(
+    *PATCHING, "rules", "targets", "kernels", "nibble/plan", "nibble/engine"
+)
 CURRENT = "0.32.0"
 EXPECTED = [(name, version) for name, row in ROWS.items() for version in row.expect]
 PATCHES = [patch.name for patch in load_series("vllm").patches]
@@ -57,6 +61,7 @@ def found(version: str) -> dict[str, Result]:
     return results
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(("name", "version"), EXPECTED)
 def test_probe_finds_in_the_pristine_release_what_its_row_says(name: str, version: str) -> None:
     result = found(version)[name]
@@ -74,6 +79,7 @@ def patched_table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Line]:
     return table_of_the_patched_release(tmp_path_factory.getbasetemp() / "patched")
 
 
+@if_an_answer_changed
 def test_every_row_of_the_patched_release_is_in_order(patched_table: dict[str, Line]) -> None:
     wrong = {
         line.id: (line.word, line.detail) for line in patched_table.values() if not line.in_order
@@ -81,6 +87,7 @@ def test_every_row_of_the_patched_release_is_in_order(patched_table: dict[str, L
     assert not wrong
 
 
+@if_an_answer_changed
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.fix])
 def test_every_fix_is_in_place_in_the_patched_release(
     name: str, patched_table: dict[str, Line]
@@ -97,6 +104,7 @@ def test_every_fix_is_in_place_in_the_patched_release(
     assert line.word in allowed, line.detail
 
 
+@pytest.mark.when_changed(*PATCHING)
 @pytest.mark.parametrize(
     ("left_out", "group"),
     [*LEFT_OUT, *(pytest.param(*one, marks=pytest.mark.slow) for one in SEPARATING)],
@@ -160,6 +168,7 @@ def test_the_series_applies_to_both_layouts_and_reverts_byte_for_byte(
     )
 
 
+@pytest.mark.when_changed(*PATCHING)
 def test_the_series_is_what_git_apply_makes_of_it(tmp_path: Path) -> None:
     """The same bytes as `git apply` of the whole series at once, on a copy of the touched files."""
     series = load_series("vllm")

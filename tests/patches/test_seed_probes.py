@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import trees
+from changes import PATCHING
 
 from nibble.engine.patching import run
 from nibble.engine.patching.probe import Finding
 from nibble.engine.patching.tree import Tree, open_tree
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*PATCHING)]
 LAYERS = "vllm/model_executor/layers"
 GLM = "vllm/model_executor/models/glm4_moe.py"
 MODELOPT = f"{LAYERS}/quantization/modelopt.py"

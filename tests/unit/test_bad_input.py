@@ -16,6 +16,7 @@ from bad_input import Case, Ignored, Place, Row, document, pattern
 from bad_input_rows import DOCUMENT, IGNORED, all_rows
 from hub import Hub
 from other_users import open_to_others
+from serving import free_port
 from tiny_model import write_model
 
 from nibble.cli import app as cli
@@ -74,21 +75,13 @@ def filled(text: str, place: Place, used_port: int) -> str:
     return text
 
 
-def own_ports() -> dict[str, str]:
-    """Other workers of the test run look at ports too. These are below those that the kernel
-    gives to connections.
-    """
-    port = 10000 + 2 * (os.getpid() % 10000)
-    return {"PORT": str(port), "NIBBLE_CONTROL_PORT": str(port + 1)}
-
-
 def environment(case_env: Mapping[str, str], place: Place, used_port: int) -> dict[str, str]:
     """A clean environment, whatever the machine that runs the tests has set, and the case's
     variables.
     """
     base = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     base |= {"HOME": str(place.tmp), "HF_ENDPOINT": place.hub.url, "NIBBLE_TARGET": "cpu"}
-    base |= own_ports()
+    base |= {"PORT": str(free_port()), "NIBBLE_CONTROL_PORT": str(free_port())}
     return base | {name: filled(value, place, used_port) for name, value in case_env.items()}
 
 

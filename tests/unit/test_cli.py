@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import processor_time
 import pytest
 
 from nibble.machine.paths import root
@@ -37,16 +37,10 @@ def best_of_ten(*words: str) -> float:
     """Seconds of a processor, of which the machine's other work takes none."""
     times = []
     for _ in range(10):
-        start = processor_seconds()
+        start = processor_time.of_children()
         assert nibble(*words).returncode == 0
-        times.append(processor_seconds() - start)
+        times.append(processor_time.of_children() - start)
     return min(times)
-
-
-def processor_seconds() -> float:
-    """Of all processes that this one has started and that have ended."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
 
 
 def test_help_takes_less_than_0_3_seconds() -> None:

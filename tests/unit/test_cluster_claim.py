@@ -5,7 +5,6 @@ and GPUs of the nodes.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import free_port
 
 from nibble.cli import cluster as commands
 from nibble.cluster import agent as agent_module
@@ -41,9 +41,7 @@ RANK_0 = HEAD | {
 @pytest.fixture
 def roster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roster]:
     """That of a head whose agent answers on a free port."""
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(agent_module, "AGENT_PORT", free_port(HERE))
     for module in (lock_module, coordinator):
         monkeypatch.setattr(module, "BEAT_S", 0.05)
     roster = Roster("head")

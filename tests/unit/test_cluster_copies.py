@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call
@@ -35,9 +35,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two nodes with cache folders of their own."""
-    with socket.socket() as probe:
-        probe.bind((SOURCE, 0))
-        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(agent_module, "AGENT_PORT", free_port(SOURCE))
     agents: list[Agent] = []
     for address, name in ((SOURCE, "source"), (TAKER, "taker")):
         copies = Copies(TOKEN, {"HOME": str(tmp_path / name)}, tmp_path / name)
@@ -99,7 +97,7 @@ def test_a_node_whose_disk_is_too_small_is_named_with_the_arithmetic(
     body = {"address": SOURCE, "name": name, "folder": str(tmp_path / "taker" / "model")}
     answer = fetched(body)
     assert answer["state"] == "failed"
-    assert "needs 1.2 MiB of disk for its download and 1.0 GiB to spare" in answer["detail"]
+    assert "needs 1.2 MiB and a margin of 1.0 GiB" in answer["detail"]
     assert not (tmp_path / "taker" / "model").exists()
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster import file_server
@@ -40,9 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(agent_module, "AGENT_PORT", free_port())
 
 
 @pytest.fixture
@@ -135,8 +133,8 @@ def test_a_disk_too_small_is_refused_with_the_arithmetic_before_a_byte_comes(
     with pytest.raises(NibbleError) as caught:
         fetch_model("127.0.0.1", TOKEN, {}, there, quiet)
     assert caught.value.code == ExitCode.NO_FIT
-    assert "needs 0.6 MiB of disk" in caught.value.what
-    assert f"1.0 GiB to spare, {there} has 1.0 GiB free: 0.6 MiB too little" in caught.value.what
+    assert "needs 0.6 MiB and a margin of 1.0 GiB" in caught.value.what
+    assert f"{there} has 1.0 GiB free, 0.6 MiB too little" in caught.value.what
     assert "NIBBLE_CACHE_DIR" in caught.value.line()
     assert [path.name for path in there.iterdir()] == [f"model.safetensors{PARTIAL}"]
     monkeypatch.setattr(file_server, "free_bytes", lambda path: (1 << 30) + 600_002)

@@ -9,7 +9,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -99,9 +98,7 @@ def memory(tmp_path: Path) -> Path:
 @pytest.fixture
 def agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a free port."""
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(agent_module, "AGENT_PORT", free_port(HERE))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call, connect
@@ -125,9 +126,7 @@ def test_a_node_that_left_with_an_error_is_named_with_it_until_it_is_back(roster
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roster]:
     """A real agent on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(agent_module, "AGENT_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(agent_module, "AGENT_PORT", free_port())
     roster = Roster("head")
     handlers = head_handlers(roster) | {"/broken": broken}
     agent = Agent("127.0.0.1", TOKEN, handlers).start()

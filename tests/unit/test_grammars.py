@@ -171,7 +171,7 @@ def test_the_limit_of_time(log: Path) -> None:
         (400, True),
         (503, False),
     }  # 503: a starved machine
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20  # it would spin without end
 
 
 @pytest.mark.parametrize("act", ["spin", "read slowly"])
@@ -284,17 +284,16 @@ def test_a_compile_that_has_no_turn_in_time_is_refused_with_503(
 
 
 def test_the_event_loop_runs_on_while_something_compiles(log: Path) -> None:
-    async def work(found: Grammars) -> float:
+    async def work(found: Grammars) -> int:
         await found.problem(CHAT, regex("a"), None)
         waiting = asyncio.ensure_future(found.problem(CHAT, regex("spin"), None))
-        longest = 0.0
+        turns = 0
         while not waiting.done():
-            began = time.monotonic()
             await asyncio.sleep(0.01)
-            longest = max(longest, time.monotonic() - began)
-        return longest
+            turns += 1
+        return turns
 
-    assert run(work) < 0.5
+    assert run(work) > 5  # 1 or 2 where the loop waits for the half second of the compiler
 
 
 def test_requests_that_vllm_reads_slowly_are_spaced_out(log: Path) -> None:

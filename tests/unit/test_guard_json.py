@@ -82,9 +82,9 @@ def test_no_piece_takes_long(piece: bytes) -> None:
     best = 1.0
     for _ in range(5):
         scan = JsonScan(1 << 30, 1 << 30, 1 << 30)
-        began = time.perf_counter()
+        began = time.thread_time()
         scan.feed(piece)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     assert best < 0.02  # 2 ms on a free core
 
 
@@ -218,24 +218,24 @@ def test_other_tasks_run_while_a_large_piece_is_counted() -> None:
 
 
 def test_heavy_bodies_leave_the_event_loop_to_others_in_between() -> None:
-    """Eight bodies that each hold the loop for 50 ms: a light task waits for one or two of them,
-    not for eight.
-    """
+    """Of eight bodies that each hold the loop for 50 ms, a light task waits for a few."""
 
-    async def run() -> float:
-        pace = Pace()
+    async def run() -> int:
+        pace, over = Pace(), 0
 
         async def heavy() -> None:
+            nonlocal over
             await pace.turn()
             time.sleep(0.05)
+            over += 1
 
         tasks = [asyncio.create_task(heavy()) for _ in range(8)]
-        longest = 0.0
+        most = 0
         while not all(task.done() for task in tasks):
-            began = time.perf_counter()
+            before = over
             for _ in range(4):  # the steps of a request to /health
                 await asyncio.sleep(0)
-            longest = max(longest, time.perf_counter() - began)
-        return longest
+            most = max(most, over - before)
+        return most
 
-    assert asyncio.run(run()) < 0.3
+    assert asyncio.run(run()) < 6

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from serving import free_port
 
 from nibble.cli.status import status_lines
 from nibble.engine import guardian
@@ -30,12 +31,6 @@ from nibble.serve.sd_notify import Heartbeat, Notifier
 from nibble.serve.unread import Queue, Unread, parse, send_queues
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # --- one server on a port ---
@@ -228,7 +223,7 @@ def test_a_stop_signal_before_the_start(words: list[str], when: str, code: int, 
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=10)
     assert process.returncode == code
-    assert err.count("SIGTERM before the start: stopped; nothing was being served") == lines
+    assert err.count("SIGTERM before the start: stopped; no server was running") == lines
     assert ("cleaned up" in out) == (code == 0)
 
 

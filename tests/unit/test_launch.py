@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from serving import free_port
 
 from nibble.engine import process as engine
 from nibble.engine.gate.admission import Admission
@@ -96,7 +97,7 @@ class Run:
         limit: Limits = UNWATCHED,
     ) -> tuple[int, str]:
         program = STAND_IN.format(before=before, behave=textwrap.dedent(behave), answer=answer)
-        ports = [_free_port(), _free_port()]
+        ports = [free_port(), free_port()]
         command = [sys.executable, "-c", program, *map(str, ports)]
         self._monkeypatch.setattr(engine, "child_command", lambda argv: command)
         settings = SimpleNamespace(
@@ -149,12 +150,6 @@ class Run:
         for delay_s, signum in signals:
             time.sleep(delay_s)
             os.kill(os.getpid(), signum)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -359,7 +354,7 @@ def test_a_control_port_in_use_starts_nothing(run: Run, monkeypatch: pytest.Monk
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(sys.modules[__name__], "_free_port", lambda: taken.getsockname()[1])
+        monkeypatch.setattr(sys.modules[__name__], "free_port", lambda: taken.getsockname()[1])
         with pytest.raises(NibbleError, match="NIBBLE_CONTROL_PORT") as caught:
             run()
     assert caught.value.code == ExitCode.CONFIG

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import patch_series
 import pytest
+from changes import PATCHING
 
 from nibble.engine.patching import swap
 from nibble.engine.patching.apply import (
@@ -122,6 +123,8 @@ def test_file_modes_are_kept(tree: Tree, series: Series) -> None:
 
 # Killed at any point
 
+IF_PATCHING_CHANGED = pytest.mark.when_changed(*PATCHING, "tests/unit/test_patch_apply.py")
+
 
 def killed_at(event: int, work: Callable[[], object]) -> bool:
     """Run `work` in a child that dies by SIGKILL at its n-th audited operation (open, rename,
@@ -150,9 +153,9 @@ def killed_at(event: int, work: Callable[[], object]) -> bool:
     ("tree", "exchange"),
     [
         pytest.param("wheel", True, id="wheel-renameat2"),
-        pytest.param("source", False, id="source-two renames"),
-        pytest.param("source", True, id="source-renameat2", marks=pytest.mark.slow),
-        pytest.param("wheel", False, id="wheel-two renames", marks=pytest.mark.slow),
+        pytest.param("source", False, id="source-two renames", marks=IF_PATCHING_CHANGED),
+        pytest.param("source", True, id="source-renameat2", marks=IF_PATCHING_CHANGED),
+        pytest.param("wheel", False, id="wheel-two renames", marks=IF_PATCHING_CHANGED),
     ],
     indirect=["tree"],
 )

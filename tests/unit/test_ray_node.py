@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from serving import free_port
 from test_memory import machine
 
 from nibble.cluster import ray_node
@@ -200,9 +200,7 @@ def test_a_node_does_not_offer_more_gpus_than_it_has(monkeypatch: pytest.MonkeyP
 
 
 def test_a_worker_whose_head_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(ray_node, "GCS_PORT", probe.getsockname()[1])
+    monkeypatch.setattr(ray_node, "GCS_PORT", free_port())
     with pytest.raises(NibbleError, match=r"no Ray head answers at 127\.0\.0\.1") as caught:
         ray_node.ray_worker(settings(HEAD_IP="127.0.0.1", RAY_AUTH_TOKEN="given"), {})
     assert caught.value.code == ExitCode.CLUSTER

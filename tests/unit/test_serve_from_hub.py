@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hub import GOOD_TOKEN, Hub
+from serving import free_port
 from tiny_model import QWEN3, write_model
 
 from nibble.cli import serve as serve_module
@@ -62,11 +63,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]
     # This process has tests to run
     monkeypatch.setattr(serve_module, "survive_memory_pressure", lambda: None)
     return plans
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def weights_fetched(hub: Hub) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.settings.options import Settings, options, token_count
+from nibble.settings.declare import token_count
+from nibble.settings.options import Settings, options
 from nibble.settings.sources import load_settings
 
 
