@@ -218,7 +218,7 @@ def _kernel(want: Expectation, found: str) -> Iterator[Deviation]:
 
 
 def _attention(want: Expectation, found: list[str]) -> Iterator[Deviation]:
-    """Hybrid models have other backends beside the one that was asked for."""
+    """Hybrid models have other backends beside the expected one."""
     if want.allowed and found and not any(_fits(name, want.allowed) for name in found):
         yield Deviation("attention", ", ".join(found), _told(want))
     for name in found:

@@ -353,7 +353,7 @@ def workers(plan: Plan) -> int:
 
 
 def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
-    """Not everybody told what ran: an installation without the plugin, or one that leaves it
+    """Some workers did not report: an installation without the plugin, or one that excludes it
     out.
     """
     allowed = os.environ.get("VLLM_PLUGINS")

@@ -30,7 +30,7 @@ def missing_tensors(
     embedding and last norm.
 
     `index` are the names in the checkpoint's index. Without `num_layers` it alone is held against
-    the tensors. Only those layers are looked at that surely are the decoder's: not vision towers,
+    the tensors. It checks only layers that are certainly the decoder's: not vision towers,
     not drafts (MTP).
     """
     stored = set(names)

@@ -353,7 +353,7 @@ def _guarded(run: Callable[[], Any]) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """A usage error of typer's own, or our fault; a traceback only where it was asked for."""
+    """A usage error of typer, or a defect of nibble; a traceback only on request."""
     message = getattr(error, "format_message", None)
     if message is not None:
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone

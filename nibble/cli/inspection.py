@@ -25,7 +25,7 @@ from nibble.plan.gather import Asked, hub_environ, local_model
 from nibble.plan.nvfp4_options import is_tied
 from nibble.plan.validate import check_checkpoint
 
-SMALL_SCALE_BYTES = 2 << 30  # of block scales that are read without being asked for
+SMALL_SCALE_BYTES = 2 << 30  # of block scales that are read without --deep
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _group_json(group: FusedGroup) -> dict[str, Any]:
 
 
 def inspect_model(asked: Asked, deep: bool) -> Inspection:
-    """Inspect the model that was asked for: a folder, an id in the cache, or one on the Hub.
-    Raises USAGE without a model.
+    """Inspect the requested model: a folder, an id in the cache, or one on the Hub. Raises USAGE
+    without a model.
     """
     settings = asked.settings
     if settings.model is None:
@@ -190,7 +190,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
 
 
 def _refusal(checkpoint: Checkpoint, problems: Iterable[Problem]) -> NibbleError | None:
-    """Why `serve` would not start with it, whatever the machine; drafts are not asked for."""
+    """Why `serve` would not start with it on any machine; drafts do not count."""
     try:
         check_checkpoint(checkpoint, {})
     except NibbleError as error:

@@ -107,7 +107,7 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
         and field not in _OF_THIS_MACHINE
         and not options()[field].secret
     ]
-    # Names that vLLM no longer has became flags here, and will in the pods.
+    # Names that vLLM 0.32 lacks become flags here and in the pods.
     names += asked.accepted.flag_origins.values()
     names += [
         name

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
-    """Serve until told to stop, or start a server in the background; the exit code of the whole."""
+    """Serve until a stop, or start a server in the background; the exit code of the whole."""
     asked = read_wishes(words, environ, ("--json", "--detach"))
     settings = asked.settings
     place = _place(asked)
@@ -162,7 +162,7 @@ def _references(
 
 
 def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
-    """The plan, once everything that would stop it later was looked at. Lines in `said` are not
+    """The plan, once every check of a later failure has passed. Lines in `said` are not
     printed again.
     """
     _say_new(plan.notices, said)
@@ -261,7 +261,7 @@ class _Run:
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    """Fetch a model, or only look with --dry-run; (what was done, whether JSON was asked for)."""
+    """Fetch a model, or only look with --dry-run; (the result, whether --json is set)."""
     asked = read_wishes(words, environ, ("--json", "--dry-run"))
     settings = asked.settings
     if settings.model is None:
@@ -402,7 +402,7 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
 
 
 def link_moe_configs(plan: Plan) -> None:
-    """Make the folder VLLM_TUNED_CONFIG_FOLDER names, where it is ours."""
+    """Create the folder in VLLM_TUNED_CONFIG_FOLDER, if it is nibble's."""
     if plan.moe_alias is None:
         return
     try:

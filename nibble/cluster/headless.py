@@ -147,7 +147,7 @@ class _Headless:
             self._engine = None
 
     def _wait_for_run(self) -> bool:
-        """Until the head begins another run; False when told to stop."""
+        """Until the head begins another run; False at a stop."""
         limit_s = self._plan.settings.cluster_wait_seconds
         deadline = time.monotonic() + limit_s
         while True:
@@ -217,7 +217,7 @@ class _Headless:
                 self._events.put(event)
 
     def _take_part(self) -> bool:
-        """Until the run is over; False when this node or the server was told to stop."""
+        """Until the run is over; False when this node or the server stops."""
         death, ended_at = None, 0.0
         member = self._member
         while True:

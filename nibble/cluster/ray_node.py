@@ -67,7 +67,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Run a head node until told to stop (0).
+    """Run a head node until a stop (0).
 
     Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7)
     where memory runs short here; 10 when it dies later.
@@ -106,7 +106,7 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Join the cluster of HEAD_IP until told to stop (0); 10 when Ray dies or the head is lost.
+    """Join the cluster of HEAD_IP until a stop (0); 10 when Ray dies or the head is lost.
 
     Raises USAGE (2) where HEAD_IP or the token is missing, CONFIG (5) for more GPUs than are here,
     CLUSTER (9) where the head does not take this node, NO_FIT (7) where memory runs short here.

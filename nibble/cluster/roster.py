@@ -13,7 +13,7 @@ FORGET_S = (
     600.0  # a pod that was lost comes back with another address; nibble then forgets the old one
 )
 SETTLE_S = 0.5
-STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain
+STOPPING = "stopping"  # the state of a Ray head that stops: servers drain
 SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
 # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said
 # so
@@ -116,7 +116,7 @@ class Roster:
         }
 
     def leave(self, address: str, why: str = "") -> None:
-        """A node that says goodbye: it stops as asked, or it says `why` not."""
+        """A node that leaves: it stops on request, or `why` says why."""
         with self._lock:
             self._nodes.pop(address, None)
             if why:

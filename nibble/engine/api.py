@@ -1,4 +1,4 @@
-"""Is the server really ready? Asks its API as a client would, through the gate, with our own pass.
+"""Checks that the server is ready: asks its API as a client would, with nibble's pass of the gate.
 
 Ready means: /v1/models lists every name we serve under, and a generating model has answered one
 token. vLLM reports healthy earlier than that, and the first request can take long where it

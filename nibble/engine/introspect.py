@@ -412,7 +412,7 @@ def refusals(argvs: list[list[str]]) -> list[str | None]:
             parser.error = raise_refusal
             parser.parse_args(argv)
             answers.append(None)
-        except Exception as error:  # whatever the parser raises is the answer
+        except Exception as error:  # any error of the parser is the answer
             answers.append(f"{type(error).__name__}: {error}")
     return answers
 

@@ -1,7 +1,7 @@
 """vLLM as a child process: how it is started, what it writes, when it ends.
 
 It lives in a separate session, so that Ctrl-C and `docker stop` reach only us, and only its API
-process is ever told to stop: its engine processes take a signal to the group as an order to break
+process gets a stop signal: its engine processes take a signal to the group as an order to break
 off.
 """
 
@@ -53,7 +53,7 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something of ours went wrong in a thread."""
+    """A thread of nibble failed."""
 
     error: Exception
 

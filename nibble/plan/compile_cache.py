@@ -1,6 +1,6 @@
 """The folders of compiled code in a plan, each keyed by what it depends on. Pure.
 
-Two entries: kernels compiled for this build on this GPU, whatever the model; and graphs compiled
+Two entries: kernels compiled for this build on this GPU, for all models; and graphs compiled
 for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have finer
 keys; nibble's say what an entry belongs to, so that it can be listed, verified and pruned as a
 whole.

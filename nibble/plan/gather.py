@@ -40,7 +40,7 @@ FindCheckpoint = Callable[[str, str | None], tuple[Checkpoint | None, str]]
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's wishes, read and typed, before anything is looked up."""
+    """The user's request, read and typed, before any lookup."""
 
     loaded: Loaded
     accepted: Accepted
@@ -88,7 +88,7 @@ def plan_for(
     find_checkpoint: FindCheckpoint | None = None,
     local: LocalFiles = LocalFiles(),  # noqa: B008  # frozen
 ) -> Plan:
-    """The plan for what was asked. Without `find_checkpoint`, from what can be read of the model;
+    """The plan for the request. Without `find_checkpoint`, from what can be read of the model;
     `local` has the folders of what was fetched.
     """
     settings = asked.settings
@@ -148,7 +148,7 @@ def plan_for(
 
 
 def _check_limits(flags: Mapping[str, Any], source: str) -> None:
-    """Flags of vLLM that are options of ours have the same limits wherever they are written."""
+    """Flags of vLLM that are options of nibble have the same limits in every place."""
     for field, option in options().items():
         if option.vllm and option.vllm in flags:
             check_option(field, flags[option.vllm], f"{option.vllm} in {source}")

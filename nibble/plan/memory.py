@@ -309,7 +309,7 @@ def show_gib(count: int | None) -> str:
 
 
 def context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
-    """Tokens of a full sequence: what is asked for, else the checkpoint's own limit."""
+    """Tokens of a full sequence: the set value, else the checkpoint's limit."""
     asked = token_count(args["--max-model-len"].value) if "--max-model-len" in args else None
     return asked or (parts.checkpoint.max_model_len if parts.checkpoint else None)
 

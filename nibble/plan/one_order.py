@@ -25,7 +25,7 @@ NAMES = {"nibble": "nibble's kernel", "cutlass": "CUTLASS", "emulation": "vLLM's
 
 
 def is_batch_invariant(environ: Mapping[str, str]) -> bool:
-    """Whether vLLM is asked for results that do not depend on the batch."""
+    """Whether vLLM has to compute results that do not depend on the batch."""
     return environ.get(INVARIANT, "0").strip() not in ("", "0")
 
 

@@ -27,7 +27,7 @@ _SIZES = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "cu
 
 
 def fast_start_flags(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
-    """Flags that leave out work of the start; whatever anybody set stays."""
+    """Flags that skip work of the start; values that a layer sets stay."""
     if parts.target.device != "cuda" or _is_true(args, "--enforce-eager"):
         return {}
     return _capture_sizes(args) | _autotune(parts.target, parts.checkpoint, args)

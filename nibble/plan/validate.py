@@ -150,7 +150,7 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
 
 
 def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology) -> None:
-    """What leaves no HTTP API behind nibble's gate; vLLM's other servers let in everybody,
+    """What leaves no HTTP API behind nibble's gate; vLLM's other servers admit every client,
     before ready and without a key.
     """
     other = next((name for name in ("--grpc", "--headless") if args.get(name) is True), "")

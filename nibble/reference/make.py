@@ -54,7 +54,7 @@ def run(
 
 
 def _environ(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
-    """Nothing is looked up on the Hub, and a GPU is seen only where it is asked for."""
+    """No lookup on the Hub, and a visible GPU only on request."""
     path = os.pathsep.join(filter(None, [str(root()), environ.get("PYTHONPATH")]))
     own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
     return {**environ, **own} | ({"CUDA_VISIBLE_DEVICES": ""} if request.device == "cpu" else {})

@@ -48,7 +48,7 @@ class LogFile:
         return True
 
     def rotate_output(self) -> None:
-        """The same for the file that is our own stdout and stderr, which go on in the new one."""
+        """The same for this process's stdout and stderr, which continue in the new file."""
         if self.rotate():
             fresh = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for ours in (1, 2):

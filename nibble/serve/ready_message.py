@@ -53,7 +53,7 @@ def describe_facts(facts: Mapping[str, float]) -> str:
 
 
 def key_lines(key: KeyDecision, on_terminal: bool) -> list[str]:
-    """Where the key is, where one is asked for."""
+    """Where the key is, if the server requires one."""
     if key.key is None:
         return [] if key.source == "loopback" else [f"clients need no key: {key.reason}"]
     if key.path is None:

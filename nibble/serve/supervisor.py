@@ -69,7 +69,7 @@ def serve(
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
-    0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with
+    0: stopped on request, all requests answered. 143: time ran out, or a second signal came, with
     requests running. Raises NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below
     `limit` (NO_FIT), a control port in use (CONFIG) and an unexpected kernel or a wrong answer
     (CANARY). Nothing of vLLM is left. `on_ready` runs in a separate thread once it is ready,
@@ -81,7 +81,7 @@ def serve(
 
     def tell(signum: int) -> None:
         events.put(Stop(signum))
-        if watch is not None:  # also where no run is there any more to take the event
+        if watch is not None:  # also without a run that takes the event
             watch.told_to_stop()
 
     with stop_signals(once_a_second(tell)):
@@ -391,7 +391,7 @@ class Supervisor:
         self._events.put(Failed(error))
 
     def _on_leaving_head(self, why: str) -> None:
-        """As if this server itself were told to stop."""
+        """As for a stop of this server."""
         self._events.put(Told(why))
         self._events.put(Stop(signal.SIGTERM))
 
@@ -404,7 +404,7 @@ class Supervisor:
             self._events.put(Failed(error))
             self._engine.kill_at_once()
         elif action == "pause":
-            # /health and /ready say it to everybody: no path of a cgroup.
+            # All clients can read /health and /ready: omit the path of the cgroup.
             reason = (
                 f"memory is short: {show_gib(self._governor.available_bytes)}, {kept(self._limit)}"
             )

@@ -61,7 +61,7 @@ def test_a_node_with_too_little_memory_is_refused_by_name(
             said = checked.stdout + checked.stderr
             assert checked.returncode == 9, said
             assert re.search(
-                rf"node {WORKER}: \S+ GiB of memory are available and .* needed", said
+                rf"node {WORKER}: \S+ GiB of memory are available, but .* needed", said
             ), said
 
 

@@ -50,7 +50,7 @@ def test_both_ranks_are_ready_and_the_answers_are_those_of_one_machine(
     rank1.wait_ready(20)
     assert rank1.status()["topology"]["node_rank"] == 1
     rank1.wait_for(lambda: rank1.container.health() == "healthy", 30, "healthy")
-    assert "preflight: 2 nodes fit together" in head.logs()
+    assert "preflight: 2 nodes are compatible" in head.logs()
     assert greedy(client, head) == one_machines_answers
 
 

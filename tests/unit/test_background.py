@@ -68,7 +68,7 @@ def test_a_damaged_record_of_a_running_server_is_one_error(
 def test_an_ended_server_of_another_user_is_told_and_its_record_stays(place: Place) -> None:
     place.write(Record(1, "another-boot host 1 1", 8123, 8124, 30, "acme/m", time.time()))
     code, said = as_another_user("print(stop(p)[1])", place)
-    assert code == 0 and "ended without a word" in said, said
+    assert code == 0 and "ended without an exit code" in said, said
     assert place.record.exists()
 
 

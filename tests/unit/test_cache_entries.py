@@ -90,7 +90,7 @@ def test_a_sound_entry_stays_for_the_next_start(caches: CachePlan, said: list[st
         (lambda so: _make_it_a_folder(so.parents[2] / "files.json"), "files.json cannot be read"),
         (
             lambda so: (so.parents[1] / "flashinfer_autotune_cache/autotune_configs.json").write_text('{"a'),  # noqa: E501
-            "autotune_configs.json is no JSON",
+            "autotune_configs.json is not JSON",
         ),
     ],
 )  # fmt: skip

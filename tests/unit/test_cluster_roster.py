@@ -69,7 +69,7 @@ def test_facts_are_asked_for_once_in_a_life(roster: Roster) -> None:
 
 def test_a_rank_belongs_to_the_first_living_node_that_has_it(roster: Roster, clock: Clock) -> None:
     roster.beat(message("10.0.0.2"))
-    with pytest.raises(Refused, match=r"rank 1 is taken by 10\.0\.0\.2"):
+    with pytest.raises(Refused, match=r"10\.0\.0\.2 has rank 1"):
         roster.beat(message("10.0.0.3"))
     clock.now += LOST_S
     roster.beat(message("10.0.0.3"))
@@ -186,7 +186,7 @@ def test_a_taken_rank_is_one_line_and_exit_9(served: Roster) -> None:
     member().beat()
     second = member(address="127.0.0.3")
     second.beat()
-    with pytest.raises(NibbleError, match=r"rank 1 is taken by 127\.0\.0\.2"):
+    with pytest.raises(NibbleError, match=r"127\.0\.0\.2 has rank 1"):
         refuse(second)
 
 

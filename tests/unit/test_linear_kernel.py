@@ -248,7 +248,7 @@ def test_rows_that_the_kernel_cannot_divide_are_left_to_vllm(tmp_path: Path) -> 
     folder = write_checkpoint(tmp_path / "m", weights, W4A4 | OTHER_FAMILY)
     reason(plan(folder), "nibble")
     why = reason(plan(folder, TENSOR_PARALLEL_SIZE="2"), "vllm")
-    assert why == "model.layers.0.mlp.up_proj has 72 rows, which is no multiple of 16"
+    assert why == "model.layers.0.mlp.up_proj has 72 rows, not a multiple of 16"
 
 
 # --- what is installed ----------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_a_start_that_would_take_too_long_says_the_command(
         (
             ("--hf-overrides", '{"rope_theta": 1}'),
             {},
-            "--hf-overrides makes another model than the checkpoint's",
+            "--hf-overrides changes the checkpoint's model",
         ),
     ],
 )

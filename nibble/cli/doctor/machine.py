@@ -224,7 +224,7 @@ def _number(path: Path) -> int | None:
 
 
 def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
-    """Whether a start of `model` would get past everything that is looked at before vLLM."""
+    """Whether a start of `model` would pass every check before vLLM."""
     fix = "run `nibble plan` for the rest"
     try:
         plan = plan_for(read_wishes([], {**environ, "MODEL": model}))

@@ -21,7 +21,7 @@ class Admission:
         self.phase = ""
 
     def set(self, state: State, phase: str) -> None:
-        """Change the state whatever it was; `phase` is what the gate tells."""
+        """Change the state from any other; the gate reports `phase`."""
         with self._lock:
             self.state, self.phase = state, phase
             self._gate.set(state, phase)

@@ -64,8 +64,8 @@ def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
 
 
 def apply_series(tree: Tree, series: Series) -> list[str]:
-    """Bring the tree to this series, from whatever earlier one is there. The names now applied; []
-    if nothing had to change.
+    """Bring the tree to this series, from any earlier one. The names now applied; [] if nothing had
+    to change.
 
     Raises NibbleError (exit 6) with the tree untouched: another release, a file neither pristine
     nor ours, no permission.

@@ -215,7 +215,7 @@ def check_certificate(args: Mapping[str, str]) -> None:
 
 def check_folders(own: Path, engine: Path) -> list[str]:
     """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM cannot write."""
-    # Below our own cache the engine's folder is an entry that only a start makes.
+    # Below nibble's cache the engine's folder is an entry that only a start creates.
     probed = nearest_existing(engine) if engine.is_relative_to(own) else engine
     for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
         if problem := write_problem(folder):
