@@ -86,7 +86,7 @@ def test_a_second_node_of_the_same_rank_is_turned_away(
     head, rank1 = nodes
     with node(cpu_image, net, 13, *WORDS, **ranks(NIBBLE_NODE_RANK="1")) as second:
         assert second.container.exit_code() == 9
-        assert f"rank 1 is taken by {rank1.address}" in second.logs()
+        assert f"{rank1.address} has rank 1" in second.logs()
     assert head.is_ready()
 
 
