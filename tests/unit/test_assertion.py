@@ -102,7 +102,7 @@ def test_plain_torch_on_the_cpu_is_told_in_one_line_and_no_deviation(kernel: str
     assert (
         plain_torch_on_the_cpu(reports)
         == "nibble's kernels are plain torch code (not compiled when it was installed), much slower"
-        " than compiled ones; `run `make setup` or use the image"
+        " than compiled ones; run `make setup` or use the image"
     )
 
 

@@ -42,7 +42,7 @@ def test_what_stays_is_said_once_and_each_minute_and_what_changes_at_once() -> N
         ),
         ([node("a")], True, Expected(1, None), None),
         ([node("a")], True, Expected(None, 2), "the plan needs 2 GPUs, but the nodes offer 1"),
-        ([node("a"), node("b", gpus=0)], True, Expected(2, 2), "2 GPUs are needed"),
+        ([node("a"), node("b", gpus=0)], True, Expected(2, 2), "the plan needs 2 GPUs"),
         ([node("a", rank=0), node("c", rank=2)], False, Expected(3, None), "the node with rank 1"),
         ([node("a", rank=0), node("b", rank=1)], False, Expected(2, None), None),
     ],

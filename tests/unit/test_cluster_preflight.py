@@ -56,7 +56,7 @@ def test_every_difference_names_the_node_and_what_to_do(fact: str) -> None:
     [
         (node("b", skew_s=-7), "its clock differs by -7 s"),
         (node("b", disk_free_bytes=1 << 30), "only 1.0 GiB of disk"),
-        (node("b", memory_available_bytes=1 << 30), "2.0 GiB are needed"),
+        (node("b", memory_available_bytes=1 << 30), "but the plan needs 2.0 GiB"),
     ],
 )
 def test_what_a_node_lacks_by_itself(one: dict[str, Any], words: str) -> None:

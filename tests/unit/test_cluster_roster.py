@@ -198,7 +198,7 @@ def test_a_node_that_is_no_head_is_one_line_and_exit_9(
         "nibble.cluster.member.call", lambda *given, **more: call("127.0.0.1", "/no", TOKEN)
     )
     one.beat()
-    with pytest.raises(NibbleError, match=r"127\.0\.0\.1 is no head.*correct HEAD_IP"):
+    with pytest.raises(NibbleError, match=r"127\.0\.0\.1 is not a head.*correct HEAD_IP"):
         refuse(one)
 
 

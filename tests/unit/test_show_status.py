@@ -134,4 +134,4 @@ def test_something_else_on_the_control_port_is_no_server_of_ours(answer: tuple[i
     finally:
         server.stop()
     assert raised.value.code == ExitCode.ENGINE_DIED
-    assert f"nibble does not answer on control port {port} (what answers" in raised.value.line()
+    assert f"nibble does not answer on control port {port} (another program" in raised.value.line()
