@@ -353,7 +353,7 @@ def gpu_processes() -> list[str]:
 
 
 def used_gpu_bytes(here: Hardware) -> list[int | None]:
-    """Bytes in use on each GPU, None where NVML does not say."""
+    """Bytes in use on each GPU, None where NVML reports nothing."""
     return [
         (
             None

@@ -1,5 +1,4 @@
-"""Does the server compute and answer as it should? Asked once it answers, before anybody else is
-let in.
+"""The canary: checks what the server computes and answers before it admits clients.
 
 Six mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py),
 `computed` (layers and log-probs as transformers computes them from the checkpoint), `references`
@@ -70,8 +69,6 @@ def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:
     except NotCompared as why:
         found = Finding(mechanism, "not compared", str(why))
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        what = (
-            f"an answer has not the shape that vLLM 0.32 gives it ({type(error).__name__}: {error})"
-        )
+        what = f"an answer does not have vLLM 0.32's shape ({type(error).__name__}: {error})"
         found = Finding(mechanism, "not compared", what)
     return found.taking(time.monotonic() - began)

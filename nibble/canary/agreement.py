@@ -1,5 +1,4 @@
-"""Do the workers of one model run the same, compared with each other? Pure: from what each reports
-to disagreements.
+"""Checks that the workers of one model run the same kernels and settings. Pure: reports in.
 
 The plan is this machine's alone: a worker that runs another plan on another machine may fit this
 one's expectations. A BF16 model does, which has no NVFP4 layer to judge.
@@ -58,7 +57,7 @@ class Disagreement:
     def error(self) -> NibbleError:
         """The end of a start."""
         what = (
-            f"{on_node(self.node)}rank {self.rank} does not run what the others run: {self.part}:"
+            f"{on_node(self.node)}rank {self.rank} differs from the other ranks: {self.part}:"
             f" {self.found}"
         )
         return NibbleError(

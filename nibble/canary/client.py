@@ -1,6 +1,4 @@
-"""Requests of the canary: greedy answers with their log-probs, and texts scored in one piece,
-before a deadline.
-"""
+"""The canary's requests: greedy answers with log-probs, and scored texts, before a deadline."""
 
 from __future__ import annotations
 
@@ -143,7 +141,7 @@ class Asker:
     def _call(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         left_s = self._until - time.monotonic()
         if left_s <= 0:
-            raise NotCompared("no time was left")
+            raise NotCompared("the canary's time was over")
         try:
             return self.api.call(path, body, left_s)
         except TimeoutError:
@@ -159,7 +157,7 @@ def _answer(
 
 
 def _refused(path: str, status: int, text: bytes) -> Broken | NotCompared:
-    what = f"{path} was answered {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
+    what = f"{path} answered {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
     return Broken(what) if status >= 500 else NotCompared(what)
 
 

@@ -1,6 +1,4 @@
-"""Questions that any language model of use answers: arithmetic, copying, JSON and, where a
-parser is set, one tool call.
-"""
+"""Questions that any usable language model answers: arithmetic, copying, JSON, a tool call."""
 
 from __future__ import annotations
 

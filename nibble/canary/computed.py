@@ -1,6 +1,4 @@
-"""The workers' comparisons with a computed reference, judged: embedding, what each layer adds,
-and the logits.
-"""
+"""Judges the workers' comparisons with a computed reference: embedding, layers, logits."""
 
 from __future__ import annotations
 
@@ -59,8 +57,8 @@ def _far(layers: Sequence[tuple[int, Mapping[str, Any]]], looser: float) -> str:
     if not far:
         return ""
     return (
-        f"layer {', '.join(map(str, far))} is farther from the reference than rounding alone has"
-        " been seen to take one:"
+        f"layer {', '.join(map(str, far))} is farther from the reference than rounding"
+        " explains:"
         f" {max(_error(entry) for place, entry in layers if place in far):.2g}"
     )
 

@@ -1,5 +1,4 @@
-"""What the model generates token by token, scored again as one prompt: decode and prefill have to
-agree, and greedy to be best.
+"""Scores generated tokens again as one prompt: decode and prefill have to agree.
 
 Needs nothing known about the model. Sampling with top_k=1 has to choose the best token too.
 """

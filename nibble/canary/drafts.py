@@ -1,6 +1,4 @@
-"""Speculative decoding: how many drafts are accepted, and whether the text is what the model
-itself would have written.
-"""
+"""Speculative decoding: how many drafts are accepted, and whether the text stays the model's."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def check_drafts(asker: Asker, floor: float | None) -> Finding:
         return Finding("drafts", "not compared", f"only {drafted:.0f} tokens were drafted")
     if floor is not None and accepted < floor * drafted:
         return Finding("drafts", "failed", f"{detail}; the recipe expects {floor:.0%} at least")
-    warning = "the drafts cost time and bring none" if not accepted else ""
+    warning = "the model accepts no draft, so that drafts only cost time" if not accepted else ""
     return Finding("drafts", "passed", detail, warning)
 
 
@@ -49,5 +47,5 @@ def counters(asker: Asker) -> dict[str, float]:
 
     found = totals(asker.metrics(), _COUNTERS.values())
     if len(found) < len(_COUNTERS):
-        raise NotCompared("/metrics has no counters of drafts")
+        raise NotCompared("/metrics has no counters of drafted tokens")
     return {name: found[sample] for name, sample in _COUNTERS.items()}

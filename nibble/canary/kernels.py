@@ -1,9 +1,7 @@
-"""Did the kernels run that the plan expects? Pure: expectations from the plan, and what each worker
-reports, to deviations.
+"""Compares the kernels that ran with those that the plan expects. Pure: reports to deviations.
 
-An expectation comes from what the user or a rule asked for, else from the recipe, else from the
-target's table `[expected]`. A part that nobody expects anything of may run on anything but a slow
-fallback.
+An expectation comes from the user or a rule, else from the recipe, else from the target's table
+`[expected]`. A part without an expectation may use any kernel except a slow fallback.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ BACKEND_FLAGS: Mapping[str, str] = {
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
 OUR_KERNELS = {"linear": (GPU_LINEAR,), "moe": GPU_EXPERTS}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
-STRICT_ACTION = "NIBBLE_KERNEL_ASSERTION=warn serves all the same"
+STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Expectation:
     def line(self) -> str:
         """For `nibble plan`."""
         if not self.allowed:
-            return f"{self.part}: anything but a slow fallback"
+            return f"{self.part}: any kernel except a slow fallback"
         return f"{self.part}: {' or '.join(self.allowed)}" + (
             f" ({self.source})" if self.source else ""
         )
@@ -71,7 +69,7 @@ class Deviation:
 
     def error(self, action: str = "") -> NibbleError:
         """The end of a start."""
-        what = f"the kernels are not those planned: {self.part}: {self.found}"
+        what = f"the kernels differ from the plan: {self.part}: {self.found}"
         advice = f"{action}; " if action else ""
         return NibbleError(
             ExitCode.CANARY, what=what, expected=self.expected, action=f"{advice}{STRICT_ACTION}"
@@ -140,9 +138,9 @@ def _compilation_config(asked: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     if plan.target.device == "cpu":
-        return Expectation("cudagraph_mode", ("NONE",), "the CPU has none")
+        return Expectation("cudagraph_mode", ("NONE",), "the CPU has no CUDA graphs")
     if _is_eager(plan, asked):
-        return Expectation("cudagraph_mode", ("NONE",), "eager mode was asked for")
+        return Expectation("cudagraph_mode", ("NONE",), "eager mode is set")
     mode = _compilation_config(asked).get("cudagraph_mode")
     if not mode and _level(asked) == "0":  # vllm 0.32 config/vllm.py:261
         return Expectation("cudagraph_mode", ("NONE",), "--optimization-level 0")
@@ -153,7 +151,7 @@ def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
 
 def _compilation(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     if _is_eager(plan, asked):
-        return Expectation("compilation_mode", ("NONE",), "eager mode was asked for")
+        return Expectation("compilation_mode", ("NONE",), "eager mode is set")
     if "mode" in _compilation_config(asked):
         return Expectation("compilation_mode", ("any",), "--compilation-config")
     if _level(asked) == "0":
@@ -216,7 +214,7 @@ def _kernel(want: Expectation, found: str) -> Iterator[Deviation]:
 
 
 def _attention(want: Expectation, found: list[str]) -> Iterator[Deviation]:
-    """Hybrid models have other backends beside the one that was asked for."""
+    """Hybrid models have other backends beside the expected one."""
     if want.allowed and found and not any(_fits(name, want.allowed) for name in found):
         yield Deviation("attention", ", ".join(found), _told(want))
     for name in found:
@@ -247,7 +245,7 @@ def _mode(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
     if want.allowed and not _fits(found, want.allowed):
         yield Deviation(part, found, _told(want))
     elif not want.allowed and found == "NONE":
-        yield Deviation(part, "NONE (eager)", "graphs, as nobody asked for eager mode")
+        yield Deviation(part, "NONE (eager)", "graphs, because eager mode is not set")
     elif want.part == "cudagraph_mode" and found != "NONE" and not ran["cudagraphs_captured"]:
         yield Deviation("CUDA graphs", f"none captured in mode {found}", "at least one")
 
@@ -262,7 +260,7 @@ def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
         yield Deviation(
             "nibble's kernels",
             f"plain torch code ({state})",
-            "compiled ones; `make setup` or the image has them",
+            "compiled ones; run `make setup` or use the image",
         )
 
 

@@ -35,7 +35,7 @@ def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
         return Finding(
             "layers",
             "failed",
-            f"{count} layer(s) do not compute what their weights say; {wrong[0]}",
+            f"{count} layer(s) do not compute what their weights define; {wrong[0]}",
         )
     compared = [entry for _, entry in entries if entry["compared"]]
     left = sorted(

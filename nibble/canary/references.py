@@ -1,5 +1,4 @@
-"""Recorded answers and log-probs of a model to fixed prompts: `nibble-canary.json` in a model's
-folder, or beside its recipe.
+"""A model's recorded answers and log-probs (`nibble-canary.json` beside the model or recipe).
 
 models/record_canary.py writes such a file from a server that is known to be right.
 """
@@ -79,7 +78,7 @@ def read_references(path: Path) -> References | None:
         raise NibbleError(
             ExitCode.MODEL,
             what=what,
-            expected="what models/record_canary.py writes",
+            expected="a file of models/record_canary.py",
             action="record it again or remove it",
         ) from None
 
@@ -153,7 +152,10 @@ def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
     asked = _shown(case.prompt)
     now = asker.answer(case.prompt, len(case.answer_ids))
     if now.prompt_ids != case.prompt_ids:
-        return f"{asked} became other tokens than recorded: another chat template or tokenizer", 0.0
+        return (
+            f"{asked} became other tokens than the recorded ones: the chat template or"
+            f" tokenizer differs"
+        ), 0.0
     mean = mean_difference(asker.score([*case.prompt_ids, *case.answer_ids]), case.logprobs)
     if not mean <= limit:
         return (
@@ -175,7 +177,7 @@ def _parts_at_no_tie(ids: Sequence[int], greedy: Answer, near_tie: float) -> boo
     """Whether other tokens begin, and not at a near tie, after which texts may differ."""
     for place, (one, other) in enumerate(zip(ids, greedy.ids, strict=False)):
         if one != other:
-            return not greedy.best[place] - greedy.runner_up[place] < near_tie  # NaN is no tie
+            return not greedy.best[place] - greedy.runner_up[place] < near_tie  # NaN does not tie
     return False
 
 
@@ -184,10 +186,11 @@ def _wrong_answer(asked: str, case: Case, now: Answer, limit: float) -> str:
         return f"{asked}: {problem}"
     # Two tokens, each off by `limit` in opposite directions, change places.
     if _parts_at_no_tie(case.answer_ids, now, 2 * limit):
-        return f"{asked} was answered {now.text!r}, recorded is {case.answer!r}"
+        return f"the answer to {asked} is {now.text!r}, the recorded one {case.answer!r}"
     if now.ids == case.answer_ids and now.text != case.answer:
         return (
-            f"the recorded tokens of {asked} became {now.text!r}, recorded is {case.answer!r}:"
-            " another tokenizer"
+            f"the recorded tokens of {asked} became {now.text!r}, the recorded answer is"
+            f" {case.answer!r}:"
+            " the tokenizer differs"
         )
     return ""

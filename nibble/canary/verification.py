@@ -1,6 +1,4 @@
-"""Between the first answer and ready: what ran is held against the plan, and the canary asked.
-The effects of both are here.
-"""
+"""The checks between the first answer and ready: kernels against the plan, and the canary."""
 
 from __future__ import annotations
 
@@ -66,8 +64,8 @@ OTHER_TOKENS = (
     "--chat-template-content-format",
 )
 ACTION = (
-    "--linear-backend, --moe-backend and --attention-backend choose other kernels;"
-    " NIBBLE_CANARY=warn serves all the same"
+    "choose other kernels with --linear-backend, --moe-backend or --attention-backend, or set"
+    " NIBBLE_CANARY=warn to serve anyway"
 )
 
 
@@ -137,14 +135,14 @@ class Proof:
             for report in told
         ]
         for problem in dict.fromkeys(report["problem"] for report in reports if report["problem"]):
-            say(f"warning: a worker could not tell all of what runs: {problem}")
+            say(f"warning: a worker could not report all kernels: {problem}")
         self._assert_kernels(
             len(reports), [node for node, found in elsewhere.items() if not found], say
         )
         if self._plan.settings.canary == "off":
             self._canary = ("off", ())
         elif is_dummy(self._plan):
-            self._canary = ("no weights to ask", ())
+            self._canary = ("no weights to check", ())
         else:
             self._ask(reports, names, generates, say)
 
@@ -335,15 +333,13 @@ def how_to_record(plan: Plan, url: str) -> str:
     where = f"--out {Path(plan.model) / CANARY_FILE}" if local else f"--recipe {model}"
     return (
         f"canary: no answers are recorded for {model}: a wrong chat template, tokenizer or"
-        " checkpoint may pass; once this server is known to be right, `python"
-        f" models/record_canary.py --url {url} {where}` records them"
+        " checkpoint may pass; once you know that this server is right, record them with `python"
+        f" models/record_canary.py --url {url} {where}`"
     )
 
 
 def _unexpected(node: str, found: Deviation) -> NibbleError:
-    error = found.error(
-        "--linear-backend, --moe-backend and --attention-backend ask for a kernel by name"
-    )
+    error = found.error("name a kernel with --linear-backend, --moe-backend or --attention-backend")
     return NibbleError(
         error.code,
         what=f"{on_node(node)}{error.what}",
@@ -358,20 +354,20 @@ def workers(plan: Plan) -> int:
 
 
 def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
-    """Not everybody told what ran: an installation without the plugin, or one that leaves it
+    """Some workers did not report: an installation without the plugin, or one that excludes it
     out.
     """
     allowed = os.environ.get(ALLOWED_PLUGINS)
-    action = "install the nibble-kernels of this nibble (`make setup` does, the image has it)"
+    action = "install the nibble-kernels of this nibble (run `make setup`, or use the image)"
     if allowed is not None and REPORT_PLUGIN not in allowed.split(","):
         action = f"add {REPORT_PLUGIN} to {ALLOWED_PLUGINS} or unset it"
     who = f"only {reports} of {workers} workers" if reports else "no worker"
     if silent:
         who = f"no worker on node {', '.join(silent)}"
-    what = f"{who} told which kernels run"
+    what = f"{who} reported its kernels"
     return NibbleError(
         ExitCode.CANARY,
         what=what,
-        expected=f"a report of vLLM's plugin {REPORT_PLUGIN}",
+        expected=f"a report of nibble's plugin {REPORT_PLUGIN} from each worker",
         action=f"{action}; {STRICT_ACTION}",
     )

@@ -1,6 +1,4 @@
-"""What is this model? Read from config.json and safetensors headers, in a folder, the cache or
-on the Hub.
-"""
+"""Describes a model by config.json and safetensors headers from a folder, the cache or the Hub."""
 
 from __future__ import annotations
 
@@ -66,14 +64,14 @@ LENGTH_KEYS = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as its files describe it; None where they do not say.
+    """A model as its files describe it; None for what they do not say.
 
-    `path` is None while the files are on the Hub only; `is_local` means a folder was given instead
-    of an id. `weights` is None until headers can be read, `layers` where the architecture is not
-    known; `modules` is there for a quantization config that lists layers, once headers can be read.
-    `nvfp4` are the NVFP4 weights and `problems` what their headers show to be wrong; `missing`
-    names what seems to be in no file. `vllm_config` is the quantization config vLLM needs. `files`
-    maps each path to its bytes, `download_bytes` are those of the files a server needs.
+    `path` is None while the files are on the Hub only; `is_local` means that the user gave a
+    folder. `weights` is None until headers are readable, `layers` for an unknown architecture.
+    `modules` exists for a quantization config that lists layers, once headers are readable. `nvfp4`
+    holds the NVFP4 weights, `problems` what is wrong in their headers, `missing` what no file seems
+    to have. `vllm_config` is the quantization config that vLLM needs. `files` maps each path to its
+    bytes; `download_bytes` counts those that a server needs.
     """
 
     id: str
@@ -111,7 +109,7 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """The folder or id its files are in, as errors name it."""
+        """The folder or id of its files, as errors name it."""
         return str(self.path or self.id)
 
     @property
@@ -129,8 +127,8 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read `model`, a folder or an id; with `path`, read that folder and keep `model` as the id.
 
-    Raises NibbleError MODEL (4) for what is unknown, gated, unreadable, corrupt or not to be had;
-    its `unreachable` is set where only the network or a download is missing.
+    Raises NibbleError MODEL (4) for an unknown, gated, unreadable, corrupt or absent model; its
+    `unreachable` is set where only the network or a download is missing.
     """
     return read_source(
         open_source(model, revision, os.environ if environ is None else environ, path)
@@ -173,8 +171,8 @@ def sequence_memory_bytes(
     block_size: int = 16,
     **options: Any,
 ) -> int | None:
-    """Bytes one sequence takes on one GPU (see `sequence_memory`), or None where the
-    architecture is not known.
+    """Bytes of one sequence on one GPU (see `sequence_memory`), or None for an unknown
+    architecture.
     """
     found = sequence_breakdown(
         source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
@@ -190,7 +188,7 @@ def sequence_breakdown(
     block_size: int = 16,
     **options: Any,
 ) -> SequenceMemory | None:
-    """`sequence_memory` of a checkpoint; its declared KV cache type is what "auto" then means."""
+    """`sequence_memory` of a checkpoint; "auto" means its declared KV cache type."""
     if not isinstance(source, Checkpoint):
         return sequence_memory(
             source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
@@ -205,7 +203,7 @@ def sequence_breakdown(
 
 
 def _read_config(source: Source) -> dict[str, Any]:
-    """config.json, or params.json of Mistral's own format. Raises MODEL when there is neither."""
+    """config.json, or params.json of Mistral's format. Raises MODEL without either."""
     config = read_json(source, "config.json")
     if config is None and (params := read_json(source, "params.json")) is not None:
         return {"model_type": "mistral_params", "architectures": [], **params}
@@ -242,7 +240,7 @@ def _assemble(
                 action="download the model again",
             )
         weights = measure(tensors, num_layers=count, num_experts=experts, experts_per_token=chosen)
-        # Layers of NAS models differ from each other, as their block_configs say.
+        # Layers of NAS models differ from each other (block_configs).
         missing = missing_tensors(tensors, None if "block_configs" in text else count, index)
     found = layers(config)
     scheme, nvfp4, problems = _nvfp4(
@@ -309,9 +307,7 @@ def _nvfp4(
     tensors: Mapping[str, TensorInfo] | None,
     num_layers: int | None,
 ) -> tuple[Scheme, tuple[Nvfp4Weight, ...], tuple[Problem, ...]]:
-    """The scheme as the tensors have it, the NVFP4 weights, and what is wrong with them by their
-    headers.
-    """
+    """The scheme by the tensors, the NVFP4 weights, and problems in their headers."""
     if tensors is None or not (scheme.is_nvfp4 or scheme.vllm_quantization == "modelopt_mixed"):
         return scheme, (), ()
     weights = find_weights(
@@ -325,7 +321,7 @@ def _nvfp4(
     served = [weight for weight in w4a4 if not weight.is_draft] or w4a4
     if served and all(weight.input_scale is None for weight in served):
         scheme, w4a4 = weight_only(scheme), []
-    # A map may name none of them
+    # A map may omit all of them
     scheme = replace(scheme, is_nvfp4=scheme.is_nvfp4 or bool(weights))
     modules = {weight.module for weight in w4a4}
     problems = header_problems(weights, modules)
@@ -339,9 +335,7 @@ def _nvfp4(
 def _label(
     scheme: Scheme, config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None
 ) -> Callable[[Nvfp4Weight], str]:
-    """What the config says of a weight: "NVFP4" for W4A4, where it says it. Of what a map
-    misses, the tensors say it.
-    """
+    """The config's label of a weight ("NVFP4" for W4A4), or the tensors' where a map omits it."""
     if scheme.vllm_quantization != "modelopt_mixed":
         label = "NVFP4" if is_w4a4(scheme) else ""
         return lambda _: label
@@ -361,13 +355,13 @@ def _whole(config: Mapping[str, Any], *keys: str) -> int | None:
     return None if isinstance(value, bool) else value
 
 
-# Kinds of rotary scaling whose max_position_embeddings is already the scaled length (vllm 0.32
+# Kinds of rotary scaling whose max_position_embeddings is the scaled length (vllm 0.32
 # config/model.py:2595).
 SCALED_LENGTH = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def _max_model_len(text: Mapping[str, Any]) -> int | None:
-    """The longest sequence vLLM takes by default for this model."""
+    """The longest sequence that vLLM accepts by default for this model."""
     lengths = [text[key] for key in LENGTH_KEYS if isinstance(text.get(key), int)]
     if not lengths:
         return None

@@ -1,4 +1,4 @@
-"""CloverLM, by its config."""
+"""Recognises CloverLM by its config."""
 
 from __future__ import annotations
 

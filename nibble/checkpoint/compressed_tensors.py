@@ -1,6 +1,4 @@
-"""One group of a compressed-tensors config: the kind of its weights, and whether vLLM 0.32 has a
-scheme for them. Pure.
-"""
+"""One group of a compressed-tensors config: its kind of weights, and vLLM 0.32's support. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ Config = Mapping[str, Any]
 
 
 def unread_weights(group: Config, packing: object) -> str:
-    """Why vLLM 0.32 has no scheme for the weights of a group (compressed_tensors.py:420, 529,
-    581, 706), or nothing.
+    """Why vLLM 0.32 has no scheme for a group's weights, or "" (compressed_tensors.py:420, 529,
+    581, 706).
     """
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
         return ""
     if weights.get("dynamic"):
         return (
-            "its config says that weights are quantized dynamically, and vLLM 0.32 reads stored"
+            "its config declares dynamically quantized weights, and vLLM 0.32 reads only stored"
             " scales"
         )
-    # Integers may be asymmetric in packed weights and where outputs are quantized too.
+    # Integers may be asymmetric in packed weights and with quantized outputs.
     is_w8a8 = (
         inputs
         and not group.get("output_activations")
@@ -32,8 +30,9 @@ def unread_weights(group: Config, packing: object) -> str:
     if weights.get("symmetric") is False and (is_float or is_w8a8):
         kind = "floats" if is_float else "integers with quantized activations"
         return (
-            "its config says that weights are quantized asymmetrically, and vLLM 0.32 reads no"
-            f" such {kind}"
+            "its config declares asymmetrically quantized weights, which vLLM 0.32 does not read"
+            " for"
+            f" {kind}"
         )
     return ""
 

@@ -1,5 +1,4 @@
-"""Which linear layers are quantized: what the tensors of a checkpoint are, against what its config
-excludes.
+"""Which linear layers are quantized: a checkpoint's tensors against its config's exclusions.
 
 vLLM 0.32 builds a layer quantized unless the config excludes it by name, and exporters write that
 list from patterns: ModelOpt's `mtp.layers.0*` leaves `mtp.fc` out, whose weight is BF16 (ModelOpt
@@ -214,7 +213,7 @@ def _module(tensor: TensorInfo) -> str | None:
 
 
 def _name_of_draft_in_vllm(name: str, config: Mapping[str, Any]) -> str:
-    """LongCat's draft has names of its own in vLLM, and exclusions are looked up by those
+    """LongCat's draft has other names in vLLM, which looks exclusions up by those
     (longcat_flash_mtp.py:45, 185).
     """
     if not str(config.get("model_type")).startswith("longcat_flash"):

@@ -1,10 +1,9 @@
-"""Weights that vLLM 0.32 computes as one: of one format, with fp32 scales that are equal, to be
-merged exactly, or wrong.
+"""Weights that vLLM 0.32 computes as one: their format, and how their fp32 scales merge.
 
 Without nibble's plugin, vLLM takes one scale for all parts of a fused layer: the largest multiplier
 in ModelOpt's format (modelopt.py KNvfp4Static.process), the smallest in compressed-tensors' (the
-largest divisor, compressed_tensors_w4a4_nvfp4.py:105), and of an expert's gate and up the gate's.
-The error is a gain: a part is multiplied by (scale taken) / (its own).
+largest divisor, compressed_tensors_w4a4_nvfp4.py:105), and the gate's of an expert's gate and up.
+The error is a gain: a part is multiplied by (scale taken) / (its scale).
 """
 
 from __future__ import annotations
@@ -209,8 +208,9 @@ def _present(files: TensorFiles, weight: Nvfp4Weight) -> frozenset[int]:
 
 @lru_cache(maxsize=1024)
 def unrepresentable(ratio: Fraction) -> frozenset[int] | None:
-    """E4M3 bytes whose value times `ratio` is no E4M3 value; None where that is every byte: the
-    ratio has more bits than a scale."""
+    """E4M3 bytes whose value times `ratio` is not an E4M3 value; None for all: the ratio has too
+    many bits.
+    """
     if max(_odd_part(ratio.numerator), _odd_part(ratio.denominator)) > 15:
         return None
     values = {Fraction(e4m3_value(byte)) for byte in range(1, NAN)}

@@ -1,7 +1,7 @@
 """Headers of safetensors files: names, types and shapes of tensors from the first bytes of a file.
 
-The format (safetensors 0.8): u64 little-endian length N, N bytes of JSON, then the tensors back to
-back without holes. Everything the loader would reject is rejected here, before a server starts.
+The format (safetensors 0.8): u64 little-endian length N, N bytes of JSON, then the tensors without
+holes. This module rejects what the loader would reject, before a server starts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Memory one sequence takes on one GPU: K and V, latents and recurrent states, in pages as vLLM
-0.32 counts them.
-"""
+"""Memory of one sequence on one GPU: K and V, latents and states, in vLLM 0.32's pages."""
 
 from __future__ import annotations
 

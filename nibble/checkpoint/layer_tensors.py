@@ -1,9 +1,8 @@
-"""Tensors of a checkpoint against what its config.json describes, layer by layer: missing ones,
-extra layers, other shapes. Pure.
+"""Compares a checkpoint's tensors with its config.json, layer by layer. Pure.
 
 layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as
-symbols. Made by tests/fixtures/layer_tensors.py. Families that are not in it are compared by names
-alone (missing.py) and while vLLM loads them (nibble/engine/plugin/written.py).
+symbols; tests/fixtures/layer_tensors.py generates it. Other families are compared by names alone
+(missing.py) and while vLLM loads them.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ ALTERNATION = {
 
 
 def _step(text: Config) -> list[LayerMemory]:
-    """Step 3.5 and 3.7: sliding layers have KV heads of their own (vllm 0.32 step3p5.py:413)."""
+    """Step 3.5 and 3.7: sliding layers have other KV heads (vllm 0.32 step3p5.py:413)."""
     types, window = text["layer_types"], text.get("sliding_window")
     count, other = _count(text), text.get("attention_other_setting") or {}
     found = []
@@ -261,7 +261,7 @@ def _muse(text: Config) -> list[LayerMemory]:
 
 def _gemma_shared(text: Config) -> list[LayerMemory]:
     """Gemma 3n and 4: the last layers read the cache of the last unshared layer of their kind;
-    Gemma 4's full layers have heads of their own size and number (vllm 0.32 gemma4.py:403,
+    Gemma 4's full layers have heads of another size and number (vllm 0.32 gemma4.py:403,
     gemma3n.py:355)."""
     is_gemma4 = text["model_type"].startswith("gemma4")
     found = _attention(text)

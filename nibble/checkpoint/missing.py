@@ -1,8 +1,7 @@
-"""What a checkpoint seems to lack, by the names of its tensors: a suspicion, which vLLM's own check
-while loading decides. Pure.
+"""Suspects missing tensors by the names of those present; vLLM's check at load decides. Pure.
 
-vLLM 0.32 looks for parameters that no tensor filled in unquantized models only, unless it is told
-to (default_loader.py:507).
+vLLM 0.32 looks for parameters that no tensor filled in unquantized models only, unless a flag
+enables it (default_loader.py:507).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def missing_tensors(
     embedding and last norm.
 
     `index` are the names in the checkpoint's index. Without `num_layers` it alone is held against
-    the tensors. Only those layers are looked at that surely are the decoder's: not vision towers,
+    the tensors. It checks only layers that are certainly the decoder's: not vision towers,
     not drafts (MTP).
     """
     stored = set(names)

@@ -1,5 +1,6 @@
-"""MIXED_PRECISION: the map of quantized layers against the tensors. What it does not name, vLLM
-0.32 builds unquantized.
+"""MIXED_PRECISION: compares the map of quantized layers with the tensors.
+
+vLLM 0.32 builds a layer that the map omits unquantized.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The NVFP4 weights of a checkpoint by their headers: which tensors belong together, and what is
-wrong with them.
+"""The NVFP4 weights of a checkpoint by their headers: their tensors and their defects.
 
 A linear weight [N, K] is two E2M1 codes a byte [N, K/2], one E4M3 scale for 16 of them [N, K/16],
-one fp32 scale for all, and for W4A4 one for the activations (formats.md 3.1, 4.6, 1.2). Experts are
-stored one by one, or all of a layer in three dimensions with K in the middle: codes [E, K/2, N],
-scales [E, K/16, N] (formats.md 3.3).
+one fp32 scale for all, and for W4A4 one for the activations. Experts are stored one by one, or all
+of a layer in three dimensions with K in the middle: codes [E, K/2, N], scales [E, K/16, N].
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from nibble.errors import ExitCode, NibbleError
 
 Layout = Literal["modelopt", "compressed-tensors", "quartet2"]
 GROUP_SIZE = 16
-TILE_ROWS, TILE_COLUMNS = 128, 4  # of the 128x4 layout of scales, formats.md 6.4
+TILE_ROWS, TILE_COLUMNS = 128, 4  # of the 128x4 layout of scales (cuBLAS, block scaling factors)
 EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(\w+)$")
 STACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 
@@ -68,8 +66,8 @@ class Nvfp4Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a checkpoint cannot be served: a tensor, its file, what is wrong with it, and how many
-    `others` are like it.
+    """Why a checkpoint cannot be served: tensor, file, what is wrong, and how many `others` are
+    alike.
 
     `is_draft`: only multi-token prediction would load the tensor.
     """
@@ -154,11 +152,10 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def header_problems(weights: Iterable[Nvfp4Weight], w4a4: Container[str]) -> tuple[Problem, ...]:
-    """What the headers alone show: missing tensors, wrong types and shapes. One problem a kind, the
-    first of it named.
+    """What the headers alone show: missing tensors, wrong types and shapes; the first of each kind.
 
-    `w4a4`: modules whose activations are NVFP4 too, so that vLLM 0.32 would take uninitialised
-    memory for a missing activation scale (modelopt.py KNvfp4Static: torch.empty).
+    `w4a4`: modules whose activations are NVFP4 too: vLLM 0.32 would use uninitialised memory for a
+    missing activation scale (modelopt.py KNvfp4Static: torch.empty).
     """
     known = list(weights)
     found = [

@@ -1,6 +1,4 @@
-"""NaN and infinities in what is not quantized and small: norms, biases, routers, which every
-token meets.
-"""
+"""Finds NaN and infinities in small unquantized tensors: norms, biases, routers."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from nibble.checkpoint.nvfp4 import Problem, gather
 from nibble.checkpoint.scale_values import TensorFiles
 from nibble.checkpoint.weights import is_scale, kind_of
 
-# Embeddings and heads are left to the canary: reading them would take a start's seconds
+# The canary covers embeddings and heads: reading them would cost seconds of a start
 SMALL_BYTES = 4 << 20
 _LEAVES = (".weight", ".bias")  # masks, which may hold infinities, have other names
 _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
@@ -52,7 +50,7 @@ def first_not_finite(data: bytes, dtype: str) -> int | None:
         return found.start() if found else None
     if (
         b"\x7f" not in first and b"\xff" not in first
-    ):  # as good as always; five times as fast as the search
+    ):  # nearly always; five times as fast as the search
         return None
     second = data[width - 2 :: width]
     places = (match.start() for match in re.finditer(rb"[\x7f\xff]", first))

@@ -1,9 +1,8 @@
-"""Scales and norms that are numbers and cannot be meant: a scale's reciprocal, zeros, a scale far
-from its neighbours.
+"""Finds implausible scales and norms: a scale's reciprocal, zeros, a scale far from its neighbours.
 
-An NVFP4 weight's largest value is 6 · its largest block scale · its global scale. Models in BF16
-have weights of 0.01 to some hundreds; a reciprocal in the place of a global scale makes it 10^5 to
-10^9, whatever the block scales. Bounds lie between.
+An NVFP4 weight's largest value is 6 · its largest block scale · its global scale. BF16 models have
+weights of 0.01 to some hundreds; a reciprocal in the place of a global scale makes it 10^5 to 10^9
+with any block scales. The bounds lie between.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class Plausibility:
-    """`problems` no exporter means; `doubts` are sentences, with the figures, about what is
-    unlikely.
-    """
+    """`problems` are certain; `doubts` are sentences, with figures, about what is unlikely."""
 
     problems: tuple[Problem, ...]
     doubts: tuple[str, ...]
@@ -58,8 +55,8 @@ def check_plausible(
     model_type: str,
     num_layers: int | None = None,
 ) -> Plausibility:
-    """Read the scales of the KV cache, the global scales of `weights`, and norms; block scales
-    where a global scale is large.
+    """Read the scales of the KV cache, global scales, and norms; block scales if a global scale is
+    large.
     """
     with TensorFiles(folder) as files:
         cache = {

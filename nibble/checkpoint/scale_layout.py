@@ -1,24 +1,21 @@
-"""Are block scales stored in the layout their label says: row by row, or in tiles of 128x4
-(formats.md 6.4)?
+"""Checks that block scales have the layout of their label: row by row, or in 128x4 tiles.
 
-Both take the same bytes, so that a reader of the wrong one computes with permuted scales and no
-error. Three tests, two of them on the first rows of some tensors:
+Both take the same bytes, so a reader of the wrong one computes with permuted scales and no error.
+Three tests, two of them on the first rows of some tensors:
 
-- Four-over-six. A block scaled to 4 has no code of 6, and only such blocks have scales above 256
-  (formats.md 2.1). In the right
-  layout that holds for every block with such a scale, in the wrong one for some half of them.
-- The largest product, of a CloverLM. Four-over-six gives the block with the largest weight the code
-  6 and the scale 256, or 4 and
-  384, so that code times scale is 1536 somewhere and nowhere more. This reads all of every tensor;
-  one block decides.
-- Rows and columns. Weights differ in size by output and by input channel. In the right layout the
-  variance of the rows' means
-  and that of the columns' means of log2(scale), both without the noise of averaging, are largest in
-  sum; the wrong layout mixes
-  them. (The rows' variance alone, formats.md 7, is larger in the wrong layout where heads or blocks
-  of input channels differ.)
+Four-over-six: a block scaled to 4 has no code of 6, and only such blocks have scales above 256. In
+the right layout that holds for every block with such a scale, in the wrong one for about half.
 
-Random weights without such structure pass undecided: nothing is refused on weak evidence.
+The largest product, of a CloverLM: four-over-six gives the block with the largest weight the code 6
+and the scale 256, or 4 and 384, so code times scale is 1536 somewhere and nowhere more. This reads
+all of every tensor; one block decides.
+
+Rows and columns: weights differ in size by output and by input channel. In the right layout the
+variances of the rows' means and of the columns' means of log2(scale), both without the noise of
+averaging, have the largest sum; the wrong layout mixes them. The rows' variance alone is larger in
+the wrong layout if heads or blocks of input channels differ.
+
+Random weights without such structure pass undecided: nibble refuses nothing on weak evidence.
 """
 
 from __future__ import annotations
@@ -61,9 +58,7 @@ Verdict = Literal["right", "wrong", "unclear"]
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """How many tensors were looked at, how many spoke for and against their label, and the
-    problem if it is one.
-    """
+    """How many tensors were checked, how many match their label or not, and the problem if any."""
 
     tensors: int
     right: int
@@ -74,10 +69,9 @@ class LayoutCheck:
 def check_layout(
     folder: Path, weights: Iterable[Nvfp4Weight], is_cloverlm: bool = False
 ) -> LayoutCheck:
-    """Look at up to 16 tensors spread over the checkpoint. A problem needs two that are wrong and
-    none that is right.
+    """Check up to 16 tensors of the checkpoint. A problem needs two wrong ones and no right one.
 
-    Of a packed CloverLM look at every tensor, and one that is wrong is a problem.
+    In a packed CloverLM it checks every tensor, and one wrong tensor is a problem.
     """
     weights = list(weights)
     if is_cloverlm and any(weight.layout == "quartet2" for weight in weights):
@@ -119,7 +113,7 @@ def _by_product(files: TensorFiles, weight: Nvfp4Weight) -> Verdict | Problem:
             "tiles", ExitCode.CONFIG, weight.weight.name, weight.weight.file, what, expected
         )
     blocks = weight.columns // GROUP_SIZE
-    if weight.scale.nbytes != weight.rows * blocks:  # its header is a problem of its own
+    if weight.scale.nbytes != weight.rows * blocks:  # the header check reports it
         return "unclear"
     stored = files.read(weight.scale, 0, weight.scale.nbytes)
     codes = files.read(weight.weight, 0, weight.weight.nbytes)

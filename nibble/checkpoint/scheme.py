@@ -1,8 +1,6 @@
-"""How the weights of a checkpoint are quantized: by what its config says and by the tensors that
-are there.
+"""How a checkpoint's weights are quantized, by its config and by its tensors.
 
-Formats and their traps: reference formats.md 3-4; what vLLM 0.32 accepts: its
-model_executor/layers/quantization.
+What vLLM 0.32 accepts is in its model_executor/layers/quantization.
 """
 
 from __future__ import annotations
@@ -414,9 +412,7 @@ def _bits(declared: Config) -> int:
 
 
 def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Scheme:
-    """CloverLM: BF16, or packed with tiled scales that share ModelOpt's names (formats.md 1.2,
-    1.3).
-    """
+    """CloverLM: BF16, or packed with tiled scales under ModelOpt's names."""
     packed = tensors is not None and any(name.endswith(".weight_scale_2") for name in tensors)
     if tensors is None:
         packed = hf is not None

@@ -1,8 +1,7 @@
-"""Where a checkpoint is: a folder, a snapshot in the Hugging Face cache, or the Hub; and what can
-be read of it.
+"""Where a checkpoint is (a folder, the Hugging Face cache, the Hub), and what it contains.
 
-Only JSON files and safetensors headers are read. From the Hub they come by range requests into
-memory: looking at a model writes nothing and downloads no weights.
+It reads only JSON files and safetensors headers. From the Hub they come by range requests into
+memory: inspecting a model writes nothing and downloads no weights.
 """
 
 from __future__ import annotations

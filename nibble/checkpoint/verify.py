@@ -1,4 +1,4 @@
-"""What would make an NVFP4 checkpoint compute wrongly: damaged scales, read from the files."""
+"""Finds damaged scales that would make an NVFP4 checkpoint compute wrongly."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""The quantization config vLLM 0.32 needs to load a checkpoint right, where that is not the one the
-checkpoint has.
+"""The quantization config that vLLM 0.32 needs if the checkpoint's does not load right.
 
-- `hf_quant_config.json` alone (ModelOpt before 0.31): vLLM raises for algorithms it did not know
-  then, for other producers and
-  for a missing key (transformers_utils/model_arch_config_convertor.py:285, modelopt.py
-  _from_config). The form of config.json
-  says the same and is read.
-- W4A4 by its label and weight-only by its tensors (ModelOpt before 0.45): vLLM computes with
-  uninitialised activation scales.
+`hf_quant_config.json` alone (ModelOpt before 0.31): vLLM raises for algorithms that it does not
+expect there, for other producers and for a missing key
+(transformers_utils/model_arch_config_convertor.py:285, modelopt.py _from_config). It reads the same
+content in the form of config.json.
+
+W4A4 by its label but weight-only by its tensors (ModelOpt before 0.45): vLLM computes with
+uninitialised activation scales.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Bytes, parameters and bytes read per decode step of a checkpoint, from its tensor names, types
-and shapes.
-"""
+"""Bytes, parameters and bytes read per decode step, from tensor names, types and shapes."""
 
 from __future__ import annotations
 
@@ -171,8 +169,11 @@ def _active_share(
 
 
 def _active(amount: Mapping[str, int], expert_share: float | None) -> int | None:
-    """Bytes or parameters one token of the language model uses. Without an output head of its own
-    it reads the embedding as one (tied), else one row of it, which is nothing."""
+    """Bytes or parameters that one token of the language model uses.
+
+    Without a separate output head the token reads the embedding as one (tied), else one row of it,
+    which counts as nothing.
+    """
     if expert_share is None:
         return None
     idle = {"vision", "draft", "embedding", "moe_experts"}

@@ -1,4 +1,4 @@
-"""The `nibble` command: verbs only; what they do lives in the modules they call."""
+"""The `nibble` command: declares the verbs and calls the modules that do the work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: rich alone would take half of its time
+    rich_markup_mode=None,  # plain help: rich would take half of its time
     help="Serve NVFP4 models on vLLM.",
 )
 for name, group in GROUPS.items():
@@ -42,8 +42,8 @@ Port = Annotated[
 
 @app.command()
 def stop(port: Port = None) -> None:
-    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code,
-    0 where none runs.
+    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
+    10 without a server.
     """
     from nibble.cli.serve import background_place, say
     from nibble.serve.background import stop as run
@@ -57,10 +57,10 @@ def stop(port: Port = None) -> None:
 def logs(
     port: Port = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the server ends.")
+        bool, typer.Option("--follow", "-f", help="Follow the log until the server ends.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="So many of the last lines.")
+        int, typer.Option("--lines", "-n", min=0, help="Number of last lines to print.")
     ] = 100,
 ) -> None:
     """Show the log of a server that `serve --detach` started, also after its end."""
@@ -72,8 +72,8 @@ def logs(
 
 @app.command(context_settings=FREE_WORDS)
 def plan(words: Words = None) -> None:
-    """Show every setting `serve` would use, where it comes from and why. `--explain FLAG` shows
-    everything that was said about one flag or variable.
+    """Show every setting that `serve` would use, its source and its reason. `--explain FLAG` shows
+    every source of one flag or variable.
     """
     from nibble.cli.explain import explain, split_words
     from nibble.plan.gather import plan_for, read_wishes
@@ -93,8 +93,8 @@ def plan(words: Words = None) -> None:
 
 @app.command(context_settings=FREE_WORDS)
 def inspect(words: Words = None) -> None:
-    """Show what a checkpoint holds, whether it loads exactly, and what vLLM alone would get
-    wrong.
+    """Show what a checkpoint holds, whether nibble loads it exactly, and what vLLM alone gets wrong
+    with it.
     """
     from nibble.cli.inspection import inspect_model
     from nibble.plan.gather import read_wishes
@@ -119,9 +119,10 @@ def convert(
         typer.Option(
             "--to",
             help=(
-                "modelopt, compressed-tensors, quartet-packed: another layout of the same NVFP4"
+                "Layout: modelopt, compressed-tensors or quartet-packed, with the same NVFP4"
                 " numbers;"
-                " nvfp4: quantize a BF16 model, in ModelOpt's layout (CloverLM in Quartet's)."
+                " or nvfp4, which quantizes a BF16 model in ModelOpt's layout (CloverLM in"
+                " Quartet's)."
             ),
         ),
     ],
@@ -129,7 +130,7 @@ def convert(
         str | None,
         typer.Option(
             help=(
-                "bf16 or fp4: what linear layers compute with. Default: bf16 for --to nvfp4, else"
+                "Activations of linear layers: bf16 or fp4. Default: bf16 for --to nvfp4, else"
                 " the source's."
             )
         ),
@@ -138,7 +139,7 @@ def convert(
         Path | None,
         typer.Option(
             help=(
-                "A text file; the model reads each line to find the activation scales of"
+                "Text file whose lines the model reads to measure the activation scales of"
                 " --activations fp4."
             )
         ),
@@ -146,14 +147,13 @@ def convert(
     four_over_six: Annotated[
         bool,
         typer.Option(
-            "--four-over-six", help="Give a block the scale for 4 where that errs less than for 6."
+            "--four-over-six",
+            help="Scale a block's maximum to 4 instead of 6 if the error is smaller.",
         ),
     ] = False,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Leave these modules in BF16, such as '*.layers.0.*'; may be given again."
-        ),
+        typer.Option(help="Modules to leave in BF16, such as '*.layers.0.*'; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -173,16 +173,16 @@ def convert(
 @app.command()
 def reference(
     model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id or a demo.")],
-    device: Annotated[str, typer.Option(help="cpu or cuda: what computes.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device that computes: cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="float32 or float64: what it computes with.")
+        str, typer.Option(help="Type that it computes in: float32 or float64.")
     ] = "float32",
     activations: Annotated[
         str | None,
         typer.Option(
             help=(
-                "fp4 or bf16: inputs of NVFP4 layers. Default: as this machine would serve the"
-                " model."
+                "Inputs of NVFP4 layers: fp4 or bf16. Default: those with which this machine serves"
+                " the model."
             )
         ),
     ] = None,
@@ -191,16 +191,18 @@ def reference(
         typer.Option(
             min=1,
             max=256,
-            help="Tokens of each answer; each reads the weights again where they do not fit.",
+            help="Tokens of each answer; each token reads weights again that do not fit in memory.",
         ),
     ] = 16,
     out: Annotated[
         Path | None,
-        typer.Option(help="The file to write. Default: in nibble's cache, where `serve` finds it."),
+        typer.Option(
+            help="File to write. Default: a file in nibble's cache, where `serve` finds it."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a model's right answers from its checkpoint, for the canary of later starts."""
+    """Compute a model's layers and answers from its checkpoint, for the canary of later starts."""
     from nibble.cli.reference import make
 
     found = make(model, dict(os.environ), device, dtype, activations, answer_tokens, out)
@@ -226,18 +228,16 @@ def pull(words: Words = None) -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(help="Also whether a start of this model would begin.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Model whose start to check too.")] = None,
     as_json: Json = False,
     bundle: Annotated[
         Path | None,
         typer.Option(
-            "--bundle", metavar="PATH", help="Write a .tar.gz for a bug report, without secrets."
+            "--bundle", metavar="PATH", help="File of a .tar.gz for a bug report, without secrets."
         ),
     ] = None,
 ) -> None:
-    """Look at this machine and say what would stop or slow a server."""
+    """Check this machine for what stops or slows a server."""
     from nibble.cli.doctor.bundle import open_bundle, write_bundle
     from nibble.cli.doctor.checks import diagnose
     from nibble.cli.show import show_report
@@ -248,13 +248,13 @@ def doctor(
     print_json(report.to_json()) if as_json else show_report(report)
     if file is not None:
         count = write_bundle(file, report, environ, model or environ.get("MODEL"))
-        print(f"{bundle}: {count} files; look through it before you send it", file=sys.stderr)
+        print(f"{bundle}: {count} files; read it before you send it", file=sys.stderr)
     raise typer.Exit(report.exit_code)
 
 
 @app.command()
 def status(as_json: Json = False) -> None:
-    """Say what the server on this machine does, which kernels it runs and what its canary found."""
+    """Show what the server on this machine does, its kernels and its canary's findings."""
     from nibble.cli.status import read_status, status_lines
 
     found = read_status(dict(os.environ))
@@ -274,7 +274,7 @@ def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """Versions of nibble and of what it runs."""
+    """Show versions of nibble and of the software that it runs."""
     from nibble.cli.show import versions
 
     found = versions()
@@ -331,7 +331,7 @@ def verbs() -> list[str]:
 
 def main() -> None:
     """Run, and turn every failure into one line and its exit code."""
-    stop_early(sys.argv[1:])  # once more: an older console script begins here
+    stop_early(sys.argv[1:])  # again: an older console script begins here
     sys.exit(_guarded(lambda: app(standalone_mode=False)))
 
 
@@ -353,7 +353,7 @@ def _guarded(run: Callable[[], Any]) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """A usage error of typer's own, or our fault; a traceback only where it was asked for."""
+    """A usage error of typer, or a defect of nibble; a traceback only on request."""
     message = getattr(error, "format_message", None)
     if message is not None:
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
@@ -369,7 +369,7 @@ def _failed(error: Exception) -> int:
     where = (
         f"with the traceback in {written}"
         if written
-        else "with NIBBLE_DEBUG=1 it shows the traceback"
+        else "with NIBBLE_DEBUG=1 nibble shows the traceback"
     )
     print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
     return int(ExitCode.INTERNAL)

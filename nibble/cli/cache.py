@@ -1,4 +1,4 @@
-"""`nibble cache ls|verify|prune`."""
+"""`nibble cache ls|verify|prune`: looks after compiled code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
         raise NibbleError(
             ExitCode.CONFIG, what=what, action="run it as the owner of the cache"
         ) from None
-    except OSError:  # there is none
+    except OSError:  # no cache exists
         pass
     return root
 
@@ -108,8 +108,10 @@ def prune(
     where nothing can be removed.
     """
     if older_than_days is None and max_gib is None and not all_but_current:
-        action = "give one of --older-than DAYS, --max-gib N, --all-but-current"
-        raise NibbleError(ExitCode.USAGE, what="nothing says what to prune", action=action)
+        action = "pass --older-than DAYS, --max-gib N or --all-but-current"
+        raise NibbleError(
+            ExitCode.USAGE, what="`nibble cache prune` needs a condition", action=action
+        )
     for flag, value in (("--older-than", older_than_days), ("--max-gib", max_gib)):
         if value is not None and not 0 <= value < math.inf:
             raise NibbleError(

@@ -1,4 +1,4 @@
-"""`nibble chat`: one question to the server that runs here, the answer as it streams."""
+"""`nibble chat`: sends one question to this machine's server and streams the answer."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         ) from None
     except (
         http.client.HTTPException
-    ) as error:  # vLLM ended in the middle of the answer, or it is no HTTP server
-        what = f"the answer of {host}:{settings.port} broke off ({type(error).__name__})"
+    ) as error:  # vLLM ended during the answer, or the program is not an HTTP server
+        what = f"the answer of {host}:{settings.port} ended early ({type(error).__name__})"
         raise NibbleError(
             ExitCode.ENGINE_DIED, what=what, action="see `nibble status` and `nibble logs`"
         ) from None
@@ -96,7 +96,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         if "error" in event:
             raise NibbleError(
                 ExitCode.ENGINE_DIED,
-                what=f"the answer broke off: {event['error'].get('message', event['error'])}",
+                what=f"the answer ended early: {event['error'].get('message', event['error'])}",
                 action="ask again",
             )
         for choice in event.get("choices", []):

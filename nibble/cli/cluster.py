@@ -1,6 +1,4 @@
-"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine that
-has the token.
-"""
+"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ def _least_memory_bytes(
     if there == plan.target.name:
         return least_memory_bytes(plan)
     say(
-        f"memory is not compared: the nodes are for {there} and the plan is for {plan.target.name}"
+        f"memory is not compared: the nodes have the target {there} and the plan {plan.target.name}"
         f" (--target {there})"
     )
     return 0
@@ -145,7 +143,7 @@ def _reached_by_ray(caller: Caller, report: Report, say: Callable[[str], None]) 
     here = caller.environ.get("VLLM_HOST_IP")
     if here not in addresses:
         say(
-            "Ray's own connections were not tried: run the check on a node for that (in containers"
+            "Ray's connections were not checked: run the check on a node (in containers"
             " `docker exec`)"
         )
         return report
@@ -156,7 +154,7 @@ def _reached_by_ray(caller: Caller, report: Report, say: Callable[[str], None]) 
     }
     environ = {**caller.environ, "RAY_ADDRESS": f"{caller.head}:{GCS_PORT}", **token}
     why = unreached(addresses, environ, threading.Event())
-    action = "see `nibble cluster status`, and start the Ray node anew that was away"
+    action = "see `nibble cluster status`, and restart the Ray node that was away"
     return replace(report, problems=[Problem(caller.head, why, action)] if why else [])
 
 
@@ -176,7 +174,7 @@ def _as_served(asked: Asked, head: str, has_ray: bool) -> Asked:
 
 
 def _not_idle(what: str) -> NibbleError:
-    action = "wait until it is over, or stop it; `nibble cluster status` disturbs nothing"
+    action = "wait until it ends, or stop it; `nibble cluster status` does not disturb it"
     return NibbleError(
         ExitCode.CLUSTER,
         what=f"{what}: nothing was checked",
@@ -241,7 +239,7 @@ def _no_answer(caller: Caller, error: AgentError) -> NibbleError:
         action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
         return NibbleError(ExitCode.CLUSTER, what=what, expected="the head's token", action=action)
     if error.status == 404:
-        what = f"the node at {caller.head} is no head"
+        what = f"the node at {caller.head} is not a head"
         return NibbleError(
             ExitCode.CLUSTER,
             what=what,

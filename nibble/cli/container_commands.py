@@ -1,6 +1,4 @@
-"""The container commands of README and docs, declared once. `nibble docs` writes them; tests run
-every one of them.
-"""
+"""The container commands of README and docs, declared once for docs and tests."""
 
 from __future__ import annotations
 

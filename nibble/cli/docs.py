@@ -1,6 +1,4 @@
-"""Generated parts of the documentation, between markers, so that they cannot drift from the
-code.
-"""
+"""Writes the generated parts of the documentation, so that they cannot drift from the code."""
 
 from __future__ import annotations
 
@@ -149,7 +147,7 @@ def _where(when: Condition) -> str:
         ", ".join(when.families),
     ]
     if when.k_multiple:
-        parts.append(f"K of a rank no multiple of {when.k_multiple}")
+        parts.append(f"K of a rank not a multiple of {when.k_multiple}")
     return ", ".join(part for part in parts if part)
 
 
@@ -176,12 +174,10 @@ def patch_list() -> str:
 
 
 def probe_tables() -> str:
-    """Both tables of the probes: the seeds' patches, and what is wrong in the release nibble is
-    made for.
-    """
+    """Both tables of the probes: other projects' patches, and defects of vLLM 0.32.0."""
     found = sorted(probe_rows().items(), key=lambda item: row_order(item[1].id))
     tables: list[str] = []
-    for title, live in (("What the seeds patched", 0), ("What is wrong in vLLM 0.32.0", 1)):
+    for title, live in (("Defects that older projects patched", 0), ("Defects of vLLM 0.32.0", 1)):
         lines = [
             f"### {title}",
             "",

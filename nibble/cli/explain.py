@@ -45,7 +45,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
         if not found:
             raise NibbleError(
                 ExitCode.USAGE,
-                what=f"{WORD} is given without a name",
+                what=f"{WORD} has no name",
                 expected="a flag or a variable",
                 action=f"write {WORD} --max-num-seqs",
             )

@@ -1,6 +1,4 @@
-"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share: verbs
-only, as in cli.py.
-"""
+"""`nibble recipes …`, `patches …`, `cache …` and `cluster …`, and what all verbs share."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ import typer
 
 from nibble.errors import ExitCode
 
-# Words after these verbs are read by nibble.settings.command_line, which knows nibble's options and
-# vLLM's flags alike.
+# nibble.settings.command_line reads the words after these verbs: it knows nibble's options and
+# vLLM's flags.
 FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -24,17 +22,17 @@ Root = Annotated[
     str | None,
     typer.Option(
         "--root",
-        help="A site-packages folder or vLLM's unpacked source; default: the installed vLLM.",
+        help="Site-packages folder or vLLM's unpacked source. Default: the installed vLLM.",
     ),
 ]
 
 recipes_app = typer.Typer(
-    no_args_is_help=True, help="What is known about serving a model on a target."
+    no_args_is_help=True, help="Recipes: what is known about serving a model on a target."
 )
 patches_app = typer.Typer(
-    no_args_is_help=True, help="What nibble changes in vLLM, and the probes that show why."
+    no_args_is_help=True, help="Patches of vLLM, and the probes that show their defects."
 )
-cache_app = typer.Typer(no_args_is_help=True, help="Compiled code kept for the next start.")
+cache_app = typer.Typer(no_args_is_help=True, help="Compiled code that the next start reuses.")
 cluster_app = typer.Typer(no_args_is_help=True, help="Several machines that serve one model.")
 GROUPS = {
     "recipes": recipes_app,
@@ -140,13 +138,13 @@ def patches_apply(tree: Root = None) -> None:
 
 @patches_app.command("revert")
 def patches_revert(tree: Root = None) -> None:
-    """Put every patched file back, byte for byte."""
+    """Restore every patched file, byte for byte."""
     from nibble.engine.patching.apply import revert_series
     from nibble.engine.patching.series import load_series
 
     there = _tree(tree)
     done = revert_series(there, load_series("vllm"))
-    print(f"{there.root}: " + (f"took back {', '.join(done)}" if done else "no patch was applied"))
+    print(f"{there.root}: " + (f"reverted {', '.join(done)}" if done else "no patch was applied"))
 
 
 @cache_app.command("ls")
@@ -178,18 +176,21 @@ def cache_verify(as_json: Json = False) -> None:
 def cache_prune(
     older_than: Annotated[
         float | None,
-        typer.Option("--older-than", metavar="DAYS", help="Entries unused for longer."),
+        typer.Option("--older-than", metavar="DAYS", help="Remove entries unused for longer."),
     ] = None,
     max_gib: Annotated[
-        float | None, typer.Option("--max-gib", help="The longest unused, until all are no larger.")
+        float | None,
+        typer.Option("--max-gib", help="Remove the least recently used until the rest fits."),
     ] = None,
     all_but_current: Annotated[
         bool,
         typer.Option(
-            "--all-but-current", help="Entries of other builds than the one installed here."
+            "--all-but-current", help="Remove entries of builds other than the installed one."
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what it would remove.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Remove entries no server uses, by age, size or build."""
@@ -252,9 +253,9 @@ def cluster_check(words: Words = None) -> None:
 
 @cluster_app.command("manifest", context_settings=FREE_WORDS)
 def cluster_manifest(
-    kind: Annotated[str, typer.Argument(help="kuberay or lws.")],
+    kind: Annotated[str, typer.Argument(help="Kind of manifest: kuberay or lws.")],
     words: Words = None,
-    image: Annotated[str, typer.Option(help="The image of every pod.")] = "nibble:b200",
+    image: Annotated[str, typer.Option(help="Image of every pod.")] = "nibble:b200",
 ) -> None:
     """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL
     and FLAGS.

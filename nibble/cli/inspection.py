@@ -1,6 +1,4 @@
-"""`nibble inspect`: what a checkpoint holds, whether nibble loads it exactly, and what vLLM
-alone would get wrong.
-"""
+"""`nibble inspect`: what a checkpoint holds, and whether nibble and vLLM load it exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from nibble.plan.gather import Asked, hub_environ, local_model
 from nibble.plan.nvfp4_options import is_tied
 from nibble.plan.validate import check_checkpoint
 
-SMALL_SCALE_BYTES = 2 << 30  # of block scales that are read without being asked for
+SMALL_SCALE_BYTES = 2 << 30  # of block scales that are read without --deep
 
 
 @dataclass(frozen=True)
@@ -126,14 +124,14 @@ def _group_json(group: FusedGroup) -> dict[str, Any]:
 
 
 def inspect_model(asked: Asked, deep: bool) -> Inspection:
-    """Inspect the model that was asked for: a folder, an id in the cache, or one on the Hub.
-    Raises USAGE without a model.
+    """Inspect the requested model: a folder, an id in the cache, or one on the Hub. Raises USAGE
+    without a model.
     """
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(
             ExitCode.USAGE,
-            what="no model is given",
+            what="`nibble inspect` needs a model",
             expected="a folder or an id",
             action="write `nibble inspect MODEL`",
         )
@@ -192,7 +190,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
 
 
 def _refusal(checkpoint: Checkpoint, problems: Iterable[Problem]) -> NibbleError | None:
-    """Why `serve` would not start with it, whatever the machine; drafts are not asked for."""
+    """Why `serve` would not start with it on any machine; drafts do not count."""
     try:
         check_checkpoint(checkpoint, {})
     except NibbleError as error:
@@ -212,7 +210,7 @@ def _producer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
 
 
 def _inventory(checkpoint: Checkpoint) -> Iterable[Mapping[str, Any]]:
-    """Tensors by part of the model and type, the largest first; scales are a part of their own."""
+    """Tensors by part of the model and type, the largest first; scales are a separate part."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: defaultdict[tuple[str, str], int] = defaultdict(int)
     for tensor in checkpoint.tensors.values():
@@ -250,7 +248,7 @@ def _scales_read(reads_all: bool, scale_bytes: int, has_values: bool) -> str:
     if reads_all:
         return f"by its headers and all its scales, {gib(scale_bytes)}"
     if not has_values:
-        return "by its headers; fp32 scales lie too far apart to be read from the Hub"
+        return "by its headers; fp32 scales lie too far apart to read them from the Hub"
     return "by its headers and fp32 scales; --deep reads the block scales of a folder"
 
 
@@ -265,10 +263,10 @@ def _vllm_alone(
         yield from (_reason(text) for text in checkpoint.vllm_config.reasons)
     if wrong:
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
-        yield f"builds {wrong[0]}{more} as its config lists it, not as it is stored"
+        yield f"builds {wrong[0]}{more} as the config lists it, not as the file stores it"
     raw = declared_config(checkpoint.config, None)
     if raw is not None and "exclude_modules" in raw and raw["exclude_modules"] is None:
-        yield "stops at `exclude_modules: null`"
+        yield "fails on `exclude_modules: null`"
     if flushed:
         yield f"with Marlin, loses the smallest block scales of {flushed} weights: they become 0"
     if checkpoint.scheme.vllm_quantization == "quartet2":
@@ -297,10 +295,10 @@ def _merge_errors(groups: Iterable[FusedGroup]) -> Iterable[str]:
 def _reason(text: str) -> str:
     known = {
         "it is labelled W4A4 and has no activation scales": (
-            "takes uninitialised memory for its activation scales"
+            "uses uninitialised memory as activation scales"
         ),
         "vLLM 0.32 does not read its hf_quant_config.json": (
-            "does not read its hf_quant_config.json, or stops at it"
+            "ignores its hf_quant_config.json, or fails on it"
         ),
     }
     return known.get(text, text)

@@ -43,7 +43,7 @@ _OF_THIS_MACHINE = frozenset(
         "worker_ip",
     )
 )
-# Variables that are no options of nibble's and that vLLM, Ray, NCCL, Gloo or the Hub's client in
+# Variables other than nibble's options that vLLM, Ray, NCCL, Gloo or the Hub's client in
 # the pods need as they are here …
 _OF_OTHERS = ("VLLM_", "RAY_", "NCCL_", "GLOO_", "HF_ENDPOINT")
 # … but for this machine's folders and addresses, what a pod has from its operator, and secrets …
@@ -107,7 +107,7 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
         and field not in _OF_THIS_MACHINE
         and not options()[field].secret
     ]
-    # Names that vLLM no longer has became flags here, and will in the pods.
+    # Names that vLLM 0.32 lacks become flags here and in the pods.
     names += asked.accepted.flag_origins.values()
     names += [
         name
@@ -120,7 +120,7 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
     if secret := next(
         (name for name, value in found.items() if PASSWORD_IN_ADDRESS.search(value)), None
     ):
-        what = f"{secret} has a password in its address, and a manifest is no place for one"
+        what = f"{secret} has a password in its address, which a manifest must not contain"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

@@ -1,4 +1,4 @@
-"""How far a pull is: a bar for each stage on a terminal, a line now and then elsewhere."""
+"""Shows a pull's progress: a bar for each stage on a terminal, else a line now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nibble reference MODEL`, and what a start does about references."""
+"""`nibble reference MODEL`, and the references that a start computes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make(
     try:
         done = run(request, environ, say)
     except (NoReference, Ended) as why:
-        action = "serve it without: recorded answers (docs/canary.md) are the other way"
+        action = "serve it without one, or record answers (docs/canary.md)"
         raise NibbleError(
             ExitCode.MODEL, what=f"{checkpoint.id} has no computed reference: {why}", action=action
         ) from None

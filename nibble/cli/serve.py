@@ -1,4 +1,4 @@
-"""`nibble serve` and `nibble pull`: wishes -> plan -> model on disk -> checks -> vLLM."""
+"""`nibble serve` and `nibble pull`: from the request to plan, model on disk, checks and vLLM."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
-    """Serve until told to stop, or start a server in the background; the exit code of the whole."""
+    """Serve until a stop, or start a server in the background; the exit code of the whole."""
     asked = read_wishes(words, environ, ("--json", "--detach"))
     settings = asked.settings
     place = _place(asked)
@@ -143,7 +143,7 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if verdict.wait_s > 0:
         if not _hold(plan, verdict):
             return ExitCode.OK
-        # What is free has changed meanwhile, and the user may have fixed what failed.
+        # Free memory has changed meanwhile, and the user may have fixed the failure.
         plan = _checked(on_disk(plan_for(asked), asked, said), accepted, said)
     times = StartTimes(cache / "start-times" / record)
     return _Run(
@@ -162,7 +162,7 @@ def _references(
 
 
 def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
-    """The plan, once everything that would stop it later was looked at. Lines in `said` are not
+    """The plan, once every check of a later failure has passed. Lines in `said` are not
     printed again.
     """
     _say_new(plan.notices, said)
@@ -187,7 +187,7 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
     say(why)
     waited = hold(plan.settings.control_port, verdict.wait_s, why)
     if not waited:
-        say("told to stop while waiting: nothing was started")
+        say("stopped before the start")
     return waited
 
 
@@ -261,19 +261,19 @@ class _Run:
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    """Fetch a model, or only look with --dry-run; (what was done, whether JSON was asked for)."""
+    """Fetch a model, or only look with --dry-run; (the result, whether --json is set)."""
     asked = read_wishes(words, environ, ("--json", "--dry-run"))
     settings = asked.settings
     if settings.model is None:
         raise NibbleError(
             ExitCode.USAGE,
-            what="no model is given",
+            what="`nibble pull` needs a model",
             expected="MODEL or an argument",
             action="write `nibble pull ORG/NAME`",
         )
     as_json = "--json" in asked.command.rest
     if demo := demo_models().get(settings.model):
-        say(f"{settings.model} comes with nibble: nothing is to be downloaded")
+        say(f"{settings.model} comes with nibble and needs no download")
         return _told(pull(str(demo), None, environ)), as_json
     recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
     revision = settings.revision or (recipe.revision if recipe else "") or None
@@ -286,7 +286,10 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     with shown(say) as on_progress:
         result = pull(settings.model, revision, hub_environ(asked), on_progress)
     if result.revision and not revision:
-        say(f"{settings.model} is at {result.revision}; NIBBLE_REVISION={result.revision} pins it")
+        say(
+            f"{settings.model} is at {result.revision}; pin it with"
+            f" NIBBLE_REVISION={result.revision}"
+        )
     return _told(result), as_json
 
 
@@ -384,7 +387,7 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
         """Nothing is served yet, so a stop is a stop; threads of the download would hold up an
         ordinary exit.
         """
-        say(f"stopped while {doing}; the next start goes on from here")
+        say(f"stopped while {doing}; the next start continues from here")
         with suppress(OSError):
             note_end(_place(asked), ExitCode.OK)
         os._exit(ExitCode.OK)
@@ -399,7 +402,7 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
 
 
 def link_moe_configs(plan: Plan) -> None:
-    """Make the folder VLLM_TUNED_CONFIG_FOLDER names, where it is ours."""
+    """Create the folder in VLLM_TUNED_CONFIG_FOLDER, if it is nibble's."""
     if plan.moe_alias is None:
         return
     try:

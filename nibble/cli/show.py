@@ -1,4 +1,4 @@
-"""What the verbs print for people; rich is imported only here and in progress.py."""
+"""Prints what the verbs show to people; only this module and progress.py import rich."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def show_plan(plan: Plan) -> None:
         notices = plan.notices
     for notice in notices:
         console.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
-    console.print("held against what runs:", style="bold")
+    console.print("compared with the running kernels:", style="bold")
     for want in expectations(plan, os.environ):
         console.print(f"  {escape(want.line())}", soft_wrap=True)
     console.print("command:", style="bold")
@@ -154,12 +154,12 @@ def _watchdog(plan: Plan) -> str:
         for size in (limit.pause_below_bytes, limit.stop_below_bytes, limit.resume_from_bytes)
     )
     if plan.topology.is_headless:
-        return f"host memory below {stop}: this rank is stopped"
+        return f"host memory below {stop}: nibble stops this rank"
     text = (
-        f"host memory below {pause}: no new requests until {resume}; below {stop}: the engine is"
-        " stopped"
+        f"host memory below {pause}: no new requests until {resume}; below {stop}: nibble stops"
+        " the engine"
     )
-    return f"{text}; every Ray node has its own" if plan.topology.mode == "ray" else text
+    return f"{text}; every Ray node has one too" if plan.topology.mode == "ray" else text
 
 
 def _all_sequences(plan: Plan) -> str:
@@ -170,7 +170,7 @@ def _all_sequences(plan: Plan) -> str:
     text = arithmetic(budget, budget.full_kv_bytes)
     if budget.full_kv_bytes <= budget.room_bytes:
         return text
-    return f"{text}; to need less, in this order: " + ", ".join(str(step) for step in plan.ladder)
+    return f"{text}; reduce memory, in this order: " + ", ".join(str(step) for step in plan.ladder)
 
 
 def _gib(value: int | None) -> str:
@@ -299,8 +299,11 @@ def show_report(report: Any) -> None:
 def show_patches(tree: Any, lines: Sequence[Any]) -> None:
     """The two tables of docs/patches.md for one tree."""
     console = wide_console()
-    colours = {"applied": "green", "needed": "red", "failed": "red", "unmended": "yellow"}
-    for title, live in (("what the seeds patched", False), ("what is wrong in vLLM 0.32.0", True)):
+    colours = {"applied": "green", "needed": "red", "failed": "red", "not fixed": "yellow"}
+    for title, live in (
+        ("defects that older projects patched", False),
+        ("defects of vLLM 0.32.0", True),
+    ):
         table = Table(
             title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
         )
@@ -335,15 +338,14 @@ def versions() -> dict[str, str | None]:
 # What a verb has beside the options of all.
 SWITCHES = {
     "serve": (
-        "--detach starts the server in the background; --json prints where its status is, and the"
+        "--detach starts the server in the background; --json prints the address of its status,"
+        " and the"
         " plan."
     ),
     "plan": "--json prints everything.",
-    "inspect": (
-        "--deep reads every block scale of a folder, however many; --json prints everything."
-    ),
+    "inspect": ("--deep reads every block scale of a folder; --json prints everything."),
     "pull": (
-        "--dry-run only says what would come and whether it fits; --json prints it for programs."
+        "--dry-run prints what a pull would download and whether it fits; --json prints it as JSON."
     ),
 }
 

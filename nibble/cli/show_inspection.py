@@ -26,7 +26,7 @@ def show_inspection(found: Inspection) -> None:
         console.print(f"[yellow]vLLM alone[/] {escape(line)}", soft_wrap=True)
     if missing := found.checkpoint.missing:
         console.print(
-            f"[yellow]missing[/] {len(missing)}, as it seems: {escape(some_of(missing))}",
+            f"[yellow]missing[/] {len(missing)}, probably: {escape(some_of(missing))}",
             soft_wrap=True,
         )
     for doubt in found.doubts:
@@ -105,7 +105,8 @@ def _layout(found: Inspection) -> str:
     layout = found.layout
     undecided = layout.tensors - layout.right - layout.wrong
     return (
-        f"{layout.right} of {layout.tensors} weights as labelled, {layout.wrong} not, {undecided}"
+        f"{layout.right} of {layout.tensors} weights match their label, {layout.wrong} do not,"
+        f" {undecided}"
         " undecided"
     )
 

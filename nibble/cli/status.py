@@ -1,6 +1,4 @@
-"""`nibble status`: what the server on this machine does and what it proved, from its control
-port.
-"""
+"""`nibble status`: what this machine's server does and what it proved, from its control port."""
 
 from __future__ import annotations
 
@@ -42,12 +40,12 @@ def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
         or not isinstance(status, dict)
         or not {"state", "phase"} <= status.keys()
     ):
-        raise _no_server(port, "what answers there is something else")
+        raise _no_server(port, "another program answers there")
     return status
 
 
 def _no_server(port: int, why: str) -> NibbleError:
-    what = f"no server of nibble's answers on control port {port} ({why})"
+    what = f"nibble does not answer on control port {port} ({why})"
     action = f"start one, or set {options()['control_port'].env[0]} to its port"
     action += elsewhere_hint(os.environ, "status")
     return NibbleError(ExitCode.ENGINE_DIED, what=what, action=action)
@@ -73,7 +71,7 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     if "url" in status:
         yield f"serving   {', '.join(status['served_names'])} at {status['url']}"
     if last := status.get("last_start_s"):
-        yield "last time " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in last.items())
+        yield "last start " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in last.items())
     if (memory := status.get("memory")) and memory.get("available_bytes") is not None:
         yield f"memory    {show_gib(memory['available_bytes'])} available"
     if assertion := status.get("assertion"):
@@ -90,7 +88,11 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
 
 def _eta(status: Mapping[str, Any]) -> str:
     eta = status.get("eta_s")
-    return "" if eta is None else f"; ready in about {eta:.0f} s if it goes as the last time"
+    return (
+        ""
+        if eta is None
+        else (f"; ready in about {eta:.0f} s if it takes as long as the last start")
+    )
 
 
 def ran_lines(ran: Mapping[str, Any]) -> Iterator[str]:

@@ -1,3 +1,1 @@
-"""Several machines that serve one model: who they are, whether they fit together, and what
-happens when one is lost.
-"""
+"""Several machines that serve one model: membership, compatibility, and loss of a node."""

@@ -35,9 +35,7 @@ RESTARTS = 5
 def open_cluster(
     plan: Plan, environ: Mapping[str, str], say: Say, stop: threading.Event
 ) -> Iterator[Cluster]:
-    """The cluster of `plan`; without Ray this process is its head. `stop` ends whatever it waits
-    for.
-    """
+    """The cluster of `plan`; without Ray this process is its head. `stop` ends every wait."""
     settings, topology = plan.settings, plan.topology
     with tempfile.TemporaryDirectory(prefix="nibble-cluster-") as folder:
         if topology.mode == "ray":
@@ -46,7 +44,7 @@ def open_cluster(
             yield Cluster(plan, place, token, None, Path(folder), say, stop, Offers())
             return
         if not is_here(resolve(str(topology.head), "HEAD_IP")):
-            what = f"HEAD_IP {topology.head} is no address of this machine, and its rank is 0"
+            what = f"HEAD_IP {topology.head} is not an address of this machine, whose rank is 0"
             raise NibbleError(
                 ExitCode.CLUSTER,
                 what=what,
@@ -77,12 +75,11 @@ def serve_across(
     say: Say,
     run: Callable[[Mapping[str, str], Watch, Callable[[], None]], int],
 ) -> int:
-    """Serve on several machines; the exit code of the whole. `run` starts vLLM: (environment,
-    watch, on ready) -> exit code.
+    """Serve on several machines; the exit code of the whole.
 
-    A lost node ends the run; with the node back there is a new one, up to RESTARTS times. A stop
-    signal between two runs ends the waiting: process 1 of a container would never see one that
-    nobody handles.
+    `run` starts vLLM: (environment, watch, on ready) -> exit code. A lost node ends the run; when
+    the node returns, a new run starts, up to RESTARTS times. A stop signal between two runs ends
+    the wait: process 1 of a container never receives a signal without a handler.
     """
     stop = threading.Event()
     with (
@@ -102,7 +99,7 @@ def serve_across(
                 code = run(own, watch, cluster.ready)
                 if stop.is_set() or not cluster.head_stops:
                     return code
-                code, lost = None, NodeLost(f"the Ray head at {cluster.head} was stopped")
+                code, lost = None, NodeLost(f"the Ray head at {cluster.head} stopped")
             except NodeLost as error:
                 lost = error
             except NibbleError as error:

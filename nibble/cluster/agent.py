@@ -1,14 +1,14 @@
-"""nibble's own port on every node (AGENT_PORT): JSON over HTTP for whoever has the cluster's token.
+"""nibble's port on every node (AGENT_PORT): JSON over HTTP for clients with the cluster's token.
 
 `call` is the client. With RAY_USE_TLS=1 both ends use Ray's certificates, and the client must show
 one too.
 
 The server is Python's http.server, as for the control port, and not uvicorn. uvicorn never ends a
-client that sends half a request, where this ends it after 30 s. It answers a negative length with
-400 before the application sees the request, where this says 413. It sends files through Python,
-which takes 2.6 times the CPU of the kernel's sendfile from vLLM (0.55 s vs 0.21 s per GiB, 2 cores
-AMD EPYC, 2026-11-23, benchmarks/agent_transfer.py). Its handlers would need threads all the same:
-one may compute checksums for an hour.
+client that sends half a request; this server ends it after 30 s. uvicorn answers a negative length
+with 400 before the application sees the request; this server answers 413. uvicorn sends files
+through Python, which takes 2.6 times the CPU of the kernel's sendfile from vLLM (0.55 s vs 0.21 s
+per GiB, 2 cores AMD EPYC, 2026-11-23, benchmarks/agent_transfer.py). Its handlers would need
+threads too: one may compute checksums for an hour.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEEPALIVE = (
 
 
 class AgentError(Exception):
-    """Why a call failed, in words; `status` is HTTP's, 0 where nobody answered."""
+    """Why a call failed, in words; `status` is HTTP's, 0 without an answer."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
@@ -88,7 +88,7 @@ class Agent:
             )
 
     def start(self) -> Agent:
-        """Answer in a thread of its own."""
+        """Answer in a separate thread."""
         self._server.start("agent")
         return self
 
@@ -217,7 +217,7 @@ class _Handler(JsonHandler):
                 return 413, {"error": "too large"}
             body = json.loads(self.rfile.read(length) or b"{}")
             if not isinstance(body, dict):
-                raise ValueError("the body is no JSON object")
+                raise ValueError("the body is not a JSON object")
             handler = self.server.handlers.get(self.path)
             return (200, handler(body)) if handler else (404, {"error": "unknown path"})
         except (ValueError, KeyError, TypeError) as error:

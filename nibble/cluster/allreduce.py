@@ -1,5 +1,4 @@
-"""One rank of the all-reduce between nodes: `python -m nibble.cluster.allreduce RANK WORLD HEAD
-PORT`.
+"""One rank of the preflight's all-reduce: `python -m nibble.cluster.allreduce RANK WORLD …`.
 
 NCCL on the first GPU where there is one, else Gloo. Prints one JSON object: `gb_per_s` is the bus
 bandwidth, 2 (n-1)/n times the bytes of the buffer a second (10^9), as nccl-tests count it;

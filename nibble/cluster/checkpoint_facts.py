@@ -1,5 +1,4 @@
-"""What a model folder holds, as names and short digests: equal for equal content, wherever the
-folder lies.
+"""A model folder's contents as names and short digests, equal for equal content anywhere.
 
 Configuration and tokenizer files count in full. Of weights the size, every tensor's header and
 samples of the values count, for whole files would be read for minutes: two revisions of one model
@@ -30,11 +29,10 @@ NOT_READ = ("nibble-canary", "LICENSE", "README", "NOTICE")
 
 
 def checkpoint_facts(folder: str) -> dict[str, str]:
-    """Name -> digest or words: files ("config.json"), tensors ("tensor w in model.safetensors") and
-    samples of values.
+    """Name -> digest or words: files ("config.json"), tensors ("tensor w in model.safetensors"),
+    values.
 
-    Raises OSError where a file cannot be read, NibbleError (MODEL) for a header that no loader
-    would take.
+    Raises OSError for an unreadable file, NibbleError (MODEL) for an invalid header.
     """
     place = Path(folder)
     files = sorted({*_configuration(place), *_weights(place)})
@@ -48,9 +46,7 @@ def _configuration(folder: Path) -> list[Path]:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Those that vLLM would load: a folder may hold the same weights in another form beside
-    them.
-    """
+    """The weights that vLLM would load: a folder may also hold them in another form."""
     source = FolderSource(str(folder), "local", folder, None)
     loaded = weight_files(source, read_index(source))
     if loaded is not None:
@@ -60,9 +56,7 @@ def _weights(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=8)
 def _facts(stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """Kept as long as no file changes its size or time: a server asks again after each lost
-    node.
-    """
+    """Kept while no file changes its size or time: a server asks again after each lost node."""
     found: dict[str, str] = {}
     for path, size, _ in stamps:
         found.update(

@@ -1,5 +1,4 @@
-"""Are all nodes there? Pure: from the head's list and what the model needs to what is missing, in
-words.
+"""Says which nodes are missing, from the head's list and the plan's needs. Pure.
 
 A start and `nibble cluster check` ask the same questions.
 """
@@ -14,9 +13,9 @@ from typing import Any
 from nibble.cluster.roster import LOST_S
 
 AGAIN_S = 60.0
-LEAST_NODES = 2  # fewer are no cluster
+LEAST_NODES = 2  # a cluster has at least two
 SEE_NODE = "see that node's log"
-GIVE_NUMBER = "start the other nodes, or give the number of all with --nnodes"
+GIVE_NUMBER = "start the other nodes, or pass the number of all nodes with --nnodes"
 START_NODES = "start the missing nodes, or raise NIBBLE_CLUSTER_WAIT_SECONDS"
 INTO_THE_HEAD = (
     "run `serve` beside a Ray node: in containers inside the head's (`docker exec HEAD"
@@ -28,47 +27,45 @@ Nodes = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not there yet, and what to do about it."""
+    """What is missing, and what to do about it."""
 
     what: str
     action: str = START_NODES
 
 
 def living(nodes: Nodes) -> list[dict[str, Any]]:
-    """Those that gave a sign of life within LOST_S."""
+    """The nodes that answered within LOST_S."""
     return [node for node in nodes if node["age_s"] < LOST_S]
 
 
 def missing_ranks(alive: Nodes, count: int) -> Missing | None:
-    """Without Ray: a node for each rank from 0 to `count` - 1, none of which still ends an
-    earlier run.
-    """
+    """Without Ray: a node for each rank from 0 to `count` - 1, all done with earlier runs."""
     ranks = {node["rank"] for node in alive}
     absent = [str(rank) for rank in range(count) if rank not in ranks]
     if absent:
         return Missing(
-            f"no sign of the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
+            f"no answer from the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
         )
     # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
     busy = [node["name"] for node in alive if node["busy"]]
-    return Missing(f"node {busy[0]} still ends its part of the last run") if busy else None
+    return Missing(f"node {busy[0]} still ends its ranks of the last run") if busy else None
 
 
 def missing_gpus(alive: Nodes, count: int) -> Missing | None:
-    """With Ray: enough GPUs for all ranks, wherever they are."""
+    """With Ray: enough GPUs for all ranks on any nodes."""
     gpus = sum(node["gpus"] for node in alive)
     if gpus >= count:
         return None
     there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
-    return Missing(f"{count} GPUs are needed and the nodes offer {gpus} ({there})")
+    return Missing(f"the plan needs {count} GPUs, but the nodes offer {gpus} ({there})")
 
 
 def missing_nodes(alive: Nodes, count: int) -> Missing | None:
-    """So many nodes, whatever they are."""
+    """A number of nodes of any kind."""
     if len(alive) >= count:
         return None
     return Missing(
-        f"{count} nodes are expected, and {_names(alive)} answer{'' if alive[1:] else 's'}"
+        f"the plan needs {count} nodes, but only {_names(alive)} answer{'' if alive[1:] else 's'}"
     )
 
 
@@ -87,15 +84,13 @@ class Expected:
 
 
 def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | None:
-    """As a start would miss it. Where nothing is known, two nodes and all that the head has
-    heard of.
-    """
+    """What a start would miss. Without a plan: two nodes, and all that the head knows."""
     alive = living(nodes)
     if expected.nodes is None and expected.gpus is None:
         for node in nodes:
             if node["age_s"] >= LOST_S:
                 return Missing(
-                    f"node {node['name']} has given no sign of life for {node['age_s']:.0f} s",
+                    f"node {node['name']} has not answered for {node['age_s']:.0f} s",
                     SEE_NODE,
                 )
         if len(alive) < LEAST_NODES:
@@ -111,7 +106,7 @@ def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | Non
 
 class Reminder:
     """Of a line that is due once, again when it changes, and every AGAIN_S while it stays.
-    Numbers in it are no change.
+    Other numbers in it do not count as a change.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,4 @@
-"""The server's side: wait for the nodes, check them, watch them while vLLM runs, and start again
-when one comes back.
-"""
+"""The server's side of a cluster: waits for nodes, checks and watches them, and restarts."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 
 STOP_S = 30.0  # beside the drain: for the end of vLLM's processes
 LOOK_S = 0.1
-HEAR_S = 4.0  # a beat and its timeout: a rank that has not heard by then is not there
+HEAR_S = 4.0  # a heartbeat and its timeout: a rank that has not heard by then is absent
 SAME_MOMENT_S = (
     0.5  # within which it cannot be told which of two processes on two machines ended first
 )
@@ -93,7 +91,7 @@ class Cluster:
         self._began_at, self._died_here_at = 0.0, float("inf")
         self._was_ready = False
         self._seen: Sequence[dict[str, Any]] = ()
-        self._reminder = Reminder()  # of what a `prepare` waits for
+        self._reminder = Reminder()  # for the waits of `prepare`
         self._state: dict[str, Any] = {
             "state": "starting",
             "phase": "cluster",
@@ -177,9 +175,7 @@ class Cluster:
             what = (
                 str(error) if error.status else f"no head answers at {self._caller.head} ({error})"
             )
-            return Missing(
-                what, "wait until that is over, or stop it" if error.status else START_NODES
-            )
+            return Missing(what, "wait until it ends, or stop it" if error.status else START_NODES)
         return None
 
     def lost(self) -> str | None:
@@ -187,8 +183,7 @@ class Cluster:
         now = self._seen = self.nodes()
         if self._head_silence_s >= LOST_S:
             return (
-                f"the head at {self._caller.head} has given no sign of life for"
-                f" {self._head_silence_s:.0f} s"
+                f"the head at {self._caller.head} has not answered for {self._head_silence_s:.0f} s"
             )
         if (
             self._roster is None
@@ -216,8 +211,8 @@ class Cluster:
         return None
 
     def _matters(self, node: Mapping[str, Any], end: Mapping[str, Any]) -> bool:
-        """Whether the end of a process on another node concerns this run, and is no consequence
-        of one that ended here.
+        """Whether the end of a process on another node concerns this run and is not its
+        consequence.
         """
         at = time.monotonic() - end["ago_s"]
         if at < self._began_at or SAME_MOMENT_S < at - self._died_here_at < FOLLOWS_S:
@@ -241,7 +236,7 @@ class Cluster:
         if error.code != ExitCode.ENGINE_DIED or self.stop.is_set():
             raise error
         self._set(starting=False)
-        self._state["detail"] = f"{error.what}; looking whether a node is lost"
+        self._state["detail"] = f"{error.what}; checking whether a node is lost"
         found = self.who_was_lost()
         if isinstance(found, NodeLost):
             return found
@@ -254,8 +249,8 @@ class Cluster:
         raise found or error
 
     def who_was_lost(self) -> NibbleError | None:
-        """After vLLM ended by itself: was it a node? A lost node is known only once it was
-        silent for LOST_S.
+        """After vLLM ended by itself: the lost node, if any. A node counts as lost after LOST_S of
+        silence.
         """
         deadline = time.monotonic() + LOST_S + 3 * BEAT_S
         while time.monotonic() < deadline and not self.stop.is_set():
@@ -287,8 +282,8 @@ class Cluster:
         return False
 
     def _wait(self, lost: NodeLost | None, deadline: float) -> bool:
-        """Until all are there and nobody else has them. A rank that fetches the model from this one
-        gives no other sign of life.
+        """Wait until all nodes are present and free. A rank that fetches the model here counts as
+        alive.
         """
         limit_s = self.plan.settings.cluster_wait_seconds
         while not self.stop.is_set():
@@ -302,7 +297,7 @@ class Cluster:
                 if lost is not None:
                     raise NibbleError(
                         ExitCode.ENGINE_DIED,
-                        what=f"{lost.what}, and not back after {limit_s} s: {why}",
+                        what=f"{lost.what}, and it did not return within {limit_s} s: {why}",
                     )
                 raise NibbleError(
                     ExitCode.CLUSTER, what=f"{why} after {limit_s} s", action=missing.action
@@ -331,7 +326,7 @@ class Cluster:
                 raise
             if time.monotonic() >= deadline:
                 raise NibbleError(
-                    ExitCode.ENGINE_DIED, what=f"{lost.what}, and since then: {error.what}"
+                    ExitCode.ENGINE_DIED, what=f"{lost.what}, then: {error.what}"
                 ) from None
             self._state["detail"] = f"not yet: {error.line()}"
             self._remind(f"not yet: {error.line()}")
@@ -342,7 +337,7 @@ class Cluster:
                 f"{node['address']} ({node['facts']['interface']})" for node in self.report.nodes
             )
             self.say(
-                f"preflight: {len(nodes)} nodes fit together: {names}; all-reduce"
+                f"preflight: {len(nodes)} nodes are compatible: {names}; all-reduce"
                 f" {found['gb_per_s']} GB/s with {found['backend']} (at least"
                 f" {found['least_gb_per_s']})"
             )
@@ -381,7 +376,7 @@ class Cluster:
         why = unreached(
             [node["address"] for node in nodes], self.environ(self.place.environ), self.stop
         )
-        action = "see `nibble cluster status`, and start the Ray node anew that was away"
+        action = "see `nibble cluster status`, and restart the Ray node that was away"
         return replace(report, problems=[Problem(self._caller.head, why, action)] if why else [])
 
     def _tell(self, text: str) -> None:
@@ -461,7 +456,7 @@ class Cluster:
                 self._until_every_rank_has_heard()
 
     def _until_every_rank_has_heard(self) -> None:
-        """Each hears the state with its next beat; one that is silent is not waited for."""
+        """Each hears the state with its next heartbeat; a silent one is skipped."""
         assert self._roster is not None
         told = time.monotonic()
         while time.monotonic() - told < HEAR_S:

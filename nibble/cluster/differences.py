@@ -1,7 +1,7 @@
-"""How nodes differ that have to be equal, in words: flags, environment, code, checkpoints. Pure.
+"""How nodes differ that have to be equal: flags, environment, code, checkpoints. Pure.
 
-The first node is the one that the others are compared with. Digests say whether, `entries` (what a
-digest is made of) say where.
+The others are compared with the first node. Digests say whether they differ, `entries` (what a
+digest covers) say where.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from nibble.cluster.facts import SAME, Problem
 
 Node = Mapping[str, Any]
 SHOWN = 3  # names of files or tensors in a line
-SAME_SETTINGS = "give every rank the same flags and variables"
+SAME_SETTINGS = "set the same flags and variables on every rank"
 SAME_IMAGE = "run the same image on every node"
 SAME_MODEL = (
-    "give every node the same files (`nibble pull MODEL --revision …`), or set"
+    "put the same files on every node (`nibble pull MODEL --revision …`), or set"
     " NIBBLE_CLUSTER_MODEL=head"
 )
 # Part of a build (build_id.py) -> how it is called, and what one of its entries is.
@@ -33,9 +33,10 @@ UNSET = "unset"
 def settings_problems(
     nodes: Sequence[Node], server: Mapping[str, Any] | None = None
 ) -> list[Problem]:
-    """Flags of ranks that have a plan each, and the environment of all. With Ray `server` has the
-    environment that vLLM copies to its workers, where a node's own variable stays as it is (vllm
-    0.32 v1/executor/ray_executor_v2.py:175).
+    """Flags of ranks that have a plan each, and the environment of all.
+
+    With Ray `server` has the environment that vLLM copies to its workers, where a node's variable
+    stays (vllm 0.32 v1/executor/ray_executor_v2.py:175).
     """
     first, *others = nodes
     copied = dict((server or {}).get("environment") or {})
@@ -74,9 +75,7 @@ def _values(flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing_parts(node: Node, first: Node) -> list[str]:
-    """Parts of the build whose digests or versions differ, without those that are facts of their
-    own (facts.SAME).
-    """
+    """Parts of the build whose digests or versions differ, without separate facts (facts.SAME)."""
     here, there = node["facts"].get("code") or {}, first["facts"].get("code") or {}
     return [part for part in _differing(here, there) if part not in SAME]
 
@@ -84,9 +83,7 @@ def differing_parts(node: Node, first: Node) -> list[str]:
 def part_problem(
     node: Node, first: Node, part: str, here: Mapping[str, str], there: Mapping[str, str]
 ) -> Problem:
-    """Which files or patches differ; without entries (a compiler, or a node that does not tell)
-    which versions do.
-    """
+    """Which files or patches differ; without entries (a compiler) which versions differ."""
     called, kind = PARTS.get(part, (part, ""))
     code, other = node["facts"].get("code") or {}, first["facts"].get("code") or {}
     if not kind:
@@ -107,7 +104,7 @@ def part_problem(
 def checkpoint_problem(
     node: Node, first: Node, label: str, here: Mapping[str, str], there: Mapping[str, str]
 ) -> Problem:
-    """Why the folder of `label` ("model", "draft" or the folder that all have) is not the first
+    """Why the folder of `label` ("model", "draft" or the common folder) differs from the first
     node's.
     """
     one, other = node["checkpoints"].get(label), first["checkpoints"].get(label)
@@ -138,16 +135,14 @@ def _called(label: str) -> str:
 
 
 def _place(summary: Mapping[str, str]) -> str:
-    """With the revision where the folder is not a snapshot's own, which has it in its name."""
+    """The folder, with the revision unless its name has it."""
     revision = summary["revision"]
     named = not revision or revision in summary["folder"]
     return summary["folder"] + ("" if named else f" (revision {revision[:12]})")
 
 
 def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Names whose values differ or that one side lacks; configuration before tensors, which
-    depend on it.
-    """
+    """Names whose values differ or that one side lacks; configuration before tensors."""
     names = [name for name in {*here, *there} if here.get(name) != there.get(name)]
     return sorted(
         names, key=lambda name: (name.startswith("values "), name.startswith("tensor "), name)
@@ -157,7 +152,7 @@ def _differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 def _listed(
     names: Sequence[str], here: Mapping[str, str], there: Mapping[str, str], kind: str = ""
 ) -> str:
-    """The first names, each with what is the matter, and how many more there are."""
+    """The first names, each with its difference, and how many more there are."""
     shown = [
         f"{_noun(name, kind)} {_matter(here.get(name), there.get(name))}" for name in names[:SHOWN]
     ]
@@ -171,6 +166,6 @@ def _noun(name: str, kind: str) -> str:
 
 def _matter(here: str | None, there: str | None) -> str:
     if here is None or there is None:
-        return "is absent" if here is None else "is there only on this node"
+        return "is absent" if here is None else "exists only on this node"
     # Types, shapes and sizes are for people; digests are not.
     return f"has {here}, not {there}" if " " in here and " at " in here else "has other content"

@@ -1,6 +1,4 @@
-"""Are code and checkpoints of all nodes the same? Digests are asked first; what they are made of
-only where they differ.
-"""
+"""Checks that code and checkpoints of all nodes are equal, first by digest, then by part."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def compare_checkpoints(
     for node, answer in ask_all(nodes, ask, over):
         if isinstance(answer, AgentError):
             problems.append(
-                Problem(node["name"], f"it cannot say what its model is ({answer})", "see its log")
+                Problem(node["name"], f"it cannot describe its model ({answer})", "see its log")
             )
         else:
             told[node["address"]] = {**node, "checkpoints": answer["checkpoints"]}

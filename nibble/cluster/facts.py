@@ -1,6 +1,6 @@
-"""What a node is, and whether several of them fit together.
+"""What a node is, and whether several nodes are compatible.
 
-`collect` looks at this machine; `compare` is pure.
+`collect` reads this machine; `compare` is pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nibble.plan.budget import memory_bytes
 from nibble.plan.memory import show_gib
 
 GIB = 1 << 30
-LARGEST_SKEW_S = 5.0  # tokens have no date; logs, caches and TLS certificates have
+LARGEST_SKEW_S = 5.0  # tokens have no date, but logs, caches and TLS certificates do
 LITTLE_DISK_BYTES = 2 * GIB
 # What must be the same everywhere: fact -> what to do where it differs.
 SAME: Mapping[str, str] = {
@@ -39,7 +39,7 @@ SAME: Mapping[str, str] = {
     "driver": "install the same driver on every node",
     "target": "use machines of one kind in a cluster",
     "gpu": "use machines of one kind in a cluster",
-    "mtu": "give the interfaces of the cluster the same MTU",
+    "mtu": "set the same MTU on the cluster's interfaces",
 }
 
 
@@ -55,10 +55,9 @@ class Problem:
 def collect(
     address: str, interface: str, environ: Mapping[str, str], cache: Path
 ) -> dict[str, Any]:
-    """This node's facts, as plain data. The first call reads nibble's and the kernels' files (0.1
-    s).
+    """This node's facts, as plain data; `cache` is nibble's cache folder.
 
-    `cache` is nibble's cache folder.
+    The first call reads nibble's and the kernels' files (0.1 s).
     """
     here = detect(environ)
     target = target_of(here)
@@ -100,9 +99,7 @@ def target_of(here: Hardware) -> Target | None:
 
 
 def nccl_library(environ: Mapping[str, str]) -> str | None:
-    """The NCCL that vLLM would load: VLLM_NCCL_SO_PATH, else the wheel's beside torch. None
-    where there is neither.
-    """
+    """The NCCL that vLLM would load: VLLM_NCCL_SO_PATH, else the wheel's beside torch, or None."""
     if given := environ.get("VLLM_NCCL_SO_PATH"):
         return given
     found = importlib.util.find_spec("nvidia")
@@ -138,9 +135,7 @@ def hub_state(model: str, revision: str | None, environ: Mapping[str, str]) -> s
 
 
 def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> list[Problem]:
-    """What keeps `nodes` (as the roster gives them) from serving together. The first is the one
-    the others are held to.
-    """
+    """What keeps `nodes` (from the roster) from serving together, compared with the first one."""
     first, *others = nodes
     problems = [
         Problem(
@@ -160,8 +155,8 @@ def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> 
 
 
 def usable_rdma(facts: Mapping[str, Any]) -> list[str]:
-    """The ports of RDMA devices that NCCL would take here: InfiniBand's, and RoCE's with the GID
-    of the node's address.
+    """The RDMA ports that NCCL would use: InfiniBand's, and RoCE's with the GID of the node's
+    address.
     """
     if facts.get("rdma_is_off") or not facts.get("gpus"):
         return []
@@ -175,7 +170,7 @@ def usable_rdma(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """NCCL takes RDMA or TCP for itself on each node, and those that differ do not meet."""
+    """NCCL chooses RDMA or TCP on each node; nodes with different choices cannot connect."""
     having = [node for node in nodes if usable_rdma(node["facts"])]
     if not having:
         return []
@@ -188,7 +183,7 @@ def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
     return [
         Problem(
             node["name"],
-            f"it has no RDMA device with a GID of its address, and there is {where}",
+            f"it has no RDMA device with a GID of its address, but there is one {where}",
             action,
         )
         for node in nodes
@@ -208,12 +203,12 @@ def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
         )
     disk = facts.get("disk_free_bytes")
     if disk is not None and disk < LITTLE_DISK_BYTES:
-        found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free some"))
+        found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free space"))
     memory = facts.get("memory_available_bytes")
     if memory is not None and memory < least_memory_bytes:
         what = (
-            f"{show_gib(memory)} of memory are available and {show_gib(least_memory_bytes)} are"
-            " needed"
+            f"{show_gib(memory)} of memory are available, but the plan needs"
+            f" {show_gib(least_memory_bytes)}"
         )
         found.append(Problem(name, what, "stop other programs there"))
     return found

@@ -1,7 +1,7 @@
-"""One download for the cluster: a node that has a model's files gives them to the others.
+"""One download for the cluster: a node with a model's files offers them to the others.
 
-HTTP with ranges on the agent's port, for whoever has the token; every file is compared by sha256
-and a broken transfer goes on where it ended.
+HTTP with ranges on the agent's port, for clients with the token. The receiver compares every file's
+sha256 and resumes a broken transfer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class Offers:
-    """The folders that this node gives away, by a name for each."""
+    """The folders that this node offers, each under a name."""
 
     def __init__(self) -> None:
         self._folders: dict[str, Path] = {}
@@ -106,9 +106,7 @@ class Offers:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files below `folder`, relative to it; links are followed as the Hub's cache needs,
-    half-fetched files left out.
-    """
+    """Files below `folder`, relative to it, with links followed and without unfinished files."""
     found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     return [path for path in found if not path.name.endswith(PARTIAL)]
 
@@ -157,9 +155,9 @@ def fetch_model(
 ) -> Path:
     """The model that the agent at `address` offers, complete and verified in `destination`.
 
-    What is there already with the right sha256 is kept. Raises AgentError where nothing is offered
-    (400) or nobody answers (0), NO_FIT where the rest is more than the disk has free, before any of
-    it comes, MODEL where files do not come or arrive wrong.
+    Files with the right sha256 stay. Raises AgentError if the head offers nothing (400) or does not
+    answer (0), NO_FIT before the transfer if the rest does not fit on the disk, MODEL if files do
+    not arrive or arrive wrong.
     """
     offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
     files = sorted(offer["files"], key=lambda file: str(file["path"]).endswith(_WEIGHTS))
@@ -228,7 +226,7 @@ def _fetch_file(
         except (OSError, http.client.HTTPException) as broken:
             error = broken
         if (size := _size(partial)) > first:
-            left = ATTEMPTS  # a transfer that goes on is no failure
+            left = ATTEMPTS  # progress resets the attempts
         if size < file["size"]:
             left -= 1
             time.sleep(PAUSE_S)

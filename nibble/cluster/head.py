@@ -1,4 +1,4 @@
-"""The head's side of the cluster, and what members make of its answers."""
+"""The head's side of the cluster, and how members handle its answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nibble.plan.cluster_ports import AGENT_PORT
 
 
 class Running(Protocol):
-    """Something with a thread of its own."""
+    """An object with a separate thread."""
 
     def start(self) -> Any: ...
 
@@ -33,9 +33,7 @@ def running(one: Running) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving(member: Member) -> Iterator[None]:
-    """A member that says goodbye at the end, and why where that is an error; somebody else
-    starts it.
-    """
+    """A member that reports its end, with the error if any; the caller starts it."""
     why = ""
     try:
         yield
@@ -82,7 +80,7 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
 
 
 def refuse(member: Member) -> None:
-    """Raise CLUSTER where the head answered and does not want this node; silence is no refusal."""
+    """Raise CLUSTER where the head answered and does not want this node; silence does not count."""
     error = member.error
     if error is None or error.status == 0:
         return
@@ -95,11 +93,11 @@ def refuse(member: Member) -> None:
             action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if error.status == 404:
-        what = f"the node at {member.head} is no head"
+        what = f"the node at {member.head} is not a head"
         raise NibbleError(
             ExitCode.CLUSTER,
             what=what,
-            expected="rank 0 or `ray-head` there",
+            expected="rank 0 or `ray-head` at this address",
             action="correct HEAD_IP",
         )
     what = f"the head at {member.head} refused this node: {error}"
@@ -107,14 +105,14 @@ def refuse(member: Member) -> None:
         ExitCode.CLUSTER,
         what=what,
         expected="one node for each rank",
-        action="correct NIBBLE_NODE_RANK or stop the other one",
+        action="correct NIBBLE_NODE_RANK or stop the other node",
     )
 
 
 def lost_head(member: Member) -> str | None:
     """Why the head counts as lost, or None."""
     if member.has_new_head:
-        return f"the head at {member.head} was started anew"
+        return f"the head at {member.head} restarted"
     if not member.has_lost_head:
         return None
     why = f": {member.error}" if member.error else ""

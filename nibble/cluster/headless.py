@@ -1,6 +1,4 @@
-"""A machine with ranks of the model and no API: its part of vLLM runs while rank 0's does, and
-no longer.
-"""
+"""A machine with ranks and no API: its part of vLLM runs exactly while rank 0's does."""
 
 from __future__ import annotations
 
@@ -42,11 +40,10 @@ NEW_RUN_S = (
 
 
 def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
-    """Serve this machine's ranks until told to stop or until rank 0 stops (0).
+    """Serve this machine's ranks until a stop or until rank 0 stops (0).
 
-    Raises CLUSTER where the head does not take this node or never begins, ENGINE_DIED where vLLM
-    ends by itself or the head stays away, NO_FIT where memory runs short here. What its workers
-    prove is judged by rank 0.
+    Raises CLUSTER if the head refuses this node or never begins, ENGINE_DIED if vLLM ends by itself
+    or the head stays away, NO_FIT if memory runs short. Rank 0 judges what its workers report.
     """
     settings = plan.settings
     head = str(plan.topology.head)
@@ -150,7 +147,7 @@ class _Headless:
             self._engine = None
 
     def _wait_for_run(self) -> bool:
-        """Until the head begins another run; False when told to stop."""
+        """Until the head begins another run; False at a stop."""
         limit_s = self._plan.settings.cluster_wait_seconds
         deadline = time.monotonic() + limit_s
         while True:
@@ -160,7 +157,7 @@ class _Headless:
             refuse(member)
             reply = {} if member.has_lost_head else member.reply
             if reply.get("state") == "stopped":
-                self._say("the server was stopped: so is this rank")
+                self._say("the server stopped, so this rank stops")
                 return False
             session = reply.get("session")
             is_new = reply.get("run") != self._run or session != member.head_session
@@ -168,7 +165,7 @@ class _Headless:
                 member.head_session, self._run = str(session), int(reply["run"])
                 return True
             if time.monotonic() >= deadline:
-                why = lost_head(member) or f"the head at {member.head} began nothing"
+                why = lost_head(member) or f"the head at {member.head} started no run"
                 code = ExitCode.ENGINE_DIED if self._began else ExitCode.CLUSTER
                 raise NibbleError(
                     code,
@@ -220,7 +217,7 @@ class _Headless:
                 self._events.put(event)
 
     def _take_part(self) -> bool:
-        """Until the run is over; False when this node or the server was told to stop."""
+        """Until the run is over; False when this node or the server stops."""
         death, ended_at = None, 0.0
         member = self._member
         while True:
@@ -230,14 +227,14 @@ class _Headless:
                 self._say(f"{why}: ending this machine's ranks")
                 return True
             if member.reply.get("state") == "stopped":
-                self._say("the server was stopped: so are this machine's ranks")
+                self._say("the server stopped, so this machine's ranks stop")
                 return False
             if member.reply.get("run") != self._run or member.reply.get("state") == "waiting":
                 self._say("the head ended this run")
                 return True
             if self._ended and death is None:
                 death, ended_at = self._death(self._ended.code), time.monotonic()
-                self._say(f"{death.what}; waiting for what the head makes of it")
+                self._say(f"{death.what}; waiting for the head's decision")
             if death is not None and time.monotonic() - ended_at > NEW_RUN_S:
                 raise death
 

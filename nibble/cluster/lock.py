@@ -1,7 +1,6 @@
-"""One at a time: a server that starts, or `nibble cluster check`, has the nodes' fixed ports and
-GPUs to itself.
+"""The claim on a cluster's ports and GPUs: one starting server or one check at a time.
 
-The head keeps the claim (`Roster.claim`) and forgets one that nobody repeats.
+The head keeps the claim (`Roster.claim`) and forgets one that its owner stops repeating.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Claim:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._over.set()
-            thread.join()  # what it asked after the release would be a claim of nobody's
+            thread.join()  # a request after the release would be a claim without an owner
             with contextlib.suppress(AgentError, NibbleError):
                 self._ask("/release")
 

@@ -1,6 +1,4 @@
-"""A node's side of the cluster: it tells the head that it lives, and learns what the head is
-doing.
-"""
+"""A node's side of the cluster: it sends heartbeats and learns what the head does."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ class Member:
     _thread: threading.Thread | None = None
 
     def start(self) -> Member:
-        """Beat in a thread of its own."""
+        """Beat in a separate thread."""
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()

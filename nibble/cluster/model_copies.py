@@ -1,5 +1,4 @@
-"""One download with Ray: nodes that lack the folder a server names get it from the machine of that
-server, at the same path.
+"""One download with Ray: nodes without the model's folder copy it from the server's machine.
 
 A node's side is `Copies`: it offers a folder or fetches one, when the server asks (`distribute`).
 """
@@ -108,7 +107,9 @@ def distribute(
             name = caller.ask(source, "/offer", {"folder": folder})["name"] if lacking else ""
         except AgentError as error:
             action = "run `serve` beside a Ray node that sees the same files"
-            return [Problem(source, f"it cannot give {folder} to the others ({error})", action)]
+            return [
+                Problem(source, f"it cannot offer {folder} to the other nodes ({error})", action)
+            ]
         if problem := _give(
             caller, lacking, {"address": source, "name": name, "folder": folder}, over, tell
         ):
@@ -145,16 +146,14 @@ def _give(
                 answer = caller.ask(address, "/fetch", body)
             except AgentError as error:
                 action = (
-                    "copy the model to the same path there, or give every node the same"
-                    " NIBBLE_CACHE_DIR"
+                    "copy the model to the same path on that node, or set the same"
+                    " NIBBLE_CACHE_DIR on every node"
                 )
                 return Problem(
                     node["name"], f"it does not fetch {body['folder']} ({error})", action
                 )
             if answer["state"] == "failed":
-                action = (
-                    "look at that node's disk and network, and start again: whole files are kept"
-                )
+                action = "check that node's disk and network, and start again: finished files stay"
                 return Problem(node["name"], answer["detail"], action)
             if answer["state"] == "here":
                 del waiting[address]

@@ -1,6 +1,4 @@
-"""This node in the network: its address, the interface that has it, and the RDMA devices behind
-that interface.
-"""
+"""This node's address, the interface that has it, and the interface's RDMA devices."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def node_address(settings: Settings, head: str | None) -> str:
     """Where the other nodes reach this one:
 
     WORKER_IP, on the head (`head` None) HEAD_IP, else the address of NIBBLE_CLUSTER_INTERFACE, else
-    that of the route to the head. Raises CLUSTER for a name that nobody knows.
+    that of the route to the head. Raises CLUSTER for an unknown name.
     """
     if settings.worker_ip:
         return resolve(settings.worker_ip, "WORKER_IP")
@@ -56,7 +54,7 @@ def node_address(settings: Settings, head: str | None) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         name = "HEAD_IP" if head is None else "WORKER_IP"
-        what = f"this node's address cannot be found ({error.strerror or error})"
+        what = f"nibble cannot find this node's address ({error.strerror or error})"
         raise NibbleError(
             ExitCode.CLUSTER,
             what=what,
@@ -90,7 +88,7 @@ def resolve(name: str, variable: str) -> str:
     if isinstance(answer, str):
         return answer
     why = getattr(answer, "strerror", None) or answer
-    what = f"{variable} {name} is no IPv4 address and no known name ({why})"
+    what = f"{variable} {name} is neither an IPv4 address nor a known name ({why})"
     raise NibbleError(
         ExitCode.CLUSTER, what=what, expected="a node's address", action=f"correct {variable}"
     ) from None
@@ -175,8 +173,8 @@ def find_interface(asked: str | None, address: str) -> str:
         if asked not in here:
             what = f"this node has no network interface {asked}"
             action = (
-                "correct NIBBLE_CLUSTER_INTERFACE, or unset it: the one that has this node's"
-                " address is taken"
+                "correct NIBBLE_CLUSTER_INTERFACE, or unset it to use the one with this node's"
+                " address"
             )
             raise NibbleError(
                 ExitCode.CLUSTER, what=what, expected="one of " + ", ".join(here), action=action
@@ -188,7 +186,7 @@ def find_interface(asked: str | None, address: str) -> str:
         raise NibbleError(
             ExitCode.CLUSTER,
             what=what,
-            expected="this node's own address",
+            expected="an address of this node",
             action="set WORKER_IP (HEAD_IP on the head) to an address of this machine, or"
             " NIBBLE_CLUSTER_INTERFACE",
         )
@@ -199,7 +197,7 @@ def network_environ(
     address: str, interface: str, devices: tuple[RdmaDevice, ...]
 ) -> Mapping[str, str]:
     """What vLLM, Gloo and NCCL need to meet over `interface`. Fixed names are wrong on the next
-    machine (peers.md 2.4).
+    machine.
     """
     found = {"VLLM_HOST_IP": address}
     found |= dict.fromkeys(

@@ -1,6 +1,4 @@
-"""What every node's agent answers, whatever the node is for: facts, reachability, its part of an
-all-reduce.
-"""
+"""The answers of every node's agent: facts, reachability, its part of an all-reduce."""
 
 from __future__ import annotations
 
@@ -157,7 +155,7 @@ def ranks_by_pid(folder: Path) -> dict[int, int]:
 
 
 def listen_on(address: str, ports: list[int]) -> tuple[list[socket.socket], list[int]]:
-    """(sockets that take connections on `ports`, those of `ports` that somebody else has)."""
+    """(sockets that take connections on `ports`, those of `ports` that other programs use)."""
     found: list[socket.socket] = []
     taken: list[int] = []
     for port in ports:
@@ -195,8 +193,8 @@ def _knock(host: str, port: int) -> OSError | None:
 
 
 class OneAtATime:
-    """A process of which there is only the last one: whoever asked for the one before has gone, and
-    it would meet the new one's partners.
+    """A process of which only the last one runs: the caller of the one before has gone, and
+    that process would meet the new one's partners.
     """
 
     def __init__(self) -> None:
@@ -215,7 +213,7 @@ class OneAtATime:
 
 
 def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str, Any]:
-    """This node's rank, in a process of its own; {"error": …} where it failed. `words` are those
+    """This node's rank, in a separate process; {"error": …} where it failed. `words` are those
     of nibble.cluster.allreduce.
     """
     command = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", *words]
@@ -225,11 +223,11 @@ def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return {"error": f"nothing came of it within {TIMEOUT_S + 30} s"}
+        return {"error": f"no result within {TIMEOUT_S + 30} s"}
     lines = out.strip().splitlines()
     if child.returncode == 0 and lines:
         return json.loads(lines[-1])
     if child.returncode == -signal.SIGKILL:
-        return {"error": "it was ended here, for another one or for want of memory"}
+        return {"error": "this node ended it, for another check or out of memory"}
     errors = [line for line in err.splitlines() if "Error" in line]
     return {"error": (errors or err.strip().splitlines() or ["no message"])[-1].strip()[:300]}

@@ -1,6 +1,4 @@
-"""The worker processes of vLLM's on a Ray node: Ray starts them, so only the node itself sees
-one end.
-"""
+"""vLLM's worker processes on a Ray node: only the node sees the end of one."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from nibble.serve.watchdog import Governor
 
 @dataclass(frozen=True)
 class Parts:
-    """Tells the head which one ended, and its rank; the server knows whether it is one of its
-    own.
+    """Tells the head which one ended, and its rank; the server knows whether it belongs to
+    its run.
     """
 
     member: Member

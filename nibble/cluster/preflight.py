@@ -1,6 +1,4 @@
-"""Before any weights load: do the nodes fit together, reach one another, and add up the same
-numbers fast enough?
-"""
+"""Checks before a load: nodes are compatible, reach each other, and add correctly and fast."""
 
 from __future__ import annotations
 
@@ -138,10 +136,10 @@ def _ask_facts(
 def _no_answer(node: Mapping[str, Any], error: AgentError) -> Problem:
     if error.status:
         return Problem(
-            node["name"], f"it cannot say what it is ({error})", "mend that, or see its log"
+            node["name"], f"it cannot describe itself ({error})", "fix that, or see its log"
         )
-    action = f"let the cluster's nodes reach each other's port {AGENT_PORT}"
-    return Problem(node["name"], f"port {AGENT_PORT} cannot be reached ({error})", action)
+    action = f"open port {AGENT_PORT} between the cluster's nodes"
+    return Problem(node["name"], f"port {AGENT_PORT} is unreachable ({error})", action)
 
 
 def _reach(
@@ -167,8 +165,8 @@ def _reach(
                     Problem(node["name"], f"it cannot listen ({answer})", "see its log")
                 )
             elif answer["taken"] and not has_ray:  # with Ray a worker process may have it
-                what = f"another program has port {', '.join(map(str, answer['taken']))} of vLLM's"
-                problems.append(Problem(node["name"], what, "end it"))
+                what = f"another program uses vLLM's port {', '.join(map(str, answer['taken']))}"
+                problems.append(Problem(node["name"], what, "end that program"))
         return problems or _reach_all(caller, nodes, has_ray, opened, over)
     finally:
         _listen(caller, nodes, dict.fromkeys(opened, ()), threading.Event())
@@ -243,10 +241,14 @@ def _reduce(
     for node, answer in ask_all(nodes, ask, over):
         if isinstance(answer, AgentError) or "error" in answer:
             why = answer if isinstance(answer, AgentError) else answer["error"]
-            action = "look at NIBBLE_CLUSTER_INTERFACE, the firewall, and NCCL_DEBUG=INFO"
+            action = (
+                "check NIBBLE_CLUSTER_INTERFACE, the firewall, and the log with NCCL_DEBUG=INFO"
+            )
             problems.append(Problem(node["name"], f"the all-reduce failed: {why}", action))
         elif not answer["right"]:
-            action = "do not serve with this hardware; NCCL_P2P_DISABLE=1 is known to help on PCIe"
+            action = (
+                "set NCCL_P2P_DISABLE=1, which helps on PCIe, or do not serve with this hardware"
+            )
             problems.append(Problem(node["name"], "the all-reduce gave wrong sums", action))
         else:
             answers.append({**answer, "node": node["name"]})
@@ -265,7 +267,7 @@ def judge(
         Problem(
             one["node"],
             f"it loaded {one['library']} and {answers[0]['node']} {answers[0]['library']}",
-            "unset VLLM_NCCL_SO_PATH and LD_LIBRARY_PATH, or set them alike on every node",
+            "unset VLLM_NCCL_SO_PATH and LD_LIBRARY_PATH, or set them equally on every node",
         )
         for one in answers[1:]
         if one["library"] != answers[0]["library"]

@@ -1,5 +1,4 @@
-"""What has to be equal on all ranks of one model, as text that can travel: vLLM's flags and the
-environment. Pure.
+"""The flags and variables that all ranks of a model must share, as text. Pure.
 
 A flag or variable that is not listed here as a node's own is compared, so that a new one of vLLM's
 is compared too. What may differ is listed with its reason.
@@ -282,8 +281,8 @@ def rank_facts(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def checkpoint_folders(plan: Plan) -> dict[str, str]:
-    """ "model" and "draft" -> the folder that workers of `plan` load from; a model that is no
-    folder is left out.
+    """ "model" and "draft" -> the folder that workers of `plan` load from; other models are
+    omitted.
     """
     draft = plan.args.get("--speculative-config")
     named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None

@@ -1,8 +1,7 @@
-"""One node of a Ray cluster in the foreground: token required, dashboard off, every port named,
-ends when Ray ends.
+"""One node of a Ray cluster in the foreground, with a token, named ports and no dashboard.
 
-Whoever reaches an open Ray port runs code on the machine (CVE-2023-48022), and Ray 2.60 asks for a
-token only where it is told to, so every node is started with RAY_AUTH_MODE=token. A token does not
+A client that reaches an open Ray port can run code on the machine (CVE-2023-48022). Ray 2.60 asks
+for a token only with RAY_AUTH_MODE=token, so nibble sets it on every node. A token does not
 encrypt: keep these ports private.
 """
 
@@ -58,7 +57,7 @@ from nibble.settings.options import Settings
 
 # vLLM moves no tensors through it; Ray's own default is 30 % of memory
 OBJECT_STORE_BYTES = 256 << 20
-START_S = 180.0  # a start takes seconds; none may hang without a word
+START_S = 180.0  # a start takes seconds; nibble reports a longer one
 STOP_S = 10.0
 WATCH_S = 2.0
 DRAIN_LOOK_S = 0.2
@@ -68,13 +67,13 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Run a head node until told to stop (0).
+    """Run a head node until a stop (0).
 
     Raises CLUSTER (9) where Ray does not start, CONFIG (5) for more GPUs than are here, NO_FIT (7)
     where memory runs short here; 10 when it dies later.
     """
     if settings.head_ip and not is_here(resolve(settings.head_ip, "HEAD_IP")):
-        what = f"HEAD_IP {settings.head_ip} is no address of this machine"
+        what = f"HEAD_IP {settings.head_ip} is not an address of this machine"
         action = "run `ray-worker` here, or set HEAD_IP to this machine's address"
         raise NibbleError(
             ExitCode.CLUSTER, what=what, expected="one head in a cluster", action=action
@@ -107,7 +106,7 @@ def ray_head(settings: Settings, environ: Mapping[str, str]) -> int:
 
 
 def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Join the cluster of HEAD_IP until told to stop (0); 10 when Ray dies or the head is lost.
+    """Join the cluster of HEAD_IP until a stop (0); 10 when Ray dies or the head is lost.
 
     Raises USAGE (2) where HEAD_IP or the token is missing, CONFIG (5) for more GPUs than are here,
     CLUSTER (9) where the head does not take this node, NO_FIT (7) where memory runs short here.
@@ -118,7 +117,7 @@ def ray_worker(settings: Settings, environ: Mapping[str, str]) -> int:
             ExitCode.USAGE,
             what=what,
             expected="HEAD_IP",
-            action="set HEAD_IP to what `ray-head` printed",
+            action="set HEAD_IP to the address that `ray-head` printed",
         )
     token, gpus = members_token(settings, environ, "a Ray worker"), _gpus(settings, environ)
     place = find_place(settings, environ, settings.head_ip)
@@ -150,7 +149,7 @@ def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
     """
     here = len(detect(environ).gpus)
     if here and settings.num_gpus is not None and settings.num_gpus > here:
-        what = f"NUM_GPUS is {settings.num_gpus} and {here} GPUs are here"
+        what = f"NUM_GPUS is {settings.num_gpus}, but this machine has {here} GPUs"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
@@ -235,7 +234,7 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
             action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
         )
     if re.search(r"already running at|Address already in use|already in use|EADDRINUSE", text):
-        what = f"Ray cannot open its ports for {head}, something uses one already"
+        what = f"Ray cannot open its ports for {head}: another program uses one"
         return NibbleError(
             ExitCode.CLUSTER,
             what=what,
@@ -257,7 +256,7 @@ def explain_failure(lines: Iterable[str], role: str, head: str) -> NibbleError:
     return NibbleError(
         ExitCode.CLUSTER,
         what=f"Ray did not start: {last[:300]}",
-        action="run again with NIBBLE_DEBUG=1 for all it said",
+        action="run again with NIBBLE_DEBUG=1 to see its whole output",
     )
 
 
@@ -345,7 +344,7 @@ class _Node:
         if action == "stop":
             what = f"stopped Ray and vLLM's part on this node: {why}, {kept(self.limit)}"
             expected = f"at least {show_gib(self.limit.stop_below_bytes)}"
-            advice = "serve with less (`nibble plan`), or end what else runs there"
+            advice = "serve with less memory (`nibble plan`), or end other programs on this node"
             self._events.put(
                 NibbleError(ExitCode.NO_FIT, what=what, expected=expected, action=advice)
             )
@@ -367,7 +366,7 @@ class _Node:
             return ExitCode.OK
         if event is None and not self._is_up:
             what = f"Ray has not started within {START_S:.0f} s"
-            action = "see whether the head answers, and run again with NIBBLE_DEBUG=1"
+            action = "check that the head answers, and run again with NIBBLE_DEBUG=1"
             raise NibbleError(ExitCode.CLUSTER, what=what, action=action)
         reader.join(timeout=2)
         if not self._is_up:
@@ -378,7 +377,7 @@ class _Node:
         how = (
             f"exit code {event}{_last_words(self._lines)}"
             if event is not None
-            else "its node process is gone"
+            else "its node process ended"
         )
         self._display.say(f"Ray ended by itself ({how})")
         return ExitCode.ENGINE_DIED

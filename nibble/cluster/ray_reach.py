@@ -1,11 +1,10 @@
-"""Does Ray's head reach every node? `python -m nibble.cluster.ray_reach SECONDS ADDRESS…` has it
-place a trace on each.
+"""Checks that Ray's head reaches every node, by placing a task on each.
 
 A head that lost sight of a node may talk into the old connection for minutes after that node is
 back at the same address. What it asks there meanwhile is lost, and ray 2.60 counts it as given: the
-GPU stays taken in the head's books until something changes on the node, and vLLM waits for it for
-half an hour (ray-project/ray#63723, #65271). The trace takes no GPU, is asked for again until it is
-there, and the change on the node puts the books right.
+head counts the GPU as taken until something changes on the node, and vLLM waits for half an hour
+(ray-project/ray#63723, #65271). The task takes no GPU, is requested again until it runs, and its
+change on the node corrects the head's count.
 """
 
 from __future__ import annotations

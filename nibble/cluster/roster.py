@@ -10,10 +10,10 @@ from typing import Any
 
 BEAT_S = 1.0
 FORGET_S = (
-    600.0  # a pod that was lost comes back with another address; the old one is no news for longer
+    600.0  # a pod that was lost comes back with another address; nibble then forgets the old one
 )
 SETTLE_S = 0.5
-STOPPING = "stopping"  # the state of a Ray head that was told to stop: servers drain
+STOPPING = "stopping"  # the state of a Ray head that stops: servers drain
 SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
 # without a beat for so long a node counts as lost; the issue allows 30 s until the server has said
 # so
@@ -24,7 +24,7 @@ LOST_S = 10.0
 class Node:
     """A node as its last beat told.
 
-    `session` is one life of its process, so that a node that was started anew is told from the one
+    `session` is one life of its process, so that a node that restarted is told from the one
     that was there. `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's
     that hold parts of the model. `ended` are those of them that ended by themselves, the last ones:
     "run", "pid", "why" and "at" (of the roster's clock).
@@ -98,7 +98,7 @@ class Roster:
                 if node.rank is None or other.rank != node.rank or other.address == node.address:
                     continue
                 if now - other.seen < LOST_S:
-                    raise Refused(f"rank {node.rank} is taken by {other.address}")
+                    raise Refused(f"{other.address} has rank {node.rank}")
                 del self._nodes[other.address]
             before = self._nodes.get(node.address)
             if before is not None and before.session == node.session and not node.facts:
@@ -116,7 +116,7 @@ class Roster:
         }
 
     def leave(self, address: str, why: str = "") -> None:
-        """A node that says goodbye: it stops as asked, or it says `why` not."""
+        """A node that leaves: it stops on request, or `why` says why."""
         with self._lock:
             self._nodes.pop(address, None)
             if why:
@@ -203,9 +203,9 @@ def lost_node(
             why = (left or {}).get(node["address"])
             return f"node {node['name']} has left" + (f": {why}" if why else "")
         if found["session"] != node["session"]:
-            return f"node {node['name']} was started anew"
+            return f"node {node['name']} restarted"
         if found["age_s"] >= LOST_S:
-            return f"node {node['name']} has given no sign of life for {found['age_s']:.0f} s"
+            return f"node {node['name']} has not answered for {found['age_s']:.0f} s"
     return None
 
 

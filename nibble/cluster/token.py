@@ -1,6 +1,4 @@
-"""The cluster's token: made once on the head, copied to every other node, asked for by Ray and
-by nibble's agents.
-"""
+"""The cluster's token: created on the head, copied to every node, required by Ray and agents."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, st
     Raises CONFIG where the file cannot be made or read.
     """
     if settings.ray_auth_token:
-        return settings.ray_auth_token.get_secret_value(), "the one that was given"
+        return settings.ray_auth_token.get_secret_value(), "in RAY_AUTH_TOKEN"
     path = token_path(settings, environ)
     return head_token(path), f"in {path}; copy that file to each worker (RAY_AUTH_TOKEN_FILE)"
 
@@ -100,12 +98,12 @@ def _stored_token(path: Path) -> str:
     if not re.fullmatch(
         r"[\x21-\x7e]+", token
     ):  # anything else cannot be sent, and the error would show it
-        what = f"the Ray token file {path} is empty or holds no token"
+        what = f"the Ray token file {path} is empty or does not hold a token"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
             expected="one word",
-            action="delete it and start again, or copy the head's",
+            action="delete it and start again, or copy the head's file to it",
         )
     return token
 
@@ -137,8 +135,7 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
         partial.rename(path)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = (
-            f"{path} cannot be read or written ({error}), and without it secrets would go to every"
-            " node"
+            f"{path} cannot be read or written ({error}), which keeps secrets from every other node"
         )
         raise NibbleError(
             ExitCode.CONFIG, what=what, expected="a writable folder", action="set VLLM_CONFIG_ROOT"

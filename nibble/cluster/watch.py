@@ -1,6 +1,4 @@
-"""Looks after the nodes of a server while its vLLM runs: which node is lost, and which process
-on it.
-"""
+"""Watches the nodes of a server while its vLLM runs: lost nodes and ended processes."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class NodeLost(NibbleError):
         super().__init__(
             ExitCode.ENGINE_DIED,
             what=why,
-            action="see what that node says; it may rejoin at any time",
+            action="see that node's log; it may rejoin at any time",
         )
 
 
@@ -46,9 +44,7 @@ class Watch:
         return Turn(self._cluster.control, answers)
 
     def feed(self, line: str) -> None:
-        """Ray's executor says which rank's process ended. vLLM may then end, or wait without end
-        (environment.md 3).
-        """
+        """Ray's executor says which rank's process ended. vLLM may then end, or wait forever."""
         if self._dead is None and (match := _DEAD_WORKER.search(line)):
             self._dead = match[1], time.monotonic()
 
@@ -57,7 +53,7 @@ class Watch:
         return self._cluster.reports()
 
     def told_to_stop(self) -> None:
-        """Called in a signal handler. From now on a lost node is no reason for another run."""
+        """Called in a signal handler. From now on a lost node does not start another run."""
         self._cluster.stop.set()
 
     def died_here(self) -> None:
@@ -77,7 +73,7 @@ class Watch:
         names = ", ".join(
             f"rank {rank} on {node or 'a node'}" for rank, node in zip(ranks, where, strict=True)
         )
-        return f"a worker process of vLLM's ended by itself: {names}; all nodes still answer"
+        return f"a worker process of vLLM ended by itself: {names}; all nodes still answer"
 
     def run(
         self,

@@ -1,8 +1,8 @@
-"""Is the server really ready? Asks its API as a client would, through the gate, with our own pass.
+"""Checks that the server is ready: asks its API as a client would, with nibble's pass of the gate.
 
 Ready means: /v1/models lists every name we serve under, and a generating model has answered one
-token. vLLM reports healthy earlier than that (peers.md 2.11), and the first request can take long
-where it compiles.
+token. vLLM reports healthy earlier than that, and the first request can take long where it
+compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 
 INTERNAL_HEADER = "x-nibble-internal"
 _LOOK_TIMEOUT_S = 5.0
-_FIRST_TOKEN_TIMEOUT_S = 1800.0  # 30 minutes of compilation have been seen (peers.md 2.3)
+_FIRST_TOKEN_TIMEOUT_S = 1800.0  # compilation of 30 minutes is reported
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -42,8 +42,8 @@ class Api:
     def call(
         self, path: str, body: Any = None, timeout_s: float = _LOOK_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """(status, body) of a GET, or of a POST where there is a body. OSError where nobody
-        answers.
+        """(status, body) of a GET, or of a POST where there is a body. OSError without an
+        answer.
         """
         connection = self._connect(timeout_s)
         try:
@@ -84,7 +84,7 @@ def is_healthy(api: Api) -> bool:
 
 
 def lists_models(api: Api, names: Collection[str]) -> bool:
-    """Whether /v1/models answers with all `names`; False while nobody answers."""
+    """Whether /v1/models answers with all `names`; False without an answer."""
     try:
         status, body = api.call("/v1/models")
         found = {model["id"] for model in json.loads(body)["data"]} if status == 200 else set()
@@ -112,7 +112,7 @@ def answer_one_token(api: Api, name: str, required: bool = True) -> None:
     status, answer = api.call("/v1/completions", body, _FIRST_TOKEN_TIMEOUT_S)
     if status != 200 and (required or status != 404):
         text = " ".join(answer.decode(errors="replace").split())[:300]
-        what = f"the first request, one token from {name}, was answered {status}: {text}"
+        what = f"the first request, one token from {name}, got {status}: {text}"
         raise NibbleError(ExitCode.CANARY, what=what, expected="200", action="see the log above")
 
 

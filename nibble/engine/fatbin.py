@@ -1,5 +1,4 @@
-"""The GPU code in a compiled module, read from its ELF file without CUDA: which object has code for
-which architecture.
+"""Reads the GPU code of a compiled module from its ELF file, without CUDA.
 
 A fat binary is a header (magic 0xBA55ED50, version, header size, size of all entries) and entries:
 kind (1 PTX, 2 machine code), header size, size of the code, SM number at byte 28, flags at byte 40.

@@ -18,7 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 
 COMMAND_LINE = "the command line"
 
-# Flags nibble sets itself, with the variable a user has for each (design.md 3).
+# Flags that nibble sets, with the variable that users set instead.
 OWNED: Mapping[str, str] = {
     "--host": "HOST",
     "--port": "PORT",
@@ -35,9 +35,9 @@ OWNED: Mapping[str, str] = {
     "--root-path": "none: the gate compares paths with vLLM's own",
 }
 
-# What the seeds name and no release of nibble has yet.
+# Backends of other projects that vLLM and nibble do not have.
 MISSING_BACKENDS: Mapping[str, str] = {
-    "CUTE_PAGED": "the CuTe paged attention backend is not part of this release of nibble",
+    "CUTE_PAGED": "nibble has no CuTe paged attention backend",
 }
 
 Flags = dict[str, Any]
@@ -146,7 +146,7 @@ def _value(
             return True, position
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"{source} gives {name} without a value",
+            what=f"{source} has {name} without a value",
             expected="a value after it",
             action=f"write {name} VALUE",
         )
@@ -205,7 +205,7 @@ def check_flags(flags: Mapping[str, Any], source: str, schema: Schema) -> None:
         if name in OWNED:
             raise NibbleError(
                 ExitCode.CONFIG,
-                what=f"{name} in {source} is set by nibble itself",
+                what=f"{name} in {source} is a flag that nibble sets",
                 expected="",
                 action=f"use {OWNED[name]} instead",
             )

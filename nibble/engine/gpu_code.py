@@ -1,5 +1,4 @@
-"""Does the vLLM that was built or installed carry code its target can run? Asked at image build,
-before anything else needs it.
+"""Checks that the built or installed vLLM has GPU code for its target, at image build.
 
     python -m nibble.engine.gpu_code ROOT TARGET     # one line a module; exit 6 and one line where
     it does not
@@ -128,7 +127,8 @@ def _check_cuda(tree: Tree, path: Path, target: Target) -> None:
         raise _refusal(
             target,
             f"{shown} of vLLM {tree.version} is a CUDA {version} build (libcudart.so.{version})",
-            f"libcudart.so.{OLDEST_CUDA}, for CUDA 12 builds have FP4 code for exactly 10.0 or 12.0"
+            f"libcudart.so.{OLDEST_CUDA}, because CUDA 12 builds have FP4 code for exactly 10.0"
+            f" or 12.0"
             " (100a, 120a) at most",
         )
 

@@ -1,9 +1,8 @@
-"""Ends vLLM at once where nibble itself was killed (`kill -9`, the kernel's OOM killer): a small
-process that waits for that.
+"""Ends vLLM when nibble is killed (`kill -9`, OOM killer): a small process that waits for it.
 
 It reads a pipe whose other end nibble holds. An orderly end writes DONE; an end of file alone means
-that nibble is gone. vLLM would otherwise drain for NIBBLE_DRAIN_SECONDS with clients that nobody
-stops any more. Run as `python -m nibble.engine.guardian`.
+that nibble is gone. vLLM would otherwise drain for NIBBLE_DRAIN_SECONDS with clients that nothing
+stops. Run as `python -m nibble.engine.guardian`.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def main(words: list[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     if sys.stdin.buffer.read() == DONE:
         return
-    with contextlib.suppress(OSError):  # whoever read it may be gone too
+    with contextlib.suppress(OSError):  # the reader may be gone too
         os.write(2, b"[nibble] nibble was killed: ending vLLM at once\n")
     end(int(session), started, mark)
     if folder:

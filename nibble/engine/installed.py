@@ -1,5 +1,4 @@
-"""Which build this is, as short words: equal for equal content, wherever and whenever it was
-installed.
+"""Identifies the installed build by short digests, equal for equal content anywhere.
 
 `build_id` stands for all that runs; nodes of a cluster must agree on it. `compiled_id` stands for
 the part of it that changes compiled code and is in the keys of the caches: a change in nibble's own
@@ -231,7 +230,7 @@ def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
     allowed = child.get(ALLOWED_PLUGINS)
     if allowed is not None and PLUGIN not in allowed.split(","):
         return (
-            f"{ALLOWED_PLUGINS} leaves nibble's plugin out",
+            f"{ALLOWED_PLUGINS} excludes nibble's plugin",
             f"add {PLUGIN} to {ALLOWED_PLUGINS} or unset it",
         )
     if not has_plugin(PLUGIN):

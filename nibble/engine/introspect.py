@@ -1,5 +1,4 @@
-"""Describe the vLLM that runs this file: flags, nested config keys, environment names, backends,
-parsers.
+"""Describes the vLLM that runs this file: flags, config keys, variables, backends, parsers.
 
 Run as a script by the interpreter that has vLLM (`python -P introspect.py OUT.json [ARGVS.json]`;
 -P because this folder's module names would shadow vLLM's imports), so that nothing else imports
@@ -28,7 +27,7 @@ from typing import Any
 PLATFORM_CHOICES = {"mm-processor-device": ["cuda"]}
 MOE_ORACLES = ("nvfp4", "mxfp4", "fp8", "unquantized")
 MISSING_MODULE = (
-    "vllm does not have the module this reads; teach nibble/engine/introspect.py the new place"
+    "vllm lacks the module that nibble reads; correct its name in nibble/engine/introspect.py"
 )
 
 
@@ -182,7 +181,7 @@ def class_spec(hint: type, classes: ClassTable) -> dict[str, Any]:
 
 
 def is_choice(value: Any) -> bool:
-    # An attention backend's value is its import path, which nobody types.
+    # An attention backend's value is its import path, which users do not type.
     return isinstance(value, int) or (isinstance(value, str) and bool(value) and "." not in value)
 
 
@@ -413,7 +412,7 @@ def refusals(argvs: list[list[str]]) -> list[str | None]:
             parser.error = raise_refusal
             parser.parse_args(argv)
             answers.append(None)
-        except Exception as error:  # whatever the parser raises is the answer
+        except Exception as error:  # any error of the parser is the answer
             answers.append(f"{type(error).__name__}: {error}")
     return answers
 

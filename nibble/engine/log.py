@@ -1,10 +1,8 @@
-"""What is the engine doing? Reads vLLM's log line by line; pure, no clocks and no processes.
+"""What the engine does, read from vLLM's log line by line. Pure: no clocks and no processes.
 
-The formats are those of vLLM 0.32.0; each rule names the file that prints the line. Start-up moves
-forward only:
-several workers report the same step at slightly different times, and a display that jumps back
-helps
-nobody.
+The formats are those of vLLM 0.32.0; each rule names the file that prints the line. A start only
+moves forward: several workers report the same step at slightly different times, and a display that
+jumps back would confuse the user.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ PHASES: tuple[Phase, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseUpdate:
-    """The engine is in `phase`; `progress` of it is done (0 to 1, None: nobody knows); `detail`
+    """The engine is in `phase`; `progress` of it is done (0 to 1, None: unknown); `detail`
     is for people.
     """
 

@@ -1,8 +1,8 @@
 """vLLM as a child process: how it is started, what it writes, when it ends.
 
-It lives in a session of its own, so that Ctrl-C and `docker stop` reach only us, and only its API
-process is ever told to stop: its engine processes take a signal to the group as an order to break
-off (environment.md 2).
+It lives in a separate session, so that Ctrl-C and `docker stop` reach only us, and only its API
+process gets a stop signal: its engine processes take a signal to the group as an order to break
+off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something of ours went wrong in a thread."""
+    """A thread of nibble failed."""
 
     error: Exception
 
@@ -110,7 +110,7 @@ class Engine:
     def start_reading(
         self, pass_on: Callable[[int, bytes], None], read: Callable[[str], None]
     ) -> None:
-        """`pass_on` gets (1 or 2, bytes) of stdout and stderr as they come, `read` every line of
+        """`pass_on` gets (1 or 2, bytes) of stdout and stderr unchanged, `read` every line of
         both.
         """
         assert self._child.stdout is not None

@@ -1,4 +1,4 @@
-"""How far vLLM's processes are: reads what nibble's plugin in them writes (plugin/pulse.py)."""
+"""Reads how far vLLM's processes are from what nibble's plugin writes in them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the pinned vLLM accepts: flags with their choices, nested config keys, environment names,
-kernel names.
+"""What the pinned vLLM accepts: flags, choices, config keys, variables, kernel names.
 
 `load_schema()` reads the committed snapshot `schema.json`, so that planning never imports vllm.
 `live_schema()` asks an installed vLLM in a subprocess (`introspect.py`), and `drift` compares the
@@ -147,7 +146,7 @@ class Schema:
         if spec is None:
             return [_unknown_flag(name, self.suggest(name))]
         if spec.kind != "json":
-            return [f"{spec.name} takes no JSON object"]
+            return [f"{spec.name} does not take a JSON object"]
         return [problem for problem in self._check_json_value(spec, value) if problem]
 
     def _check_json_value(self, spec: FlagSpec, value: Any) -> Iterator[str | None]:

@@ -110,7 +110,7 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def engine_title(pid: int) -> str | None:
-    """The title vLLM gave a process of its own (`VLLM::EngineCore`), or None for any other."""
+    """The title that vLLM gave its process (`VLLM::EngineCore`), or None for any other process."""
     title = next(iter(_words(pid)), "").strip()
     return title if title.startswith("VLLM::") else None
 

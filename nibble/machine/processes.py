@@ -99,8 +99,8 @@ def _stat_field(pid: int | str, number: int) -> str:
 
 
 def reap() -> None:
-    """Collect ended children, adopted ones too. Only when nobody waits for a certain child any
-    more.
+    """Collect ended children, adopted ones too. Only when no caller waits for a certain
+    child.
     """
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

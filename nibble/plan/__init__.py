@@ -1,1 +1,1 @@
-"""What is served, and why."""
+"""Plans: what nibble starts, and why."""

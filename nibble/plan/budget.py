@@ -1,5 +1,4 @@
-"""Memory and speed arithmetic of a plan: what is needed, what there is, and the decode bound by
-bandwidth.
+"""Memory and speed arithmetic of a plan: need, supply, and the decode bound by bandwidth.
 
 Pure; every figure is bytes of one GPU (or of the host on a CPU) unless its name says otherwise.
 What a checkpoint that is not here would decide stays None and is printed as "unknown until pull".
@@ -201,7 +200,7 @@ def sequence_bytes(
 def reserve(target: Target, hardware: Hardware, asked_bytes: int | None) -> tuple[int, str]:
     """(bytes left to the rest of the machine, why)."""
     if asked_bytes is not None:
-        return asked_bytes, "asked for"
+        return asked_bytes, "set by the user"
     total, _ = memory_bytes(target, hardware)
     limit = int((total or 0) * LARGEST_SHARE_RESERVED)
     if total and limit < target.memory.reserve_bytes:
@@ -236,7 +235,7 @@ def make_budget(
     kv_cache_bytes: int | None,
 ) -> Budget:
     """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None
-    where nobody asks.
+    if unset.
 
     On a CPU all of this machine's ranks, those of `replicas` (data parallelism) too, share one
     memory, so what each takes counts that often.
@@ -282,14 +281,17 @@ def make_bound(
     step = checkpoint.weights.decode_bytes_per_step if checkpoint and checkpoint.weights else None
     model = target.gpu_model(hardware.gpus[0].name) if hardware.gpus else None
     if target.device == "cpu":
-        return DecodeBound(step, None, None, "memory bandwidth of this CPU is not known")
+        return DecodeBound(step, None, None, "the memory bandwidth of this CPU is unknown")
     if model is None:
         name = hardware.gpus[0].name if hardware.gpus else "no GPU"
-        return DecodeBound(step, None, None, f"no bandwidth is recorded for {name}")
+        return DecodeBound(step, None, None, f"the bandwidth of {name} is unknown")
     bandwidth = model.bandwidth_bytes_per_s * gpus_per_model
     if not step:
         return DecodeBound(
-            step, bandwidth, None, "unknown until pull" if step is None else "no known weights"
+            step,
+            bandwidth,
+            None,
+            "unknown until pull" if step is None else "the weights are unknown",
         )
     note = f"{model.bandwidth_bytes_per_s / 1e9:.0f} GB/s x {gpus_per_model} GPU ({model.source})"
     return DecodeBound(step, bandwidth, bandwidth / step, note)

@@ -18,7 +18,7 @@ NODE_PORTS: Mapping[str, int] = {
     "--min-worker-port": 20000,
     "--max-worker-port": 20999,
 }
-# Those of a Ray node that other nodes connect to; metrics are nobody's business.
+# Those of a Ray node that other nodes connect to; metrics stay closed.
 RAY_PORTS = tuple(
     port for name, port in NODE_PORTS.items() if "worker" not in name and name != METRICS
 )
@@ -52,30 +52,30 @@ def firewall_rows() -> list[tuple[str, str, str]]:
     workers = f"{NODE_PORTS['--min-worker-port']}-{NODE_PORTS['--max-worker-port']}"
     node = ", ".join(str(port) for port in RAY_PORTS)
     return [
-        (str(AGENT_PORT), "every node", "every node: signs of life, preflight, model files"),
+        (str(AGENT_PORT), "every node", "every node: heartbeats, preflight, model files"),
         (str(GCS_PORT), "Ray head", "Ray nodes"),
         (node, "every Ray node", "Ray nodes"),
         (workers, "every Ray node", "Ray nodes: worker processes"),
         (
             str(NODE_PORTS[METRICS]),
             "every Ray node",
-            "nobody: metrics, without a token; leave closed",
+            "none: metrics, without a token; leave closed",
         ),
         (
             ", ".join(str(port) for port in PORT_VARIABLES.values()),
             "Ray head",
-            "nobody: metrics, without a token; leave closed",
+            "none: metrics, without a token; leave closed",
         ),
         (str(MASTER_PORT), "rank 0", "other ranks, without Ray"),
         (
             str(DATA_PARALLEL_PORT),
             "rank 0",
-            "other ranks, where data parallel replicas are on several machines",
+            "other ranks, if data parallel replicas are on several machines",
         ),
         (
             str(CHECK_PORT),
-            "head (one without GPUs: the first node that has some)",
-            "every node, while the preflight's all-reduce runs",
+            "head (if it has no GPU: the first node with one)",
+            "every node, during the preflight's all-reduce",
         ),
         (KERNEL_RANGE, "every node", "every node: torch.distributed, NCCL, vLLM's queues"),
     ]

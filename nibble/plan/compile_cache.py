@@ -1,10 +1,9 @@
-"""Where compiled code is kept, and for what it holds: the folders of a plan, each keyed by what it
-depends on. Pure.
+"""The folders of compiled code in a plan, each keyed by what it depends on. Pure.
 
-Two entries: kernels compiled for this build on this GPU, whatever the model; and graphs compiled
-for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have keys of
-their own, finer than these: ours say whose an entry is, so that it can be listed, verified and
-pruned as a whole.
+Two entries: kernels compiled for this build on this GPU, for all models; and graphs compiled
+for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have finer
+keys; nibble's say what an entry belongs to, so that it can be listed, verified and pruned as a
+whole.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
         # vllm 0.32 compilation/decorators.py:580 moves its own; this is for what compiles outside
         # the model.
         "TORCHINDUCTOR_CACHE_DIR": Choice(
-            str(graphs / "inductor"), source, f"{own}: torch.compile elsewhere"
+            str(graphs / "inductor"), source, f"{own}: torch.compile outside vLLM"
         ),
         "TRITON_CACHE_DIR": Choice(str(kernels / "triton"), source, f"{shared}: Triton's"),
     }
@@ -183,14 +182,14 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
             "FLASHINFER_WORKSPACE_BASE": Choice(str(kernels), source, f"{shared}: FlashInfer's"),
             "HUMMING_CACHE_DIR": Choice(str(kernels / "humming"), source, f"{shared}: Humming's"),
             "CUDA_CACHE_PATH": Choice(
-                str(kernels / "cuda"), source, f"{shared}: the driver's, made from PTX"
+                str(kernels / "cuda"), source, f"{shared}: the driver's, compiled from PTX"
             ),
         }
     return env
 
 
 # What docker/Dockerfile.* set below NIBBLE_CACHE_DIR: nibble's defaults for whatever else runs in
-# the image, no user's wish. docker/start.sh calls them untouched.
+# the image, not the user's. docker/start.sh calls them untouched.
 _IMAGE_FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -200,8 +199,8 @@ _IMAGE_FOLDERS = {
 }
 
 
-def is_nobodys_wish(name: str, value: str, cache: Path, in_image: bool) -> bool:
-    """Whether a cache folder is empty, as in compose files, or still what the image set."""
+def is_preset_folder(name: str, value: str, cache: Path, in_image: bool) -> bool:
+    """Whether a cache variable is empty, as in Compose files, or has the image's value."""
     if name not in _IMAGE_FOLDERS:
         return False
     return not value or (in_image and Path(value) == cache / _IMAGE_FOLDERS[name])

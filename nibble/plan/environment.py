@@ -1,6 +1,4 @@
-"""Variables for vLLM, each with its source: a user's own value wins over recipe, known risk and
-target. Pure.
-"""
+"""Variables for vLLM, each with its source; the user's value wins. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 
 from nibble.hub.access import is_model_id
 from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer, at
-from nibble.plan.compile_cache import CachePlan, cache_environment, is_nobodys_wish
+from nibble.plan.compile_cache import CachePlan, cache_environment, is_preset_folder
 from nibble.plan.guard_limits import limits_environment
 from nibble.plan.inputs import Ingredients
 from nibble.plan.moe_tuning import VARIABLE as TUNED_CONFIG_FOLDER
@@ -81,12 +79,12 @@ def _offline(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
     if parts.local:
         if may_need_the_hub(args):
             return {}
-        reason = "everything this plan needs was fetched and verified"
+        reason = "all files of this plan are on disk and verified"
         return {"HF_HUB_OFFLINE": Choice("1", OURS, reason)}
     checkpoint = parts.checkpoint
     if checkpoint is None or checkpoint.is_local or checkpoint.path is None:
         return {}
-    reason = "the model is on disk: nothing is looked up while serving"
+    reason = "the model is on disk: the server needs no lookup"
     return {"HF_HUB_OFFLINE": Choice("1", OURS, reason)}
 
 
@@ -106,7 +104,7 @@ def _logging(parts: Ingredients) -> Choices:
 def _without_compiler(parts: Ingredients) -> Choices:
     if not parts.without_cpp_compiler:
         return {}
-    why = "no C++ compiler is here, and vLLM compiles what log-probs need in eager mode, too"
+    why = "this machine has no C++ compiler, and vLLM compiles log-probs even in eager mode"
     return {"TORCHDYNAMO_DISABLE": Choice("1", OURS, why)}
 
 
@@ -139,5 +137,5 @@ def _of_user(parts: Ingredients, env: Mapping[str, Choice], cache: Path) -> Choi
     return {
         name: Choice(given[name], f"environment {name}")
         for name in env
-        if name in given and not is_nobodys_wish(name, given[name], cache, in_image)
+        if name in given and not is_preset_folder(name, given[name], cache, in_image)
     }

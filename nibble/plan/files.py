@@ -1,6 +1,4 @@
-"""Models that a plan names by their Hub id, brought to this disk: vLLM needs no network and fetches
-no second copy.
-"""
+"""Replaces Hub ids in a plan by folders on this disk: vLLM then needs no network."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ FindCheckpoint = Callable[[str, str | None], tuple[Checkpoint | None, str]]
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's wishes, read and typed, before anything is looked up."""
+    """The user's request, read and typed, before any lookup."""
 
     loaded: Loaded
     accepted: Accepted
@@ -88,17 +88,17 @@ def plan_for(
     find_checkpoint: FindCheckpoint | None = None,
     local: LocalFiles = LocalFiles(),  # noqa: B008  # frozen
 ) -> Plan:
-    """The plan for what was asked. Without `find_checkpoint`, from what can be read of the model;
+    """The plan for the request. Without `find_checkpoint`, from what can be read of the model;
     `local` has the folders of what was fetched.
     """
     settings = asked.settings
     if settings.model is None:
-        what = "no model is given"
+        what = "the command has no model"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,
             expected="MODEL or an argument",
-            action="try `nibble serve nibble-demo-nvfp4`, the embedded demo",
+            action="name a model, or run `nibble serve nibble-demo-nvfp4`, the embedded demo",
         )
     here = detect(asked.accepted.environ)
     target, choice = choose_target(settings, asked, here)
@@ -148,7 +148,7 @@ def plan_for(
 
 
 def _check_limits(flags: Mapping[str, Any], source: str) -> None:
-    """Flags of vLLM that are options of ours have the same limits wherever they are written."""
+    """Flags of vLLM that are options of nibble have the same limits in every place."""
     for field, option in options().items():
         if option.vllm and option.vllm in flags:
             check_option(field, flags[option.vllm], f"{option.vllm} in {source}")
@@ -186,7 +186,7 @@ def choose_target(settings: Settings, asked: Asked, here: Hardware) -> tuple[Tar
     """NIBBLE_TARGET, else the image's own, else what NVML finds, else the CPU."""
     if settings.target != "auto":
         return load_target(settings.target), Choice(
-            settings.target, str(asked.loaded.origins["target"]), "asked for"
+            settings.target, str(asked.loaded.origins["target"]), "set by the user"
         )
     image = asked.accepted.environ.get("NIBBLE_IMAGE")
     if not here.gpus:
@@ -210,11 +210,11 @@ def _why_no_gpu(here: Hardware, selection: str) -> str:
     if here.nvml_error:
         return f"the GPU driver does not answer: {here.nvml_error}"
     if not here.hidden_gpus:
-        return "no GPU was found"
+        return "the machine has no GPU"
     what = f"CUDA_VISIBLE_DEVICES={selection} leaves none of {here.hidden_gpus} GPUs"
     if selection in ("", "-1", "NoDevFiles"):
         return what
-    expected = "indices or UUIDs from `nvidia-smi -L`, a MIG device's excepted"
+    expected = "indices or UUIDs from `nvidia-smi -L`, except those of MIG devices"
     raise NibbleError(
         ExitCode.NO_HARDWARE,
         what=what,
@@ -236,7 +236,7 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
             ExitCode.NO_HARDWARE,
             what=what,
             expected="GPUs of one kind",
-            action="choose some with CUDA_VISIBLE_DEVICES",
+            action="choose equal GPUs with CUDA_VISIBLE_DEVICES",
         )
     target = target_for_capability(first.capability)
     if target is None:
@@ -250,7 +250,7 @@ def _target_of_gpus(here: Hardware, image: str | None) -> tuple[Target, Choice]:
         )
     # sm120 and gb10 are built for the same family, 12.0f; any other pair is a wrong image.
     if image and load_target(image).torch_cuda_arch_list != target.torch_cuda_arch_list:
-        what = f"this image is for {image} and the GPU is a {first.name} ({target.name})"
+        what = f"this image is for {image}, but the GPU is a {first.name} ({target.name})"
         raise NibbleError(
             ExitCode.NO_HARDWARE,
             what=what,

@@ -1,6 +1,4 @@
-"""The plan's part of the request limits: which variables the gate inside vLLM gets, and why.
-Pure.
-"""
+"""The request limits of a plan: variables for the gate inside vLLM, with reasons. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def _body_bytes(checkpoint: Checkpoint | None) -> Choice:
     source = "nibble's default"
     if checkpoint is None:
         return Choice(
-            str(MEDIA_BODY_BYTES), source, "it is not known whether the model takes images or audio"
+            str(MEDIA_BODY_BYTES), source, "the model may take images or audio; unknown until pull"
         )
     if checkpoint.has_vision or any(checkpoint.config.get(key) for key in _MEDIA_KEYS):
         return Choice(str(MEDIA_BODY_BYTES), source, "the model takes images, audio or video")

@@ -52,7 +52,7 @@ def _plain(flags: Mapping[str, Any], source: str) -> Choices:
 def _nibble_defaults(parts: Ingredients) -> Choices:
     defaults: Choices = {
         "--fail-on-environ-validation": Choice(
-            True, OURS, "a VLLM_ name that vLLM does not know stops the start"
+            True, OURS, "an unknown VLLM_ variable stops the start"
         )
     }
     if parts.is_demo and parts.target.device == "cpu":
@@ -62,7 +62,7 @@ def _nibble_defaults(parts: Ingredients) -> Choices:
         )
         defaults["--enforce-eager"] = Choice(True, OURS, reason)
     elif parts.without_cpp_compiler:
-        defaults["--enforce-eager"] = Choice(True, OURS, "no C++ compiler is here to compile with")
+        defaults["--enforce-eager"] = Choice(True, OURS, "this machine has no C++ compiler")
     return defaults
 
 
@@ -130,7 +130,7 @@ def _switches(loaded: Loaded, layer: str) -> Choices:
     found: Choices = {}
     if settings.debug and origins["debug"].layer == layer:
         found["--enforce-eager"] = Choice(
-            True, str(origins["debug"]), "debugging: no compilation, no CUDA graphs"
+            True, str(origins["debug"]), "debug mode: no compilation, no CUDA graphs"
         )
     if settings.tq and origins["tq"].layer == layer:
         found["--kv-cache-dtype"] = Choice(

@@ -1,5 +1,4 @@
-"""--linear-kernel: whose kernel multiplies NVFP4 weights with BF16 activations, where `auto` leaves
-that to nibble. Pure.
+"""--linear-kernel: which kernel multiplies NVFP4 weights with BF16 activations. Pure.
 
 The vLLM plugin is told `nibble` or nothing, which is vLLM's choice (nvfp4_options.py).
 """
@@ -42,27 +41,25 @@ def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choi
         return None
     values = {name: choice.value for name, choice in args.items()}
     if "linear_kernel" in asked(values):
-        return Choice(asked(values)["linear_kernel"], args[FLAG].source, "asked for")
+        return Choice(asked(values)["linear_kernel"], args[FLAG].source, "set by the user")
     if _has_only_nibbles(parts) and in_effect("--linear-backend", values) == "auto":
         return Choice(
-            "nibble", INVARIANT, "vLLM has no kernel for weights alone that adds in one order"
+            "nibble", INVARIANT, "vLLM has no weight-only kernel with a fixed order of additions"
         )
     wish, source = parts.loaded.settings.linear_kernel, str(parts.loaded.origins["linear_kernel"])
     if wish != "auto":
-        return Choice(wish, source, "asked for")
+        return Choice(wish, source, "set by the user")
     if obstacle := _obstacle(parts, values):
         return Choice("vllm", source, obstacle)
     if is_batch_invariant(parts.environ):
         return Choice(
             "nibble",
             INVARIANT,
-            "for W4A4 vLLM has only its slow emulation here that adds in one order",
+            "vLLM's only W4A4 kernel with a fixed order of additions here is its slow emulation",
         )
     rows = rows_of_a_step(checkpoint, values)
     if rows is None:
-        return Choice(
-            "vllm", source, f"how many rows a decode step has is left to vLLM; {CROSSOVER}"
-        )
+        return Choice("vllm", source, f"vLLM decides the rows of a decode step; {CROSSOVER}")
     kernel = "nibble" if rows <= MOST_ROWS else "vllm"
     return Choice(kernel, source, f"a decode step has up to {rows} rows; {CROSSOVER}")
 
@@ -117,9 +114,9 @@ def _obstacle(parts: Ingredients, args: Mapping[str, Any]) -> str:
     """Why it is not to be nibble's kernel, however few rows there are; or nothing."""
     checkpoint, target = parts.checkpoint, parts.target
     if target.name not in TARGETS:
-        return f"nibble's kernel has run on {' and '.join(TARGETS)} only"
+        return f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
     if (backend := in_effect("--linear-backend", args)) != "auto":
-        return f"--linear-backend {backend} names another"
+        return f"--linear-backend {backend} names another kernel"
     if parts.without_gpu_kernels:
         return parts.without_gpu_kernels
     if checkpoint is None:
@@ -130,8 +127,8 @@ def _obstacle(parts: Ingredients, args: Mapping[str, Any]) -> str:
         return ""
     dense = dense_weights(checkpoint.nvfp4)
     if not dense:
-        return "only experts are NVFP4; NIBBLE_MOE_KERNEL is about those"
+        return "only experts are NVFP4; NIBBLE_MOE_KERNEL sets their kernel"
     split = ROW_MULTIPLE * int(args.get("--tensor-parallel-size", 1))
     if odd := next((weight for weight in dense if weight.rows % split), None):
-        return f"{odd.module} has {odd.rows} rows, which is no multiple of {split}"
+        return f"{odd.module} has {odd.rows} rows, not a multiple of {split}"
     return ""

@@ -1,5 +1,4 @@
-"""`--model-loader-extra-config`: vLLM looks for weights that no tensor filled, where a checkpoint
-seems to lack some. Pure.
+"""`--model-loader-extra-config`: vLLM checks for empty weights of a suspect checkpoint. Pure.
 
 vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be
 in memory (model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of
@@ -49,5 +48,5 @@ def load_check_notices(
         return ()
     given = args[FLAG].value if FLAG in args else None
     looks = isinstance(given, Mapping) and given.get(KEY) is True
-    end = "vLLM ends the load where a weight is left empty" if looks else "vLLM is not told to look"
+    end = "vLLM ends the load if a weight stays empty" if looks else "vLLM does not check it"
     return (f"{checkpoint.id} seems to lack {some_of(checkpoint.missing)}; {end}",)

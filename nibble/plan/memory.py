@@ -113,7 +113,7 @@ def _cpu_space(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
 
 
 def _kv_cache(parts: Ingredients, given: Choice | None, budget: Budget, ranks: int) -> Choices:
-    """KV cache in bytes, where the memory is the host's and nobody asked for a size."""
+    """KV cache in bytes, where the memory is the host's and the size is unset."""
     if given is not None or not is_shared(parts.target):
         return {}
     if parts.target.memory.kind == "host":
@@ -183,7 +183,7 @@ def _utilization(
         and used < min(share, cap)
     ):
         reason = (
-            f"{first}vLLM starts only with this fraction free: what it will use of"
+            f"{first}vLLM starts only with this fraction free: its planned use of"
             f" {show_gib(budget.memory_bytes)}"
         )
         return {UTILIZATION: Choice(used, SOURCE, reason, Layer.LIMIT)}
@@ -240,7 +240,7 @@ def ladder(
     others = (
         "a higher limit of that cgroup" if "cgroup" in budget.limited_by else "stop other programs"
     )
-    worth = budget.missing_bytes // 16  # what frees next to nothing of what lacks is no advice
+    worth = budget.missing_bytes // 16  # smaller savings do not help
     steps = [step for step in steps if step.frees_bytes is None or step.frees_bytes >= worth]
     return (*steps, Step(others, None), Step("a smaller model", None))
 
@@ -309,7 +309,7 @@ def show_gib(count: int | None) -> str:
 
 
 def context(parts: Ingredients, args: Mapping[str, Choice]) -> int | None:
-    """Tokens of a full sequence: what is asked for, else the checkpoint's own limit."""
+    """Tokens of a full sequence: the set value, else the checkpoint's limit."""
     asked = token_count(args["--max-model-len"].value) if "--max-model-len" in args else None
     return asked or (parts.checkpoint.max_model_len if parts.checkpoint else None)
 
@@ -329,7 +329,7 @@ def cache_shape(parts: Ingredients, args: Mapping[str, Choice]) -> CacheShape:
         ),
         tensor_parallel_size=_number(args, "--tensor-parallel-size", 1),
         block_size=_number(args, "--block-size", block),
-        # Only drafts in the checkpoint itself (MTP) have layers of their own there.
+        # Only drafts in the checkpoint itself (MTP) have separate layers there.
         speculative_tokens=(
             int(config.get("num_speculative_tokens", 0))
             if "mtp" in str(config.get("method"))

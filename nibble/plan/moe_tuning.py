@@ -1,5 +1,4 @@
-"""Tuned Triton MoE configurations for a GPU vLLM has none for: those of a sibling with the same,
-else nearest, SM count.
+"""Tuned Triton MoE configurations for a GPU without its own: the nearest sibling's.
 
 vLLM 0.32 looks a file up by the GPU's exact product name (fused_moe.py:1089-1103), first in
 VLLM_TUNED_CONFIG_FOLDER (fused_moe.py:1135). Its wheel has some for RTX PRO 6000 Server and
@@ -98,7 +97,7 @@ def choose_alias(
 
 
 def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Alias | None:
-    """The folder for the GPU called `gpu`; None where it has files of its own, or no known
+    """The folder for the GPU called `gpu`; None where it has tuned files, or no known
     sibling of its capability has.
     """
     device, model = device_in_file_name(gpu), target.gpu_model(gpu)
@@ -115,7 +114,8 @@ def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Al
     counts = {sibling: _model(target, sibling).sm_count for sibling in siblings}  # type: ignore[union-attr]
     shown = ", ".join(f"{sibling} ({count} SMs)" for sibling, count in counts.items())
     reason = (
-        f"vLLM has no MoE tuning for {device} ({model.sm_count} SMs): that of {shown}; unmeasured"
+        f"vLLM has no MoE tuning for {device} ({model.sm_count} SMs): nibble uses that of"
+        f" {shown}; unmeasured"
         " here"
     )
     return Alias(found.folder, links, cache / "moe-configs" / device, reason)

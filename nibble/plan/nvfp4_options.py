@@ -1,5 +1,4 @@
-"""--nvfp4-activations, --quantize-lm-head, --linear-kernel, --moe-kernel, --act-scale-mode: what
-the vLLM plugin is told. Pure.
+"""NVFP4 options for nibble's vLLM plugin: activations, output head, kernels, scale mode. Pure.
 
 The plugin reads them from vLLM's own `--additional-config` (engine/contract.py). Here is which
 models and targets rule them out.
@@ -50,8 +49,7 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
     if "act_scale_mode" in wanted and not is_quartet2:
         what = (
-            f"NIBBLE_ACT_SCALE_MODE is for CloverLM, and {checkpoint.id} is"
-            f" {checkpoint.scheme.name}"
+            f"NIBBLE_ACT_SCALE_MODE needs CloverLM, but {checkpoint.id} is {checkpoint.scheme.name}"
         )
         action = "unset NIBBLE_ACT_SCALE_MODE or drop --act-scale-mode"
         raise NibbleError(
@@ -61,7 +59,7 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
         checkpoint.scheme.is_nvfp4 or is_quartet2
     ):
         what = (
-            f"NIBBLE_NVFP4_ACTIVATIONS=bf16 is for NVFP4 checkpoints, and {checkpoint.id} is"
+            f"NIBBLE_NVFP4_ACTIVATIONS=bf16 needs an NVFP4 checkpoint, but {checkpoint.id} is"
             f" {checkpoint.scheme.name}"
         )
         action = "unset NIBBLE_NVFP4_ACTIVATIONS or drop --nvfp4-activations"
@@ -72,7 +70,7 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
-            expected="an unquantized output head of its own",
+            expected="a separate, unquantized output head",
             action=action,
         )
 
@@ -84,25 +82,25 @@ def _check_our_kernel(
     option = f"NIBBLE_{part.upper()}_KERNEL"
     off, ours = f"unset {option} or drop --{part}-kernel", f"{option}=nibble"
     if target.device != "cuda":
-        what = f"{ours} is for NVIDIA GPUs; on the CPU nibble's kernel runs without it"
+        what = f"{ours} needs an NVIDIA GPU; on the CPU nibble's kernel runs without it"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="a GPU target", action=off)
     if (backend := in_effect(f"--{part}-backend", flags.plain)) != "auto":
         kernel = flags.origin(FLAG, "nibble", f"{part}_kernel")
         what = (
             f"{ours} ({kernel.source if kernel else OURS}) and --{part}-backend {backend}"
-            f" ({source_of(f'--{part}-backend', flags)}) ask for two kernels"
+            f" ({source_of(f'--{part}-backend', flags)}) name two kernels"
         )
         raise NibbleError(ExitCode.CONFIG, what=what, expected="one of them", action=off)
     if checkpoint is None:
         return
     scheme = checkpoint.scheme
     if not (scheme.is_nvfp4 or (part == "linear" and scheme.vllm_quantization == "quartet2")):
-        what = f"{ours} is for NVFP4 checkpoints, and {checkpoint.id} is {scheme.name}"
+        what = f"{ours} needs an NVFP4 checkpoint, but {checkpoint.id} is {scheme.name}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=off)
     if part == "moe" and not checkpoint.num_experts:
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"{ours} is for experts, and {checkpoint.id} has none",
+            what=f"{ours} needs experts, but {checkpoint.id} has none",
             expected="a mixture of experts",
             action=off,
         )
@@ -111,7 +109,7 @@ def _check_our_kernel(
     )
     if target.features.has_fp4_mma and not is_weight_only:
         what = (
-            f"{ours} leaves activations in BF16, and {checkpoint.id} has them in FP4 on"
+            f"{ours} keeps activations in BF16, but {checkpoint.id} has them in FP4 on"
             f" {target.name}"
         )
         action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {off}"
@@ -148,12 +146,12 @@ def _head_problem(checkpoint: Checkpoint) -> str:
         return (
             "it is the embedding (tie_word_embeddings)"
             if is_tied(checkpoint)
-            else "it has none of its own"
+            else "the checkpoint has no separate one"
         )
     if stored is not None and stored not in ("BF16", "F16", "F32"):
         return f"it is quantized already ({stored})"
     if checkpoint.hidden_size is not None and checkpoint.hidden_size % GROUP_SIZE:
-        return f"its hidden size {checkpoint.hidden_size} is no multiple of {GROUP_SIZE}"
+        return f"its hidden size {checkpoint.hidden_size} is not a multiple of {GROUP_SIZE}"
     return ""
 
 

@@ -1,5 +1,4 @@
-"""VLLM_BATCH_INVARIANT on a GPU: which kernels of NVFP4 layers add in one order whatever the batch,
-what that rules out. Pure.
+"""VLLM_BATCH_INVARIANT on a GPU: NVFP4 kernels with a fixed order of additions. Pure.
 
 vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes
 nibble's (vllm 0.32 kernels/linear/__init__.py:1145,
@@ -27,7 +26,7 @@ NAMES = {"nibble": "nibble's kernel", "cutlass": "CUTLASS", "emulation": "vLLM's
 
 
 def is_batch_invariant(environ: Mapping[str, str]) -> bool:
-    """Whether vLLM is asked for results that do not depend on the batch."""
+    """Whether vLLM has to compute results that do not depend on the batch."""
     return environ.get(INVARIANT, "0").strip() not in ("", "0")
 
 
@@ -40,8 +39,9 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
         return
     if asked(args).get("moe_kernel") == "nibble":
         what = (
-            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, and its sums depend on how many"
-            " tokens there are"
+            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, but its sums depend on the"
+            f" number of"
+            " tokens"
         )
         action = f"unset NIBBLE_MOE_KERNEL or drop --moe-kernel, or unset {INVARIANT}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's experts", action=action)
@@ -63,11 +63,11 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
     if kernels and backend != "auto" and kernels != {backend}:
         takes = " and ".join(NAMES[name] for name in sorted(kernels))
         what = (
-            f"--linear-backend {backend} is set with {INVARIANT}, which takes {takes} for the NVFP4"
+            f"--linear-backend {backend} is set with {INVARIANT}, which needs {takes} for the NVFP4"
             f" layers of {checkpoint.id}"
         )
         action = (
-            "drop --linear-backend, or write `--linear-backend auto` over a recipe's, or unset"
+            "drop --linear-backend, or override a recipe's with `--linear-backend auto`, or unset"
             f" {INVARIANT}"
         )
         raise NibbleError(ExitCode.CONFIG, what=what, expected="no --linear-backend", action=action)

@@ -1,5 +1,4 @@
-"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's; MTP refused
-where no flag can help.
+"""`--hf-overrides` where vLLM needs another quantization config than the checkpoint's.
 
 That is one in a form vLLM reads (checkpoint/vllm_config.py), with a list of layers that agrees with
 the tensors (checkpoint/exclusions.py). vLLM 0.32 sets a dictionary in `--hf-overrides` in the place
@@ -54,8 +53,9 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
     found = _correction(checkpoint, with_draft)
     if checkpoint.modules is not None and found is None and is_empty_map(checkpoint.modules.config):
         what = (
-            f"{checkpoint.id} is MIXED_PRECISION and names no quantized layer, nor do its tensors"
-            " say how they are stored"
+            f"{checkpoint.id} is MIXED_PRECISION without a quantized layer, and its tensors do"
+            f" not show"
+            " how they are stored"
         )
         raise NibbleError(
             ExitCode.CONFIG,
@@ -79,7 +79,7 @@ def quantization_override(checkpoint: Checkpoint | None, args: Mapping[str, Choi
             ExitCode.CONFIG,
             what=what,
             expected=expected,
-            action="put a shorter one into its config.json",
+            action="write a shorter one to its config.json",
         )
     return {FLAG: Choice({"quantization_config": dict(config)}, OURS, "; ".join(reasons))}
 
@@ -115,7 +115,7 @@ def _check_draft(checkpoint: Checkpoint, found: Correction | None) -> None:
 
 
 def _may_be_joined(value: Any) -> bool:
-    """Not where the user has a quantization config of their own."""
+    """False where the user sets a quantization config."""
     if not isinstance(value, Mapping):
         return False
     text = value.get("text_config")

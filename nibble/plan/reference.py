@@ -59,21 +59,21 @@ def choose_reference(parts: Ingredients, args: Mapping[str, Choice]) -> Choice:
 
     settings, origins = parts.loaded.settings, parts.loaded.origins
     if settings.reference == "off":
-        return Choice("off", str(origins["reference"]), "switched off")
+        return Choice("off", str(origins["reference"]), "set by the user")
     if settings.canary == "off":
-        return Choice("off", str(origins["canary"]), "the canary is switched off")
+        return Choice("off", str(origins["canary"]), "the canary is off")
     found = args.get("--load-format")
     if found is not None and found.value == "dummy":
-        return Choice("off", OURS, "the weights are made up")
+        return Choice("off", OURS, "the weights are random")
     # nibble's own overrides say what the checkpoint's files mean
     if other := next(
         (flag for flag in OTHER_MODEL if flag in args and args[flag].source != OURS), None
     ):
-        return Choice("off", OURS, f"{other} makes another model than the checkpoint's")
+        return Choice("off", OURS, f"{other} changes the checkpoint's model")
     if parts.checkpoint is None:
         return Choice("use", OURS, "unknown until pull")
     if settings.reference == "always":
-        return Choice("make", str(origins["reference"]), "however long it takes")
+        return Choice("make", str(origins["reference"]), "set to `always`")
     cores = cores_for(parts.target, settings.reference, parts.hardware)
     cost, why = affordable(parts.checkpoint, replace(parts.hardware, cpu_cores=cores))
     return Choice("make" if cost else "use", OURS, why)

@@ -253,10 +253,10 @@ def _choices(situation: Situation) -> Choices:
 
 def _recipe_choice(parts: Ingredients) -> Choice:
     if parts.loaded.settings.recipe == "off":
-        return Choice("off", str(parts.loaded.origins["recipe"]), "recipes are switched off")
+        return Choice("off", str(parts.loaded.origins["recipe"]), "recipes are off")
     recipe = parts.recipe
     if recipe is None:
-        reason = "no recipe is known for this model: vLLM decides what the target does not"
+        reason = "this model has no recipe: target and vLLM decide"
         return Choice(None, OURS, reason)
     reason = f"{recipe.status} on {parts.target.name}: {recipe.evidence}".rstrip(": ")
     return Choice(recipe.id, "recipes/", reason)

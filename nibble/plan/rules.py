@@ -1,6 +1,4 @@
-"""What the known risks of rules/backends.toml change in a plan: flags, variables, notices, and
-what is refused. Pure.
-"""
+"""Applies the known risks of rules/backends.toml: flags, variables, notices, refusals. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +21,9 @@ def weigh_risks(situation: Situation) -> Decision:
     allowed = accepted_risks(parts.loaded.settings.allow_risk, parts.rules)
     here = applying(parts.rules, _context(situation))
     rules = tuple(rule for rule in here if rule.id not in allowed)
-    notices = [f"the risk {rule.id} is taken: {rule.why}" for rule in here if rule.id in allowed]
+    notices = [
+        f"you accepted the risk {rule.id}: {rule.why}" for rule in here if rule.id in allowed
+    ]
     forced: Choices = {}
     for rule in rules:
         for name, value in rule.force.items():
@@ -88,7 +88,7 @@ def _force(
         return forced, f"{flag} {value} in place of the recipe's {found}: {rule.why}"
     if source not in (OURS, f"target {parts.target.name}"):
         return None, (
-            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} asks for:"
+            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} requires:"
             f" {rule.why}"
         )
     return forced, ""
@@ -101,5 +101,5 @@ def _refuse(rule: Rule, declared: str, flags: Flags) -> None:
         what = (
             f"{flag} {value} ({origin}) is a known risk on this target ({rule.effect}): {rule.why}"
         )
-        action = f"leave the choice to nibble, or take the risk with NIBBLE_ALLOW_RISK={rule.id}"
+        action = f"leave the choice to nibble, or accept the risk with NIBBLE_ALLOW_RISK={rule.id}"
         raise NibbleError(ExitCode.CONFIG, what=what, action=action)

@@ -1,5 +1,4 @@
-"""What vLLM needs of /dev/shm, and the smaller queues that a server of one worker gets where that
-is small. Pure.
+"""vLLM's need of /dev/shm, and smaller queues for one worker if that is small. Pure.
 
 Docker and Kubernetes give a container 64 MiB there unless told otherwise. An engine and a worker
 process exchange messages in two queues of ten chunks each (vllm 0.32
@@ -49,9 +48,10 @@ def queue_environment(
     if topology.ranks > 1 or not has_queues(parts.target, args, topology):
         return {}
     reason = (
-        f"/dev/shm has {free_bytes // MIB} MiB free, and the queues between the engine and its"
-        f" worker are {CHUNKS * REQUEST_CHUNK_MIB} and {CHUNKS * ANSWER_CHUNK_MIB} MiB otherwise; a"
-        " larger message takes a socket"
+        f"/dev/shm has {free_bytes // MIB} MiB free, but the queues between the engine and its"
+        f" worker are {CHUNKS * REQUEST_CHUNK_MIB} and {CHUNKS * ANSWER_CHUNK_MIB} MiB by"
+        f" default; a"
+        " larger message uses a socket"
     )
     return {VARIABLE: Choice(SMALL_CHUNK_MIB, "nibble's default", reason)}
 
@@ -93,7 +93,7 @@ def check_shared_memory(free_bytes: int | None, needed: int, workers: int) -> li
     who = f"{workers} workers" if workers > 1 else "a worker process"
     if free_bytes < needed:
         what = (
-            f"/dev/shm has {free_bytes // MIB} MiB free, and vLLM needs {needed // MIB} MiB there"
+            f"/dev/shm has {free_bytes // MIB} MiB free, but vLLM needs {needed // MIB} MiB there"
             f" for {who}"
         )
         raise NibbleError(ExitCode.NO_FIT, what=what, action=ADVICE)

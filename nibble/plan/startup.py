@@ -1,6 +1,4 @@
-"""What a start need not do: import twice, measure memory again, capture graphs nobody replays,
-tune kernels not used. Pure.
-"""
+"""Skips work at a start: imports, memory profile, unused CUDA graphs and tuning. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _SIZES = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "cu
 
 
 def fast_start_flags(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
-    """Flags that leave out work of the start; whatever anybody set stays."""
+    """Flags that skip work of the start; values that a layer sets stay."""
     if parts.target.device != "cuda" or _is_true(args, "--enforce-eager"):
         return {}
     return _capture_sizes(args) | _autotune(parts.target, parts.checkpoint, args)
@@ -64,7 +62,7 @@ def _forked_engine(args: Mapping[str, Choice]) -> Choices:
         args, "--numa-bind"
     ):
         return {}
-    reason = "the engine is forked from the server, which has imported everything already"
+    reason = "the engine forks from the server, which has imported all modules"
     return {"VLLM_WORKER_MULTIPROC_METHOD": Choice("fork", SOURCE, reason)}
 
 
@@ -119,8 +117,8 @@ def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, 
 
 
 def _why_untuned(target: Target, checkpoint: Checkpoint) -> str:
-    """FlashInfer tunes products of quantized layers and of experts; "" where such may run (of
-    the CPU nobody asks).
+    """FlashInfer tunes products of quantized layers and of experts; "" where such may run (not
+    called for the CPU).
     """
     scheme = checkpoint.scheme
     if (

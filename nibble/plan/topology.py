@@ -1,6 +1,4 @@
-"""Where the ranks of one model run: in this machine, on several through Ray, or on several
-without. Pure.
-"""
+"""Where a model's ranks run: on this machine, on several through Ray, or without. Pure."""
 
 from __future__ import annotations
 
@@ -73,14 +71,14 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     ranks = tensor * pipeline * data
     nodes, rank = int(values.get("--nnodes") or 1), int(values.get("--node-rank") or 0)
     backend = values.get(BACKEND)
-    # vLLM's replicas through Ray would start a cluster of their own here where none is named (vllm
+    # vLLM's replicas through Ray would start a separate cluster here where none is named (vllm
     # 0.32 v1/engine/utils.py:547).
     if settings.cluster == "ray" or "ray" in (backend, values.get("--data-parallel-backend")):
-        return _on_ray(settings, ranks, nodes, gpus_here, "asked for")
+        return _on_ray(settings, ranks, nodes, gpus_here, "set by the user")
     if nodes > 1:
         return _without_ray(settings, ranks, nodes, rank)
     if rank:
-        what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is not set"
+        what = f"NIBBLE_NODE_RANK is {rank}, but NIBBLE_NNODES is unset"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,
@@ -91,16 +89,14 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     fits = here <= (1 if gpus_here is None else gpus_here)
     if settings.head_ip and not fits and "--nnodes" not in values:
         if settings.cluster == "mp":
-            what = f"NIBBLE_CLUSTER is mp and the {here} ranks do not fit this machine"
+            what = f"NIBBLE_CLUSTER is mp, but the {here} ranks do not fit this machine"
             action = "set it to the number of machines, on all of them"
             raise NibbleError(ExitCode.USAGE, what=what, expected="NIBBLE_NNODES", action=action)
         if backend is None:
             reason = "HEAD_IP is set and the ranks do not fit this machine"
             return _on_ray(settings, ranks, nodes, gpus_here, reason)
     reason = (
-        "all ranks are on this machine"
-        if here == ranks
-        else "other replicas are servers of their own"
+        "all ranks are on this machine" if here == ranks else "other replicas are separate servers"
     )
     return Topology("machine", ranks, here, 1, 0, None, reason)
 
@@ -119,7 +115,7 @@ def _on_ray(
     settings: Settings, ranks: int, nodes: int, gpus_here: int | None, reason: str
 ) -> Topology:
     if nodes > 1:
-        what = "NIBBLE_NNODES is set and the cluster is Ray's"
+        what = "NIBBLE_NNODES is set, but the cluster is Ray's"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
@@ -132,7 +128,7 @@ def _on_ray(
             ExitCode.USAGE,
             what=what,
             expected="HEAD_IP",
-            action="set HEAD_IP to what `ray-head` printed",
+            action="set HEAD_IP to the address that `ray-head` printed",
         )
     here = min(ranks, gpus_here) if gpus_here is not None else 1
     return Topology("ray", ranks, here, None, 0, settings.head_ip, reason)
@@ -140,7 +136,7 @@ def _on_ray(
 
 def _without_ray(settings: Settings, ranks: int, nodes: int, rank: int) -> Topology:
     if not settings.head_ip:
-        what = "several machines without Ray need the address of the one with rank 0"
+        what = "several machines without Ray need the address of rank 0"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,
@@ -148,7 +144,7 @@ def _without_ray(settings: Settings, ranks: int, nodes: int, rank: int) -> Topol
             action="set HEAD_IP to the same address on all of them",
         )
     if rank >= nodes:
-        what = f"NIBBLE_NODE_RANK is {rank} and NIBBLE_NNODES is {nodes}"
+        what = f"NIBBLE_NODE_RANK is {rank}, but NIBBLE_NNODES is {nodes}"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,
@@ -173,7 +169,7 @@ def topology_flags(topology: Topology) -> dict[str, tuple[Any, str]]:
     if topology.mode == "machine":
         return {}
     flags: dict[str, tuple[Any, str]] = {
-        BACKEND: ("mp", "vLLM's own way over several machines"),
+        BACKEND: ("mp", "vLLM's executor for several machines"),
         "--master-addr": (topology.head, "HEAD_IP: the machine of rank 0"),
         "--master-port": (MASTER_PORT, "fixed, so that a firewall can name it"),
     }

@@ -1,6 +1,4 @@
-"""What cannot work, found before anything starts: pure functions from the ingredients of a plan
-to one error.
-"""
+"""Finds what cannot work before anything starts. Pure: a plan's ingredients to one error."""
 
 from __future__ import annotations
 
@@ -147,12 +145,12 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
             ExitCode.CONFIG,
             what=what,
             expected="a revision of 40 hex digits",
-            action="set NIBBLE_REVISION to the commit you have read",
+            action="set NIBBLE_REVISION to a commit whose code you have read",
         )
 
 
 def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology) -> None:
-    """What leaves no HTTP API behind nibble's gate; vLLM's other servers let in everybody,
+    """What leaves no HTTP API behind nibble's gate; vLLM's other servers admit every client,
     before ready and without a key.
     """
     other = next((name for name in ("--grpc", "--headless") if args.get(name) is True), "")
@@ -169,10 +167,10 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
         )
     elif str(args.get("--ssl-cert-reqs")) == str(ssl.CERT_REQUIRED.value):
         what = (
-            "--ssl-cert-reqs 2 lets nobody in without a certificate of their own, nibble's own"
-            " requests neither"
+            "--ssl-cert-reqs 2 refuses requests without a client certificate, which nibble's"
+            " requests do not have"
         )
-        action = "drop it, and ask for certificates in a proxy in front"
+        action = "drop it, and require client certificates in a proxy"
     else:
         return
     raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's HTTP API", action=action)
@@ -210,7 +208,7 @@ def check_parallel(
         )
     wanted = topology.ranks_here
     if target.device == "cuda" and wanted > len(hardware.gpus):
-        what = f"{wanted} GPUs are asked for and {len(hardware.gpus)} are here"
+        what = f"{wanted} GPUs are needed, but this machine has {len(hardware.gpus)}"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

@@ -207,7 +207,7 @@ def in_effect(flag: str, args: Mapping[str, Any], declared_quantization: str = "
 
 
 def _spelled(flag: str, value: Any) -> str:
-    """Backends as vLLM compares them, whatever their case and hyphens (vllm 0.32
+    """Backends as vLLM compares them, without case and hyphens (vllm 0.32
     engine/arg_utils.py:1806).
     """
     text = "" if value is None else str(value)

@@ -1,5 +1,4 @@
-"""Compute a reference: `python -m nibble.reference.compute REQUEST`, as JSON; a process that
-imports torch and nothing of vLLM.
+"""Computes a reference: `python -m nibble.reference.compute REQUEST`, without vLLM.
 
 Progress goes to stdout as one JSON object a line; the last one has `done`, or `problem` with the
 reason why there is none.

@@ -66,7 +66,7 @@ def affordable(checkpoint: Checkpoint, hardware: Hardware) -> tuple[Cost | None,
     """The largest reference that a start makes by itself, else None; and why."""
     whole = estimate(checkpoint, hardware)
     if whole is None:
-        return None, "the weights are not known"
+        return None, "the weights are unknown"
     for cost in (whole, estimate(checkpoint, hardware, 1)):
         assert cost is not None
         if (
@@ -79,12 +79,12 @@ def affordable(checkpoint: Checkpoint, hardware: Hardware) -> tuple[Cost | None,
     if least.seconds > AUTO_SECONDS:
         return (
             None,
-            f"it would take about {least.seconds / 60:.0f} min, more than {AUTO_SECONDS:.0f} s",
+            f"it takes about {least.seconds / 60:.0f} min, more than {AUTO_SECONDS:.0f} s",
         )
     return (
         None,
         (
-            f"it would take {least.peak_bytes / (1 << 30):.1f} GiB, more than half of what is"
-            " available"
+            f"it takes {least.peak_bytes / (1 << 30):.1f} GiB, more than half of the available"
+            " memory"
         ),
     )

@@ -1,5 +1,4 @@
-"""Several forward passes of one module that meet at every layer, so that each layer's weights are
-read once for all of them.
+"""Runs several passes of a module in step, so that each layer's weights are read once.
 
 Each pass is the module's own forward in a thread; one of them runs at a time. Passes of different
 lengths need no padding, and the module decides everything about masks, positions and kinds of

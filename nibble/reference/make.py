@@ -1,4 +1,4 @@
-"""Make a reference in a process of its own, for `nibble reference` and for a start."""
+"""Makes a reference in a separate process, for `nibble reference` and for a start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoReference(Exception):
 
 
 class Ended(Exception):
-    """How the process that computes ended, without a word of why: for lack of memory, say."""
+    """How the computing process ended without a message, for example out of memory."""
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
 
 
 def _environ(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
-    """Nothing is looked up on the Hub, and a GPU is seen only where it is asked for."""
+    """No lookup on the Hub, and a visible GPU only on request."""
     path = os.pathsep.join(filter(None, [str(root()), environ.get("PYTHONPATH")]))
     own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
     return {**environ, **own} | ({"CUDA_VISIBLE_DEVICES": ""} if request.device == "cpu" else {})

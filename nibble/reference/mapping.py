@@ -1,6 +1,4 @@
-"""Which tensors of a checkpoint make which parameter of transformers' module, by transformers'
-own table of conversions.
-"""
+"""Maps a checkpoint's tensors to transformers' parameters by its table of conversions."""
 
 from __future__ import annotations
 

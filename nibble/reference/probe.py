@@ -1,5 +1,4 @@
-"""One pass of a reference over its longer text: what goes into each layer and its products, what
-each layer adds, and logits.
+"""One pass of a reference: inputs and products of each layer, its contribution, and logits.
 
 The worker feeds the same values to vLLM's layers (nibble.engine.plugin.report.definition).
 """

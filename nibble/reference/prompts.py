@@ -1,6 +1,4 @@
-"""What a reference is computed for: the canary's questions, a text, and a longer text for the
-comparison of layers.
-"""
+"""The texts of a reference: the canary's questions, a text, and a longer text for layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Computed references on disk: in nibble's cache, one for each state of a checkpoint's files and
-kind of activations.
-"""
+"""Computed references in nibble's cache, one for each checkpoint state and activation kind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""transformers' module of a checkpoint's architecture without weights in memory: each layer's come
-when it is entered.
+"""Runs transformers' module of an architecture with only one layer's weights in memory.
 
 The module is made on the `meta` device. Decoder layers and parts of the output head are units of
 Lockstep: loaded when the first pass enters one, freed after the last has left it. Stacked experts
@@ -282,11 +281,11 @@ def make_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     name = str(checkpoint.architecture)
     found: Any = getattr(transformers, name, None)
     if found is None:
-        code = ", whose own code is not run" if checkpoint.custom_code else ""
+        code = "; nibble does not run the checkpoint's code" if checkpoint.custom_code else ""
         raise Unsupported(f"transformers {transformers.__version__} has no module {name}{code}")
     config: Any = AutoConfig.from_pretrained(str(checkpoint.path), trust_remote_code=False)
     if not isinstance(config, found.config_class):
-        raise Unsupported(f"config.json is of another model than {name}")
+        raise Unsupported(f"config.json describes another model than {name}")
     for one in (config, config.get_text_config()):
         if hasattr(one, "quantization_config"):
             del one.quantization_config

@@ -1,5 +1,4 @@
-"""A checkpoint's tensors as numbers: NVFP4 and FP8 weights dequantized, read one tensor, row range
-or expert at a time.
+"""A checkpoint's tensors as numbers: NVFP4 and FP8 dequantized, one piece at a time.
 
 Runs in the child process that computes a reference, which is the one place of nibble that imports
 torch.
@@ -119,7 +118,7 @@ class Weights:
 
     def _read(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
         if info.dtype not in DTYPES:
-            raise Unsupported(f"{info.name} is {info.dtype}, which this code cannot read")
+            raise Unsupported(f"{info.name} is {info.dtype}, which nibble cannot read")
         if not info.shape:
             data, shape = self._files.read(info, 0, info.nbytes), ()
         else:

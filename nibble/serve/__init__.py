@@ -1,1 +1,1 @@
-"""Running a server."""
+"""Runs a server."""

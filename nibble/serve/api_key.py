@@ -1,8 +1,8 @@
-"""Whether the server asks for a key, and where that key comes from.
+"""Decides whether the server requires a key, and which one.
 
-On a loopback bind none is needed. Anywhere else one is, unless NIBBLE_ALLOW_ANONYMOUS says
-otherwise: the given one, else one generated once and kept in the cache volume, so that restarts do
-not change it.
+A loopback bind needs none. Any other needs one, unless NIBBLE_ALLOW_ANONYMOUS is set: the user's,
+else one that nibble generates once and keeps in the cache volume, so that restarts do not change
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nibble.machine.disk import secret_mode
 KEY_FILE = "api_key"
 KEY_PREFIX = "nbl-"  # lets secret scanners and people recognise it
 _RANDOM_BYTES = 32
-_SHORTEST_STORED = 16  # characters; ours have 47, so a shorter file is a damaged one
+_SHORTEST_STORED = 16  # characters; nibble's keys have 47, so a shorter file is damaged
 _LONGEST = 1024  # characters; keeps clear of the servers' header limits
 
 Source = Literal["given", "stored", "generated", "loopback", "anonymous"]
@@ -29,8 +29,8 @@ Source = Literal["given", "stored", "generated", "loopback", "anonymous"]
 
 @dataclass(frozen=True, slots=True)
 class KeyDecision:
-    """The key (None: none is asked for), its source, its file if it has one, and why. repr hides
-    the key.
+    """The key (None: not required), its source, its file if any, and the reason. repr hides the
+    key.
     """
 
     key: str | None = field(repr=False)
@@ -42,15 +42,15 @@ class KeyDecision:
 def resolve_api_key(
     host: str, given_key: str | None, allow_anonymous: bool, cache_dir: Path
 ) -> KeyDecision:
-    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key (mode 0600;
-    0640 in a folder that its group shares, see `secret_mode`).
+    """Decide on the key for a server bound to `host`; may create `cache_dir`/api_key.
 
-    Raises NibbleError(CONFIG) for a given key no HTTP header can carry and for a key file that
-    cannot be made, read or trusted. No message ever contains a key.
+    Its mode is 0600, or 0640 in a folder that its group shares (see `secret_mode`). Raises
+    NibbleError(CONFIG) for a key that an HTTP header cannot carry and for a key file that cannot be
+    created, read or trusted. Messages never contain a key.
     """
     if given_key:
         _require_sendable(given_key)
-        return KeyDecision(given_key, "given", None, "the key that was given")
+        return KeyDecision(given_key, "given", None, "the key of NIBBLE_API_KEY")
     if is_loopback(host):
         return KeyDecision(None, "loopback", None, f"{host} is reachable from this machine only")
     if allow_anonymous:
@@ -58,7 +58,7 @@ def resolve_api_key(
             None,
             "anonymous",
             None,
-            f"NIBBLE_ALLOW_ANONYMOUS is set: anyone who reaches {host} may ask",
+            f"NIBBLE_ALLOW_ANONYMOUS is set: every client that reaches {host} is admitted",
         )
     path = cache_dir / KEY_FILE
     made = _store_new_key(path)
@@ -75,8 +75,8 @@ def resolve_api_key(
 def is_loopback(host: str) -> bool:
     """Whether binding `host` reaches this machine only.
 
-    Names other than localhost are not looked up: what DNS says may change. An empty host is every
-    interface for vLLM.
+    It does not look up names other than localhost, because DNS can change. vLLM takes an empty host
+    as every interface.
     """
     name = host.strip().removeprefix("[").removesuffix("]").lower()
     if name == "localhost":
@@ -97,16 +97,14 @@ def _require_sendable(key: str) -> None:
     if not _is_sendable(key):
         raise NibbleError(
             ExitCode.CONFIG,
-            what="NIBBLE_API_KEY holds something an HTTP header cannot carry",
+            what="NIBBLE_API_KEY has characters that an HTTP header cannot carry",
             expected=f"1 to {_LONGEST} printable ASCII characters without spaces",
-            action="make one with: openssl rand -hex 32",
+            action="create one with: openssl rand -hex 32",
         )
 
 
 def _store_new_key(path: Path) -> bool:
-    """Make the key file unless there is one; True when this call made it. Readers never see a
-    half-written file.
-    """
+    """Create the key file unless it exists; True when this call did. Readers see a whole file."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +144,7 @@ def _read_key(path: Path) -> tuple[str, str]:
 
 
 def _tighten(path: Path, descriptor: int) -> str:
-    """Bring the file to its mode; refuse what others could have written.
+    """Set the file's mode; refuse a file that other users could have written.
 
     Group bits are only tightened: Kubernetes' fsGroup sets them on every file of a volume at each
     start.
@@ -158,7 +156,9 @@ def _tighten(path: Path, descriptor: int) -> str:
     if os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0) and not is_shared:
         raise _key_file_error(path, f"belongs to another user (uid {status.st_uid})")
     if status.st_mode & stat.S_IWOTH:
-        raise _key_file_error(path, "is writable by everyone, so anyone may have put a key there")
+        raise _key_file_error(
+            path, "is writable by every user, so any user may have written the key"
+        )
     if not status.st_mode & 0o777 & ~mode:
         if is_shared and status.st_uid == os.geteuid():  # from before its folder was shared
             os.fchmod(descriptor, mode)
@@ -167,11 +167,11 @@ def _tighten(path: Path, descriptor: int) -> str:
         os.fchmod(descriptor, mode)
     except OSError as error:
         raise _key_file_error(
-            path, f"is readable by others and cannot be tightened ({error.strerror})"
+            path, f"is readable by other users and chmod fails ({error.strerror})"
         ) from None
     if os.fstat(descriptor).st_mode & 0o777 & ~mode:  # filesystems that accept chmod and ignore it
-        raise _key_file_error(path, "is readable by others and its filesystem keeps it so")
-    return f"; its file was open to others and is now {mode:04o}"
+        raise _key_file_error(path, "is readable by other users and its file system ignores chmod")
+    return f"; its file was readable by other users and has mode {mode:04o} now"
 
 
 def _key_file_error(path: Path, problem: str) -> NibbleError:

@@ -1,9 +1,9 @@
 """`nibble serve --detach`, `nibble stop`, `nibble logs`: one server in the background for each
 port.
 
-The server itself keeps the record (servers/PORT.json in nibble's cache): a lock that the kernel
-lets go of however it ends, who it is, and its exit code. Nobody stands between: the shell that
-detached it may end.
+The server keeps the record (servers/PORT.json in nibble's cache): its identity, its exit code, and
+a lock that the kernel releases at its end. No other process is involved: the shell that detached it
+may end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.disk import not_writable
 from nibble.printable import printable
-from nibble.serve.crash_loop import ended_without_a_word, this_process
+from nibble.serve.crash_loop import ended_without_exit_code, this_process
 from nibble.serve.log_file import LogFile
 
 VARIABLE = "NIBBLE_DETACHED"  # tells a server that it is one in the background
@@ -34,9 +34,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Record:
-    """A server in the background. `process` names it among all of the machine
-    (breaker.this_process).
-    """
+    """A background server; `process` identifies it on the machine (crash_loop.this_process)."""
 
     pid: int
     process: str
@@ -68,7 +66,7 @@ class Place:
         return LogFile(self.cache / "logs" / f"{self.port}.log")
 
     def read(self) -> Record | None:
-        """The last server's record, None where there is none that can be read."""
+        """The last server's record, or None without a readable one."""
         try:
             found = Record(**json.loads(self.record.read_text()))
             is_whole = isinstance(found.pid, int) and found.process.count(
@@ -79,7 +77,7 @@ class Place:
             return None
 
     def write(self, record: Record) -> None:
-        """Replace the record at once."""
+        """Replace the record atomically."""
         scratch = self.record.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_text(json.dumps(asdict(record)) + "\n")
         scratch.replace(self.record)
@@ -101,8 +99,8 @@ class Place:
             os.close(descriptor)
 
     def _of_another_user(self) -> bool:
-        """Whether a server runs whose lock this user may not open. Raises CONFIG where its
-        record is closed too.
+        """Whether another user's server holds the lock. Raises CONFIG if its record is unreadable
+        too.
         """
         record = self.read()
         if record is None:
@@ -112,7 +110,9 @@ class Place:
                 " NIBBLE_CACHE_DIR"
             )
             raise NibbleError(ExitCode.CONFIG, what=what, action=action)
-        return record.exit_code is None and not ended_without_a_word(record.process, this_process())
+        return record.exit_code is None and not ended_without_exit_code(
+            record.process, this_process()
+        )
 
 
 # --- nibble serve --detach ---
@@ -121,8 +121,7 @@ class Place:
 def detach(place: Place, words: Sequence[str], environ: Mapping[str, str]) -> Record:
     """Start `nibble serve WORDS` in the background; its record once it answers /status.
 
-    Raises CONFIG where one runs on this port already, and passes on the error of a server that ends
-    before.
+    Raises CONFIG if one already runs on this port, and the error of a server that ends before.
     """
     if place.is_running():
         raise _already(place)
@@ -165,9 +164,7 @@ def _spawn(
 
 
 def _answers(record: Record) -> bool:
-    """Whether it is this server that answers: another may hold the port, and this one is about
-    to end for that.
-    """
+    """Whether this server answers: another may hold the port, in which case this one ends."""
     connection = HTTPConnection("127.0.0.1", record.control_port, timeout=2)
     try:
         connection.request("GET", "/status")
@@ -181,9 +178,11 @@ def _answers(record: Record) -> bool:
 def _already(place: Place) -> NibbleError:
     record = place.read()
     who = f" (pid {record.pid}, {record.model})" if record else ""
-    what = f"a server runs in the background on port {place.port} already{who}"
+    what = f"a server already runs in the background on port {place.port}{who}"
     return NibbleError(
-        ExitCode.CONFIG, what=what, action=f"`nibble stop --port {place.port}`, or set another PORT"
+        ExitCode.CONFIG,
+        what=what,
+        action=f"run `nibble stop --port {place.port}`, or set another PORT",
     )
 
 
@@ -241,14 +240,14 @@ def note_end(place: Place, code: int) -> None:
 
 
 def stop(place: Place) -> tuple[int, str]:
-    """End the server of this port as SIGTERM does: (its exit code, what to say). 0 where none
-    runs.
+    """End the server of this port as SIGTERM does: (its exit code, the message). 0 without a
+    server.
     """
     record = place.read()
     if not place.is_running():
         return ExitCode.OK, _not_running(place, record)
-    if record is None or ended_without_a_word(record.process, this_process()):
-        what = f"the server on port {place.port} keeps no record that can be read"
+    if record is None or ended_without_exit_code(record.process, this_process()):
+        what = f"the server on port {place.port} has no readable record"
         raise NibbleError(
             ExitCode.CONFIG, what=what, action="find it with `ps` and send it SIGTERM"
         )
@@ -279,14 +278,14 @@ def _wait(place: Place, record: Record) -> tuple[int, str]:
             raise NibbleError(
                 ExitCode.TERMINATED,
                 what=what,
-                action=f"`kill -9 {record.pid}`; `nibble logs` may say why",
+                action=f"run `kill -9 {record.pid}`; `nibble logs` may show the cause",
             )
         time.sleep(_POLL_S)
     after = place.read()
     code = after.exit_code if after and after.pid == record.pid else None
     place.record.unlink(missing_ok=True)
     if code is None:
-        return ExitCode.INTERNAL, f"pid {record.pid} ended without saying how"
+        return ExitCode.INTERNAL, f"pid {record.pid} ended without an exit code"
     return code, f"pid {record.pid} on port {place.port} ended with code {code}"
 
 
@@ -295,7 +294,7 @@ def _not_running(place: Place, record: Record | None) -> str:
         return f"no server runs in the background on port {place.port}"
     with contextlib.suppress(OSError):  # another user's
         place.record.unlink(missing_ok=True)
-    how = "without a word" if record.exit_code is None else f"with code {record.exit_code}"
+    how = "without an exit code" if record.exit_code is None else f"with code {record.exit_code}"
     return f"no server runs in the background on port {place.port}: pid {record.pid} ended {how}"
 
 
@@ -303,13 +302,13 @@ def _not_running(place: Place, record: Record | None) -> str:
 
 
 def show_logs(place: Place, lines: int, follow: bool) -> None:
-    """Print the last `lines`, and with `follow` what comes until the server ends. Raises USAGE
-    where there is no log.
+    """Print the last `lines`, and with `follow` new ones until the server ends. Raises USAGE
+    without a log.
     """
     try:
         place.log.path.open("rb").close()
     except FileNotFoundError:
-        what = f"no server was started in the background on port {place.port}"
+        what = f"no background server has run on port {place.port}"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,

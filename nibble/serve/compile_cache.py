@@ -1,8 +1,7 @@
-"""The entries of compiled code on disk: opened by a server, recorded once it is ready, verified at
-the next start, pruned.
+"""The entries of compiled code on disk: opened by a server, recorded when ready, verified, pruned.
 
-Nothing here ever stops a start: what is damaged is dropped and compiled again, what cannot be
-written is not recorded.
+Nothing here stops a start: nibble drops what is damaged, and the start compiles it again. What
+cannot be written is not recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from nibble.plan.compile_cache import CacheKey, CachePlan
 KEY, RECORD, LOCK = "entry.json", "files.json", "lock"
 DROPPED = ".dropped-"
 READ_BYTES = 4 << 20
-# Rewritten while a server runs or by the next one, or looked after by somebody else (the driver);
+# Rewritten while a server runs or by the next one, or kept by the driver;
 # of JSON among them only that it can be read is certain.
 REWRITTEN = (
     "*/modelinfos/*",
@@ -73,7 +72,7 @@ class Entry:
 
 
 class Use:
-    """The entries of a plan while a server runs: locked against prune, recorded when told. `say`
+    """The entries of a plan while a server runs: locked against prune, recorded on request. `say`
     gets warnings.
     """
 
@@ -84,7 +83,7 @@ class Use:
         self._recording = threading.Lock()  # a server may be stopped the moment it is ready
 
     def open(self) -> None:
-        """Verify, drop what is damaged, make what is missing, and hold all of it."""
+        """Verify the entries, drop damaged ones, create missing ones, and lock all of them."""
         for key in self._caches.keys:
             folder = self._caches.root / key.name
             with self._or_warn(folder):
@@ -98,7 +97,7 @@ class Use:
             self._share_model_inspection()
 
     def record(self) -> None:
-        """The server is ready: note every file with size and sha256, for what is there works."""
+        """The server is ready, so its files work: record each with size and sha256."""
         self._was_ready = True
         for key in self._caches.keys:
             folder = self._caches.root / key.name
@@ -107,7 +106,7 @@ class Use:
                     write_record(folder)
 
     def close(self) -> None:
-        """Note what was compiled since it was ready, and let go of the entries."""
+        """Record what was compiled since, and release the entries."""
         if self._was_ready:
             self.record()
         for descriptor in self._locks:
@@ -117,12 +116,12 @@ class Use:
     def _hold(self, folder: Path) -> None:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         self._locks.append(descriptor)
-        with contextlib.suppress(BlockingIOError):  # being dropped by somebody this moment
+        with contextlib.suppress(BlockingIOError):  # another process drops it now
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.utime(folder / KEY)
 
     def _share_model_inspection(self) -> None:
-        """vLLM inspects a model class in a process of its own, keyed by its source: the same
+        """vLLM inspects a model class in a separate process, keyed by its source: the same
         whatever the flags.
         """
         if not self._caches.keys:
@@ -141,14 +140,14 @@ class Use:
             yield
         except OSError as error:
             self._say(
-                f"warning: the cache entry {folder} cannot be kept in order"
-                f" ({error.strerror or error})"
+                f"warning: the cache entry {folder} cannot be updated ({error.strerror or error})"
             )
 
 
 def _dropped(name: str, problem: str) -> str:
     return (
-        f"the cache entry {name} is damaged ({problem}) and was dropped: this start compiles it"
+        f"the cache entry {name} is damaged ({problem}); nibble dropped it, and this start"
+        f" compiles it"
         " again"
     )
 
@@ -156,7 +155,7 @@ def _dropped(name: str, problem: str) -> str:
 def _kept(name: str, problem: str) -> str:
     return (
         f"warning: the cache entry {name} is damaged ({problem}) and stays: another server or user"
-        " has it"
+        " holds it"
     )
 
 
@@ -176,8 +175,8 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def entries(root: Path) -> list[Entry]:
-    """All entries below `root`, the one used last first. A folder without a readable key is
-    listed as unknown.
+    """All entries below `root`, the last used first; a folder without a readable key is listed as
+    unknown.
     """
     found: list[Entry] = []
     for folder in _folders(root):
@@ -220,7 +219,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _exclusive(folder: Path) -> int | None:
-    """The entry's lock for ourselves alone, or None where somebody holds it."""
+    """The entry's exclusive lock, or None where another process holds it."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # no server has ever held it
@@ -287,7 +286,7 @@ def _difference(folder: Path, path: str, row: Sequence[Any], sizes_only: bool) -
         if (found := file.stat().st_size) != size:
             return f"{path} has {found} bytes instead of {size}"
         same = sizes_only or _sha256(file) == digest
-        return "" if same else f"{path} has another sha256 than when it was recorded"
+        return "" if same else f"the sha256 of {path} differs from the recorded one"
     except FileNotFoundError:
         return "" if _matches(path, REWRITTEN) else f"{path} is missing"
     except OSError as error:
@@ -300,7 +299,7 @@ def _unreadable(file: Path) -> str:
     try:
         json.loads(file.read_text())
     except ValueError:
-        return f"{file.name} is no JSON"
+        return f"{file.name} is not JSON"
     return ""
 
 
@@ -353,8 +352,8 @@ def _sha256(path: Path) -> str | None:
 
 
 def drop(folder: Path) -> bool:
-    """Remove an entry nobody holds; False where a server holds it. Gone at once for others,
-    whatever happens after that.
+    """Remove an entry; False where a server holds it. It disappears for others at once,
+    even if the removal fails later.
     """
     descriptor = _exclusive(folder)
     if descriptor is None:
@@ -385,7 +384,7 @@ def to_prune(
     """What a prune removes, the longest unused first; entries in use stay. Pure.
 
     Older than `older_than_s`; of another build than `build`; and as many of the rest as `max_bytes`
-    asks for.
+    requires.
     """
     oldest_first = sorted(
         (entry for entry in found if not entry.is_used), key=lambda entry: entry.last_used_s

@@ -1,7 +1,6 @@
-"""The control port: /status and /ready on loopback, answered from the first second whatever the
-engine does.
+"""The control port: /status and /ready on loopback, answered before and during the engine's run.
 
-For health checks and people on the same machine. It never leaves 127.0.0.1 and changes nothing.
+Health checks and users on the same machine read it. It never leaves 127.0.0.1 and changes nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.serve.json_http import JsonHandler, Server
 
 ADDRESS = "127.0.0.1"
-# A web page could reach loopback through a DNS name of its own (DNS rebinding); its Host header
-# gives it away.
+# A web page could reach loopback through its DNS name (DNS rebinding); its Host header
+# shows it.
 _HOST_NAMES = ("127.0.0.1", "localhost")
 _READ_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Answers:
-    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` tells why not.
+    """`status` gives /status as plain data; `is_ready` decides /ready, and `why` gives the reason.
+
     All run in request threads.
     """
 
@@ -32,7 +32,7 @@ class Answers:
 
 
 class ControlServer:
-    """Binds at once; answers after `start`. Raises NibbleError(CONFIG) where the port is taken."""
+    """Binds at once; answers after `start`. Raises NibbleError(CONFIG) if the port is in use."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class ControlServer:
                 ExitCode.CONFIG,
                 what=what,
                 expected="a free port",
-                action="set NIBBLE_CONTROL_PORT to another one",
+                action="set NIBBLE_CONTROL_PORT to another port",
             ) from None
         self.answers = Answers(status, is_ready, why)
 
     @property
     def answers(self) -> Answers:
-        """What /status and /ready answer with now. The port stays open while they change."""
+        """The current answers of /status and /ready. The port stays open while they change."""
         return self._server.answers
 
     @answers.setter
@@ -64,11 +64,11 @@ class ControlServer:
 
     @property
     def port(self) -> int:
-        """The port in use, also where 0 was asked for."""
+        """The port in use, also for 0."""
         return self._server.server_address[1]
 
     def start(self) -> None:
-        """Answer in a thread of its own."""
+        """Answer in a separate thread."""
         self._server.start("control")
 
     def close(self) -> None:
@@ -77,9 +77,7 @@ class ControlServer:
 
 
 class Turn:
-    """A ControlServer that stays open over several runs, for the time of one: `close` gives the
-    answers back to its owner.
-    """
+    """A ControlServer that stays open over several runs, lent to one run until `close`."""
 
     def __init__(self, server: ControlServer, answers: Answers) -> None:
         self._server, self._own, self._before = server, answers, server.answers
@@ -121,7 +119,7 @@ class _Handler(JsonHandler):
                 if ready
                 else (503, {"ready": False, "reason": answers.why()})
             )
-        return 404, {"error": "only /status and /ready are here"}
+        return 404, {"error": "this port has only /status and /ready"}
 
     def _host_is_local(self) -> bool:
         name = self.headers.get("Host", "").rpartition(":")

@@ -1,9 +1,9 @@
-"""The crash-loop breaker: a plan that failed three times waits before it tries again, and after six
-is not started.
+"""The crash-loop breaker: a plan that failed three times waits, and after six failures does not
+start.
 
-A restart policy would go on for ever, and restarts have brought whole machines down (about 35 of
-them, eugr#257). `judge` is pure. The record is a small file for each plan in nibble's cache, so
-that another model or another setting is not punished.
+A restart policy would restart forever, and restarts can bring whole machines down (after about 35,
+eugr#257). `judge` is pure. The record is a small file for each plan in nibble's cache, so that it
+does not affect other models and settings.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from nibble.printable import printable
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-# failures further apart are no loop; a first start of 18 minutes (peers.md 2.3) fits three times
+# failures further apart do not count; a first start of 18 minutes on GB10 fits three times
 WINDOW_S = 3600.0
 HOLDS_S = (60.0, 300.0, 900.0)  # after the third, fourth and fifth failure
 FIRST_HELD = 3
-# MODEL here is a load that vLLM ended for it; what is refused before a run never comes here.
+# MODEL means a load that vLLM ended; refusals before a run do not count.
 COUNTED = (ExitCode.ENGINE_DIED, ExitCode.MODEL, ExitCode.NO_FIT, ExitCode.CANARY)
-SILENT_END = "the start before ended without a word: the machine was reset or nibble was killed"
-OF_THE_PLACE = ("VLLM_HOST_IP", "VLLM_PORT")  # of a container, whose next one has others
+SILENT_END = "the previous start left no exit code: the machine was reset or nibble was killed"
+OF_THE_PLACE = ("VLLM_HOST_IP", "VLLM_PORT")  # the next container has other values
 _KEPT = 20
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed start: seconds since 1970, exit code and the line that was shown.
+    """One failed start: seconds since 1970, exit code and the message.
 
-    `process` is set while a start still runs and names it; one that is found there later ended
-    without a word.
+    `process` names a start that still runs; a process named there at the next start ended without
+    an exit code.
     """
 
     at_s: float
@@ -55,9 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with the next start: wait `wait_s` (0: go), or nothing at all where
-    `is_tripped`.
-    """
+    """The decision on the next start: wait `wait_s` (0: start), or no start if `is_tripped`."""
 
     failures: int
     wait_s: float
@@ -66,8 +64,8 @@ class Verdict:
 
 
 def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
-    """Failures oldest first. A record of six holds until somebody removes it; fewer are
-    forgotten after WINDOW_S.
+    """Failures oldest first. A record of six holds until the user removes it; fewer expire after
+    WINDOW_S.
     """
     run: list[Failure] = []
     for failure in failures:
@@ -84,11 +82,10 @@ def judge(failures: Sequence[Failure], now_s: float) -> Verdict:
 
 
 def plan_key(plan: Plan, environ: Mapping[str, str]) -> str:
-    """The same for the same model and settings on the same versions, whatever is free and whichever
-    port is used.
+    """The same key for the same model, settings and versions, with any free memory and any port.
 
-    `environ` is the user's: vLLM's own variables count as settings, and so does what a start may
-    end for.
+    `environ` is the user's: vLLM's variables count as settings, and so do variables that can end a
+    start.
     """
     ours = (SOURCE, "nibble's default")
     args = {
@@ -119,8 +116,8 @@ def plan_key(plan: Plan, environ: Mapping[str, str]) -> str:
 
 
 def this_process() -> str:
-    """Names this process among all starts that may share a cache: boot, host (a container's is
-    its own), pid, start.
+    """Identifies this process among all starts with the same cache: boot, host (or container), pid,
+    start.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -129,9 +126,9 @@ def this_process() -> str:
     return f"{boot} {socket.gethostname()} {os.getpid()} {started_ticks(os.getpid())}"
 
 
-def ended_without_a_word(process: str, me: str) -> bool:
-    """Whether a start that never told its end is surely over: the machine booted since, or here is
-    no such process.
+def ended_without_exit_code(process: str, me: str) -> bool:
+    """Whether a start without a recorded end is over: the machine has booted since, or the
+    process does not exist.
 
     Of a process on another host (another container) of this boot nothing is known.
     """
@@ -141,8 +138,8 @@ def ended_without_a_word(process: str, me: str) -> bool:
 
 
 class Breaker:
-    """The record of one plan. Where the cache cannot be written it warns once through `say` and
-    never holds.
+    """The record of one plan. If the cache is not writable, it warns once through `say` and never
+    holds.
     """
 
     def __init__(self, path: Path, model: str, say: Callable[[str], None]) -> None:
@@ -151,16 +148,16 @@ class Breaker:
         self._can_write = True
 
     def verdict(self) -> Verdict:
-        """What the failures so far say about a start now."""
+        """The decision on a start now, from the failures so far."""
         return judge([one for one in self._others() if not one.process], time.time())
 
     def begin(self) -> None:
-        """A start begins; a start that never comes back counts as failed."""
+        """A start begins; without an end it counts as failed."""
         running = Failure(time.time(), 0, SILENT_END, self._me)
         self._write([*self._others(), running])
 
     def end(self, error: NibbleError | None) -> None:
-        """It ended: with `error`, which counts where it is of a counted kind, or in order."""
+        """The start ended in order, or with `error`, which counts if its kind does."""
         failed = error is not None and error.code in COUNTED
         others = self._others()
         if failed and error is not None:
@@ -168,22 +165,21 @@ class Breaker:
         self._write(others)
 
     def clear(self) -> None:
-        """A success: nothing is held against this plan any more. Starts that still run somewhere
-        else stay on record.
+        """A success: forget the failures of this plan. Starts that still run elsewhere stay on
+        record.
         """
         self._write([one for one in self._others() if one.process])
 
     def tripped(self, verdict: Verdict) -> NibbleError:
         """The end of a crash loop."""
         what = f"{verdict.failures} starts in a row failed, the last with: {verdict.cause}"
-        action = f"mend that and remove {self.path}; with other settings it starts at once"
+        action = f"fix the cause and remove {self.path}; other settings start at once"
         return NibbleError(ExitCode.CRASH_LOOP, what=what, action=action)
 
     def _others(self) -> list[Failure]:
-        """The record without this start. Only starts that may still run somewhere else have a
-        `process`.
+        """The record without this start. Only starts that may still run elsewhere have a `process`.
 
-        A damaged record is dropped.
+        nibble drops a damaged record.
         """
         try:
             found = [_failure(one) for one in json.loads(self.path.read_text())["failures"]]
@@ -195,12 +191,12 @@ class Breaker:
             TypeError,
             RecursionError,
         ) as error:  # the last one: nested without end
-            self._say(f"warning: {self.path} is damaged and is dropped ({type(error).__name__})")
+            self._say(f"warning: {self.path} is damaged; nibble drops it ({type(error).__name__})")
             self._remove()
             return []
         others = [one for one in found if one.process != self._me]
         return [
-            replace(one, process="") if ended_without_a_word(one.process, self._me) else one
+            replace(one, process="") if ended_without_exit_code(one.process, self._me) else one
             for one in others
         ]
 
@@ -218,13 +214,13 @@ class Breaker:
             with scratch.open("w") as file:
                 file.write(text + "\n")
                 file.flush()
-                os.fsync(file.fileno())  # a machine that wedges is one of the reasons for this file
+                os.fsync(file.fileno())  # this file has to survive a machine that hangs
             scratch.replace(self.path)
         except OSError as error:
             self._can_write = False
             self._say(
-                f"warning: {self.path} cannot be written ({error.strerror}): crash loops are not"
-                " noticed"
+                f"warning: {self.path} cannot be written ({error.strerror}): nibble does not"
+                " notice crash loops"
             )
         return None
 

@@ -1,5 +1,5 @@
-"""A stop: wait until vLLM runs no request any more, tell it, wait until it has ended. Signals
-and deaths in between end it.
+"""A stop: wait until vLLM runs no request, signal it, wait until it has ended. Signals and deaths
+end it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ def drain(
     log: DrainReader,
     say: Callable[[str], None],
 ) -> ExitCode | Ended:
-    """Let running requests finish, then end vLLM; how it ended where it did so by itself before
-    it was told.
-    """
+    """Let running requests finish, then end vLLM; how it ended if it did so before the signal."""
     limit_s = settings.drain_seconds
     say(
-        f"{signal_name(event.signum)}: new requests get 503, running ones may finish for"
+        f"{signal_name(event.signum)}: new requests get 503, running requests may finish for"
         f" {limit_s} s"
     )
     deadline = time.monotonic() + limit_s
@@ -47,7 +45,7 @@ def drain(
     if isinstance(left, Stop):
         cut = f"{signal_name(left.signum)} again"
     elif left:
-        cut = f"{left} request(s) still ran after {limit_s} s"
+        cut = f"{left} request(s) were unfinished after {limit_s} s"
     else:
         terminate()
         unread = Unread(settings.port)
@@ -58,7 +56,7 @@ def drain(
 
 
 def _unfinished(end: Ended | Stop | None, log: DrainReader, clients: str, limit_s: float) -> str:
-    """What was not done when vLLM ended, or was given up; empty where all was."""
+    """What was unfinished when vLLM ended or the drain gave up, or ""."""
     if isinstance(end, Stop):
         return f"{signal_name(end.signum)} again"
     if log.cut:
@@ -73,14 +71,13 @@ def _unfinished(end: Ended | Stop | None, log: DrainReader, clients: str, limit_
 def until_none_runs(
     next_event: Next, in_flight: Callable[[], int | None], deadline: float
 ) -> int | Ended | Stop:
-    """Until the engines hold no request: 0, or how many at the deadline (monotonic); or what came
-    in between.
+    """Until the engines hold no request: 0, or how many at the deadline (monotonic), or an event
+    before.
 
-    vLLM's own drain covers neither several API processes (each drops its engine connection at
-    SIGTERM, vllm 0.32 launcher.py handle_shutdown) nor requests that come in parts (beam search,
-    tool loops), so the signal goes out when nothing runs any more. Twice zero: a request may be on
-    its way from the API process to the engine. 0 also where /metrics does not answer (None); vLLM's
-    drain is then all there is.
+    vLLM's drain covers neither several API processes (each drops its engine connection at SIGTERM,
+    vllm 0.32 launcher.py handle_shutdown) nor requests in parts (beam search, tool loops), so
+    nibble signals when nothing runs. It needs zero twice: a request may be on its way from the API
+    process to the engine. 0 also if /metrics does not answer (None); then only vLLM's drain acts.
     """
     zeros = unknown = count = 0
     pause_s = _POLL_S
@@ -106,11 +103,10 @@ def until_it_ends(
     unread: Unread | None = None,
     unread_until: float = 0.0,
 ) -> Ended | Stop | None:
-    """The child's end, another signal, or None at the deadline (or once vLLM gave its own drain
-    up).
+    """The child's end, another signal, or None at the deadline or when vLLM ends its drain.
 
-    None also from `unread_until` on where all that is left are clients which do not read: vLLM
-    would wait for them.
+    None also after `unread_until` if only clients that do not read are left: vLLM would wait for
+    them.
     """
     looked_at = float("-inf")
     while (left_s := deadline - (now := time.monotonic())) > 0:

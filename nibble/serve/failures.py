@@ -1,6 +1,4 @@
-"""How an engine's end is told: one line with what happened, why as far as it is known, and what
-to do. Pure.
-"""
+"""Errors for an engine's end: what happened, the known cause, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ def engine_died(
 ) -> NibbleError:
     """vLLM ended by itself.
 
-    `cause` is the last error it logged, `lost` its process that ended first where that was not the
-    API server; `memory_ladder` is given where the kernel's OOM killer struck just before.
+    `cause` is the last error it logged; `lost` is its process that ended first, unless the API
+    server. `memory_ladder` is given if the kernel's OOM killer acted just before.
     """
     if names := _not_loaded(cause):
         is_cut = NOT_INITIALIZED in cause and not cause.endswith(
@@ -40,8 +38,10 @@ def engine_died(
         what = f"vLLM ended the load: no tensor of the checkpoint fills {shown}"
         action = "download the model again"
         if NOT_INITIALIZED in cause:
-            action += f"; if it is whole, skip this check with {SKIP}"
-        return NibbleError(ExitCode.MODEL, what=what, expected="a whole checkpoint", action=action)
+            action += f"; if it is complete, skip this check with {SKIP}"
+        return NibbleError(
+            ExitCode.MODEL, what=what, expected="a complete checkpoint", action=action
+        )
     if match := _MISFIT.search(cause):
         what = f"vLLM ended the load: {match[1]}, {match[2]}, {DOES_NOT_FIT} ({match[3]}"
         action = "download the model again, or correct config.json"
@@ -56,39 +56,39 @@ def engine_died(
     what += f"; {lost} ended first" if lost else ""
     if memory_ladder is None:
         return NibbleError(ExitCode.ENGINE_DIED, what=what, action="see the log above")
-    what += "; the kernel's OOM killer struck just then"
+    what += "; the kernel's OOM killer acted at the same time"
     return NibbleError(
-        ExitCode.ENGINE_DIED, what=what, action=f"to need less: {steps(memory_ladder)}"
+        ExitCode.ENGINE_DIED,
+        what=what,
+        action=f"reduce memory, in this order: {steps(memory_ladder)}",
     )
 
 
 def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
-    """The hang watch ended vLLM. `what` did not move, `gpus` is what NVML says."""
-    told = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
-    action = "see the stacks in the log above; NIBBLE_HANG_SECONDS sets how long to wait"
-    return NibbleError(ExitCode.ENGINE_DIED, what=told, action=action)
+    """The hang watch ended vLLM: `what` did not move, `gpus` is NVML's report."""
+    line = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
+    action = "see the stacks in the log above; set the limit with NIBBLE_HANG_SECONDS"
+    return NibbleError(ExitCode.ENGINE_DIED, what=line, action=action)
 
 
 def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
-    """What a node knows of the end of `process`, one of vLLM's; the server on another node tells
-    it.
+    """What a node knows of the end of a vLLM process, for the server on another node.
 
-    `cause` is the last error that was logged, `code` its exit code (negative: of a signal) where
-    that is known.
+    `cause` is the last logged error, `code` the exit code if known (negative: a signal).
     """
     if kernel_has_killed:
-        return f"{process} was killed by the kernel for want of memory"
+        return f"{process} was killed by the kernel, which was out of memory"
     if code is not None and code < 0:
         return f"{process} was killed by {signal_name(-code)}"
     if cause:
         return f"{process} ended by itself: {cause}"
-    return f"{process} ended by itself and logged no error: something killed it, or it crashed"
+    return (
+        f"{process} ended by itself and logged no error: another process killed it, or it crashed"
+    )
 
 
 def _not_loaded(cause: str) -> list[str]:
-    """The parameters that vLLM's own check found empty, or nibble's plugin a part of a fused
-    layer's scales.
-    """
+    """The parameters that vLLM's check found empty, or that nibble's plugin found partly loaded."""
     if match := _UNSCALED.search(cause):
         return [match[1]]
     return sorted(re.findall(r"'([^']+)'", cause.partition(NOT_INITIALIZED)[2]))
@@ -99,13 +99,16 @@ def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Ste
     what = f"stopped the engine in phase {phase}: {why}, {kept(limit)}"
     expected = f"at least {show_gib(limit.stop_below_bytes)}"
     return NibbleError(
-        ExitCode.NO_FIT, what=what, expected=expected, action=f"to need less: {steps(ladder)}"
+        ExitCode.NO_FIT,
+        what=what,
+        expected=expected,
+        action=f"reduce memory, in this order: {steps(ladder)}",
     )
 
 
 def kept(limit: Limits) -> str:
     """The reserve, as part of a sentence."""
-    return f"{show_gib(limit.reserve_bytes)} are kept for the rest of the machine"
+    return f"{show_gib(limit.reserve_bytes)} are reserved for the rest of the machine"
 
 
 def steps(ladder: Sequence[Step]) -> str:

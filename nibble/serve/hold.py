@@ -1,5 +1,5 @@
-"""The wait of a crash loop: the process stays, says why, and answers /status; a stop signal ends
-it.
+"""The wait of a crash loop: the process stays, gives the reason, answers /status; a stop signal
+ends it.
 """
 
 from __future__ import annotations

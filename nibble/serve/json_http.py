@@ -1,6 +1,4 @@
-"""Small HTTP servers that answer in JSON, one connection a request: the control port, and the
-agent of a cluster's node.
-"""
+"""Small HTTP servers that answer in JSON, for the control port and the cluster's agents."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore a client that disconnects."""
 
 
 class JsonHandler(BaseHTTPRequestHandler):

@@ -1,6 +1,4 @@
-"""The log of a server in the background: a file that the server itself rotates, read by `nibble
-logs`.
-"""
+"""The log of a background server: a file that the server rotates and `nibble logs` reads."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class LogFile:
-    """`path` is written; `path`.1 is the newest of the older ones. Only its owner reads it:
-    requests may be logged.
+    """`path` is the current file, `path`.1 the newest older one. Only the owner reads it: it may
+    hold requests.
     """
 
     path: Path
@@ -50,7 +48,7 @@ class LogFile:
         return True
 
     def rotate_output(self) -> None:
-        """The same for the file that is our own stdout and stderr, which go on in the new one."""
+        """The same for this process's stdout and stderr, which continue in the new file."""
         if self.rotate():
             fresh = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for ours in (1, 2):
@@ -58,7 +56,7 @@ class LogFile:
             os.close(fresh)
 
     def keep_rotating(self) -> None:
-        """Look every two seconds, in a thread of its own. Not before the engine was forked."""
+        """Check every two seconds in a separate thread, only after the fork of the engine."""
 
         def watch() -> None:
             while True:

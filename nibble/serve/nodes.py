@@ -1,4 +1,6 @@
-"""What a run of vLLM asks of a server that spans several machines (nibble/cluster/watch.py)."""
+"""The interface of a server that spans several machines (nibble/cluster/watch.py) for one run of
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Nodes(Protocol):
         ...
 
     def told_to_stop(self) -> None:
-        """Called in a signal handler: a lost node is no reason for another run from now on."""
+        """Called in a signal handler: from now on a lost node does not start another run."""
         ...
 
     def died_here(self) -> None:

@@ -1,10 +1,10 @@
-"""One server on a port, from its first second on: vLLM takes the port only seconds later, and would
-not refuse a second one's.
+"""One server on a port from its first second on: vLLM takes the port later and would admit a
+second.
 
 The lock is a name in Linux's abstract socket namespace. It belongs to the network namespace, as the
-port does: containers do not disturb each other, every user on the host sees it, no file is left
-behind, and the kernel lets it go with the process. A bound TCP socket would not do: vLLM binds with
-SO_REUSEADDR, which lets two sockets that do not listen share a port.
+port does: containers do not disturb each other, every user on the host sees it, no file stays
+behind, and the kernel releases it with the process. A bound TCP socket is not enough: vLLM binds
+with SO_REUSEADDR, which lets two sockets that do not listen share a port.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _TABLE = Path("/proc/net/unix")
 
 @contextlib.contextmanager
 def hold_port(host: str, port: int) -> Iterator[None]:
-    """Hold `host`:`port` among nibble's servers. Raises CONFIG where one has it, or an address
-    that overlaps.
-    """
+    """Hold `host`:`port` among nibble's servers. Raises CONFIG for one that is held or overlaps."""
     addresses = _addresses(host)
     with contextlib.ExitStack() as held:
         with _one_at_a_time(port):

@@ -1,10 +1,8 @@
-"""FlashInfer's sampling kernels, compiled while the engine imports and loads instead of after it.
+"""Compiles FlashInfer's sampling kernels while the engine imports and loads, instead of after it.
 
-vLLM 0.32 asks for them in its last warm-up, where nvcc took 60 s of a first start on an H200
-(FlashInfer's log in
-tests/unit/data). FlashInfer's own lock makes the engine wait for what is left of it. Not where
-memory is shared with the GPU:
-compilers beside a load double its peak there (peers.md 2.3).
+vLLM 0.32 needs them in its last warm-up, where nvcc took 60 s of a first start on an H200
+(FlashInfer's log in tests/unit/data). FlashInfer's lock makes the engine wait for the rest. It is
+off where the GPU shares the host's memory: compilers beside a load double its peak there.
 """
 
 from __future__ import annotations
@@ -61,11 +59,9 @@ def is_packaged() -> bool:
 
 
 def compiler_environ(plan: Plan, child: Mapping[str, str]) -> dict[str, str]:
-    """vLLM's environment without the GPU: the architecture is told, as FlashInfer would find it
-    (compilation_context.py).
-    """
+    """vLLM's environment without the GPU, with the architecture that FlashInfer detects."""
     found = {_architecture(gpu.capability) for gpu in plan.hardware.gpus}
-    told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found))}  # unless somebody set it
+    told = {"FLASHINFER_CUDA_ARCH_LIST": " ".join(sorted(found))}  # unless the user set it
     return {**told, **child, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -75,8 +71,8 @@ def _architecture(capability: tuple[int, int]) -> str:
 
 @contextlib.contextmanager
 def prebuilding(plan: Plan, child: Mapping[str, str]) -> Iterator[bool]:
-    """Compile beside what happens inside; True where it does. A failure is the engine's to find.
-    From the main thread.
+    """Compile during the block; True if it does. The engine reports a failure. Call from the main
+    thread.
     """
     if not should_prebuild(plan, child):
         yield False

@@ -1,6 +1,6 @@
 """What the user sees while the engine starts: a live line on a terminal, else one line a phase.
 
-Everything of nibble's goes to stderr. vLLM's stdout and stderr go through to ours as they come.
+nibble writes to stderr. vLLM's stdout and stderr pass through unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REFRESH_PER_SECOND = 4
 class Display:
     """Shows phases and passes the engine's output on. Thread-safe.
 
-    `silence` gives the seconds since the engine's last sign of life. `live` is whether to draw on
+    `silence` gives the seconds since the engine's last progress. `live` is whether to draw on
     the terminal; None asks stderr.
     """
 
@@ -112,7 +112,7 @@ class Display:
         line = describe(self._phase or "start", self._progress, self._detail)
         times = f"{now - self._phase_since:.0f} s in this phase, {now - self._since:.0f} s in all"
         return Text(
-            f"[nibble] {line}  ({times}; last sign of life {self._silence():.0f} s ago)",
+            f"[nibble] {line}  ({times}; last progress {self._silence():.0f} s ago)",
             style="bold",
             overflow="ellipsis",
             no_wrap=True,
@@ -127,10 +127,10 @@ def describe(phase: str, progress: float | None, detail: str) -> str:
 
 
 class StallWatch:
-    """Reports silence of the engine once a period; never acts on it. Pure: the caller brings the
+    """Reports silence of the engine once a period; never acts on it. Pure: the caller has the
     clock.
 
-    `period_s` is both how long silence must last and how often it is told again.
+    `period_s` is both the silence before a report and the interval between reports.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -149,12 +149,12 @@ class StallWatch:
 
 
 def stderr_is_terminal() -> bool:
-    """Whether somebody sits in front of it: only then a key is shown."""
+    """Whether a user can see it: only then nibble shows a key."""
     return sys.stderr.isatty()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write everything; whoever no longer reads our output does not stop the server."""
+    """Write everything; a closed pipe does not stop the server."""
     view = memoryview(data)
     try:
         while view:

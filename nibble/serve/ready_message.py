@@ -1,4 +1,4 @@
-"""What nibble says when the server is ready: address, a command to paste, and where the key is.
+"""The lines for the user when the server is ready: address, a command to paste, the key's file.
 Pure.
 """
 
@@ -53,14 +53,14 @@ def describe_facts(facts: Mapping[str, float]) -> str:
 
 
 def key_lines(key: KeyDecision, on_terminal: bool) -> list[str]:
-    """Where the key is, where one is asked for."""
+    """Where the key is, if the server requires one."""
     if key.key is None:
-        return [] if key.source == "loopback" else [f"no key is asked for: {key.reason}"]
+        return [] if key.source == "loopback" else [f"clients need no key: {key.reason}"]
     if key.path is None:
-        return ["clients need the key that was given (NIBBLE_API_KEY)"]
+        return ["clients need the key of NIBBLE_API_KEY"]
     lines = [f"clients need the key in {key.path} ({key.reason})"]
     if key.source == "generated" and on_terminal:
-        lines.append(f"the key, shown this once: {key.key}")
+        lines.append(f"the key, shown only once: {key.key}")
     return lines
 
 

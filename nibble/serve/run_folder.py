@@ -1,6 +1,4 @@
-"""The folder of one run of vLLM: the gate's state, the workers' reports, sockets. Whoever makes
-it removes it.
-"""
+"""The folder of one run of vLLM (gate state, workers' reports, sockets); its creator removes it."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def make_run_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="nibble-"))
     except OSError as error:
-        what = f"no folder for temporary files can be written ({error.strerror or error})"
+        what = f"no folder for temporary files is writable ({error.strerror or error})"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

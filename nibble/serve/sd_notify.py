@@ -1,8 +1,8 @@
-"""systemd's notify protocol (sd_notify(3)): ready, what it does, and a watchdog that only beats
-while nibble itself works.
+"""systemd's notify protocol (sd_notify(3)): readiness, status, and a watchdog beat while nibble
+works.
 
-Nothing happens where NOTIFY_SOCKET is not set. With `WatchdogSec=`, systemd ends a server whose
-supervisor hangs.
+It does nothing without NOTIFY_SOCKET. With `WatchdogSec=`, systemd ends a server whose supervisor
+hangs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Notifier:
         self.watchdog_s = int(given) / 1e6 if given.isdigit() else 0.0
 
     def send(self, *lines: str) -> None:
-        """`READY=1`, `STATUS=…`; a socket that is gone is no fault of the server's."""
+        """`READY=1`, `STATUS=…`; the server continues without the socket."""
         if not self._address:
             return
         with (
@@ -42,8 +42,8 @@ class Notifier:
 
 
 class Heartbeat:
-    """Tells systemd that the supervisor works: its main loop called `turn` lately and its
-    control port answers.
+    """Reports to systemd that the supervisor works: its main loop turns and its control port
+    answers.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The phases of a start: how long each took, this time and in the last start of the same plan,
-and so how long is left.
+"""The phases of a start: their durations now and in the last start of the same plan, and the time
+left.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def durations(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def left_s(last: Mapping[str, float], phase: str, in_phase_s: float) -> float | None:
-    """Seconds to ready if this start goes as the last one; None where nothing is known or the last
-    one had no such phase.
+    """Seconds to ready if this start takes as long as the last one; None without a record of the
+    phase.
 
-    A phase that takes longer than it did counts as nearly over.
+    A phase that exceeds its last duration counts as nearly over.
     """
     if phase not in last:
         return None
@@ -38,7 +38,7 @@ def left_s(last: Mapping[str, float], phase: str, in_phase_s: float) -> float | 
 
 
 class StartTimes:
-    """The record of one plan. A file that cannot be read or written is no record."""
+    """The record of one plan. A file that cannot be read or written counts as absent."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -63,8 +63,8 @@ class StartTimes:
 
 
 class Timeline:
-    """Which phase it is, since when, and which were before; begins where it is made. `times` has
-    the last start.
+    """The current phase, its begin and the phases before; it begins when created. `times` has the
+    last start.
     """
 
     def __init__(self, times: StartTimes) -> None:

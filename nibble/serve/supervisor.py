@@ -1,6 +1,4 @@
-"""Runs vLLM under a small supervisor: start, watch, let in, drain, end; and maps how it ended to
-exit codes.
-"""
+"""Runs vLLM under a small supervisor: start, watch, admit, drain, end; and its exit code."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ if TYPE_CHECKING:
     from nibble.serve.nodes import Nodes
 
 LOADING_STOP_S = 5.0
-SUCCESS_S = 600.0  # a server that was ready for so long is no crash loop
-ENGINE_END_S = 15.0  # vLLM itself needed 5 s after a lost worker (environment.md 3)
+SUCCESS_S = 600.0  # a server that was ready for so long resets the crash loop
+ENGINE_END_S = 15.0  # vLLM needs 5 s after a lost worker
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 
@@ -71,10 +69,10 @@ def serve(
 ) -> int:
     """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
 
-    0: stopped as asked, all requests answered. 143: time ran out, or a second signal came, with
+    0: stopped on request, all requests answered. 143: time ran out, or a second signal came, with
     requests running. Raises NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below
     `limit` (NO_FIT), a control port in use (CONFIG) and an unexpected kernel or a wrong answer
-    (CANARY). Nothing of vLLM is left. `on_ready` runs in a thread of its own once it is ready,
+    (CANARY). Nothing of vLLM is left. `on_ready` runs in a separate thread once it is ready,
     `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan.
     `watch` looks after other machines, where there are any; `references` waits for computed ones
     for the canary, by activations.
@@ -83,7 +81,7 @@ def serve(
 
     def tell(signum: int) -> None:
         events.put(Stop(signum))
-        if watch is not None:  # also where no run is there any more to take the event
+        if watch is not None:  # also without a run that takes the event
             watch.told_to_stop()
 
     with stop_signals(once_a_second(tell)):
@@ -252,8 +250,8 @@ class Supervisor:
             if stall.due(self._engine.silence()):
                 now = activity(self._engine.pid)
                 self._display.say(
-                    f"{self._timeline.phase}: no sign of life for {self._engine.silence():.0f} s;"
-                    f" meanwhile the engine used {now.since(earlier)}. Waiting on; Ctrl-C or"
+                    f"{self._timeline.phase}: no progress for {self._engine.silence():.0f} s;"
+                    f" meanwhile the engine used {now.since(earlier)}. nibble waits; Ctrl-C or"
                     " SIGTERM stops it"
                 )
             elif self._engine.silence() < _IDLE_POLL_S:
@@ -308,7 +306,7 @@ class Supervisor:
             waited += _POLL_S
 
     def _is_answering(self) -> bool:
-        """Whether it does, and as it should; the one who asks that is the first to be answered."""
+        """Whether the server answers correctly. The caller's request is the first one."""
         names, generates = self._plan.served_names, self._generates is not False
         if not lists_models(self._api, names):
             return False
@@ -319,7 +317,7 @@ class Supervisor:
                 self._phases.phase = "canary"
                 self._show(PhaseUpdate("canary"))
             self._proof.run(names, generates, self._display.say)
-        except OSError:  # vLLM went away: its end comes as an event of its own
+        except OSError:  # vLLM went away: its end arrives as a separate event
             return False
         return True
 
@@ -381,7 +379,7 @@ class Supervisor:
             if self._over.wait(ENGINE_END_S):
                 return
             if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
-                self._events.put(Failed(self._death(f"still there {ENGINE_END_S:.0f} s later")))
+                self._events.put(Failed(self._death(f"it still ran {ENGINE_END_S:.0f} s later")))
                 return
             self._lost = ""  # vLLM goes on without it
 
@@ -393,7 +391,7 @@ class Supervisor:
         self._events.put(Failed(error))
 
     def _on_leaving_head(self, why: str) -> None:
-        """As if this server itself were told to stop."""
+        """As for a stop of this server."""
         self._events.put(Told(why))
         self._events.put(Stop(signal.SIGTERM))
 
@@ -406,7 +404,7 @@ class Supervisor:
             self._events.put(Failed(error))
             self._engine.kill_at_once()
         elif action == "pause":
-            # /health and /ready say it to everybody: no path of a cgroup.
+            # All clients can read /health and /ready: omit the path of the cgroup.
             reason = (
                 f"memory is short: {show_gib(self._governor.available_bytes)}, {kept(self._limit)}"
             )
@@ -419,7 +417,7 @@ class Supervisor:
                     )
                 )
         elif self._admission.change("paused", "ready", "ready"):
-            self._events.put(Told(f"new requests are let in again: {why}"))
+            self._events.put(Told(f"new requests are admitted again: {why}"))
 
     # --- what the engine says ---
 

@@ -1,4 +1,4 @@
-"""Clients that do not read their answers: what waits in the send queues of the API's port, from
+"""Finds clients that do not read their answers, by the send queues of the API's port in
 /proc/net/tcp.
 """
 
@@ -25,9 +25,7 @@ class Queue:
 
 
 class Unread:
-    """Follows the queues of a port: `look` now and then; `clients` says who took nothing since
-    when.
-    """
+    """Follows the queues of a port: call `look` often; `clients` names those that read nothing."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -1,8 +1,8 @@
 """The memory watchdog: stops admission, then the engine, before the host swaps or the machine
-wedges.
+hangs.
 
-`decide` is pure. `Governor` samples in a thread of its own that opens no files and waits for no
-lock, no terminal and no other thread: what it must do when memory is gone, it can.
+`decide` is pure. `Governor` samples in a separate thread that opens no files and waits for no lock,
+terminal or other thread, so that it can act when memory is gone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Governor:
         self._kills, self._killed_at = source.kernel_kills(), float("-inf")
 
     def run(self) -> None:
-        """The loop; call it in a thread of its own. It closes the source."""
+        """The loop; call it in a separate thread. It closes the source."""
         with contextlib.suppress(OSError):  # where it is permitted: ahead of the engine's threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         calm_since = 0.0

@@ -159,7 +159,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _hidden(name: str, value: Any) -> Any:
-    """What stands for the value of a secret name: a count of tokens is no secret."""
+    """What stands for the value of a secret name: a count of tokens is not one."""
     if (
         value is None
         or isinstance(value, bool)

@@ -61,7 +61,7 @@ def test_a_node_with_too_little_memory_is_refused_by_name(
             said = checked.stdout + checked.stderr
             assert checked.returncode == 9, said
             assert re.search(
-                rf"node {WORKER}: \S+ GiB of memory are available and .* needed", said
+                rf"node {WORKER}: \S+ GiB of memory are available, but .* needed", said
             ), said
 
 
@@ -88,4 +88,4 @@ def test_an_unknown_head_is_refused_within_seconds(
         assert found.container.exit_code() == 9
         # 2 s for silent name servers, and the start of a container
         assert time.monotonic() - began < 10
-        assert "HEAD_IP nosuchhost is no IPv4 address and no known name" in found.logs()
+        assert "HEAD_IP nosuchhost is neither an IPv4 address nor a known name" in found.logs()

@@ -124,7 +124,7 @@ def test_a_check_waits_for_the_worker(
     checked = hosts[0].start(
         folder / "both", *CHECK, "--nnodes", "2", NIBBLE_CLUSTER_WAIT_SECONDS="200"
     )
-    checked.wait_said("2 nodes are expected", 60)
+    checked.wait_said("the plan needs 2 nodes", 60)
     worker = hosts[1].start(folder / "first", "ray-worker", **RAY)
     try:
         assert checked.wait(200) == 0, checked.said()
@@ -170,7 +170,7 @@ def test_a_head_that_is_stopped_lets_the_stream_end_first(
     assert head.wait(60) == 0
     assert "drains first" in head.said()
     serve.wait_said("drained and stopped", 10)
-    serve.wait_said("was stopped: the server is down until the cluster is complete again", 20)
+    serve.wait_said("stopped: the server is down until the cluster is complete again", 20)
     assert serve.process.poll() is None
     serve.process.terminate()
     assert serve.wait(30) == 0

@@ -56,4 +56,4 @@ def test_three_stages_without_ray_answer_as_one_machine(
         ]
         nodes[0].wait_ready()
         assert greedy(client, nodes[0]) == one_machines_answers
-        assert "preflight: 3 nodes fit together" in nodes[0].logs()
+        assert "preflight: 3 nodes are compatible" in nodes[0].logs()

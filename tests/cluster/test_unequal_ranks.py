@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 DEMO, NVFP4 = (str(ROOT / "models" / f"nibble-demo{form}") for form in ("", "-nvfp4"))
 RANK_0, RANK_1 = (f"{address} (rank {rank})" for rank, address in enumerate(ADDRESSES))
 WITHOUT_RAY = {"NIBBLE_NNODES": "2", "TENSOR_PARALLEL_SIZE": "2"}
-FIT = "preflight: 2 nodes fit together"
+FIT = "preflight: 2 nodes are compatible"
 COMMITS = ("a" * 40, "b" * 40)
 
 
@@ -240,7 +240,7 @@ def test_where_the_preflight_finds_nothing_the_workers_reports_end_the_start_wit
         assert head.wait(500) == 8, head.said()[-3000:]
         last = head.said().splitlines()[-1]
         assert (
-            f"node {RANK_1}: rank 1 does not run what the others run: quantization: modelopt_fp4"
+            f"node {RANK_1}: rank 1 differs from the other ranks: quantization: modelopt_fp4"
             in last
         )
         assert "expected as rank 0: none" in last

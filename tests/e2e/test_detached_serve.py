@@ -128,7 +128,7 @@ def test_a_server_that_was_killed_is_recognised_and_another_may_start(nibble: Sh
     wait_for(lambda: not nibble.place.is_running(), 10)
     wait_for(lambda: not [one for one in processes() if one.pid in children], 5)
     stale = nibble("stop")
-    assert stale.returncode == 0 and f"pid {record.pid} ended without a word" in stale.stderr
+    assert stale.returncode == 0 and f"pid {record.pid} ended without an exit code" in stale.stderr
     assert nibble("serve", "--detach", "nibble-demo").returncode == 0
     assert nibble("stop").returncode == 0
 

@@ -16,9 +16,7 @@ from nibble.recipes.recipe import Problem
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 MORE = "recipes/org/model.toml"

@@ -125,7 +125,7 @@ def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_super
     answer = connection.getresponse()
     assert (answer.status, answer.headers["Retry-After"]) == (503, "10")
     assert re.search(
-        r"takes no new requests for now: memory is short: 0\.\d+ GiB, 0\.781 GiB are kept",
+        r"does not admit new requests: memory is short: 0\.\d+ GiB, 0\.781 GiB are kept",
         answer.read().decode(),
     )
     assert not server.is_ready() and server.ask("/ready")[0] == 503
@@ -147,13 +147,15 @@ def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_super
     assert hog.process.poll() is None  # nothing else was killed
     said, last = "\n".join(server.said()), server.err.read_text().splitlines()[-1]
     assert re.search(
-        r"new requests get 503 until 0\.586 GiB are available(?s:.*)new requests are let in again",
+        r"new requests get 503 until 0\.586 GiB are available(?s:.*)new requests are admitted"
+        r" again",
         said,
     )
     assert re.search(
         r"^nibble: error: stopped the engine in phase ready: 0\.\d+ GiB of memory are available"
         r" \(cgroup \S+\), 0\.781 GiB "
-        r"are kept for the rest of the machine; expected at least 0\.195 GiB; to need less: \S+",
+        r"are reserved for the rest of the machine; expected at least 0\.195 GiB;"
+        r" reduce memory, in this order: \S+",
         last,
     )
     assert "Traceback" not in said
@@ -183,7 +185,7 @@ def test_what_cannot_fit_the_cgroup_is_refused_before_the_load(
     )
     assert server.wait(30) == 7
     assert re.search(
-        r"would not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB",
+        r"does not fit: weights .* = 2\.\d GiB needed; 1\.\d GiB available of 3\.3 GiB",
         server.log(),
     )
     assert "try, in this order: a higher limit of that cgroup, a smaller model" in server.log()

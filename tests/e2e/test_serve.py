@@ -147,7 +147,7 @@ def test_a_drain_that_runs_out_of_time_exits_143_and_leaves_no_process(start: St
     assert time.monotonic() - began < 8
     assert stream.join(10).finish_reason is None
     assert server.engine_processes() == []
-    assert "1 request(s) still ran after 1 s" in server.said()[-1]
+    assert "1 request(s) were unfinished after 1 s" in server.said()[-1]
 
 
 @pytest.mark.slow

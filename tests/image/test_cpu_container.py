@@ -100,7 +100,7 @@ class TestMemoryLimit:
         )
         assert result.returncode == 7, result.stderr
         assert re.search(
-            r"would not fit: weights .* = \d\.\d GiB needed; 1\.\d GiB available of 1\.5 GiB"
+            r"does not fit: weights .* = \d\.\d GiB needed; 1\.\d GiB available of 1\.5 GiB"
             r" \(cgroup ",
             result.stderr,
         )
@@ -316,7 +316,7 @@ class TestKernels:
         assert "cpu: compiled" in check["what"]
 
 
-IN_ORDER = {"applied", "unmended", "fixed upstream", "not needed", "not applicable"}
+IN_ORDER = {"applied", "not fixed", "fixed upstream", "not needed", "not applicable"}
 # Python takes bytecode whose header has the time and size of its source; site-packages cannot be
 # written at run time.
 STALE_BYTECODE = """

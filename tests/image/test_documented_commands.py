@@ -159,7 +159,7 @@ def test_a_server_for_gpus_reads_its_line_and_asks_for_a_gpu(
     with volume() as cache:
         done = shell(command.with_(cpu_image, cache, name()))
     assert done.returncode == 3, done.stdout + done.stderr
-    assert f"this image is for {command.target} and no GPU was found" in done.stderr
+    assert f"this image is for {command.target} and the machine has no GPU" in done.stderr
     assert "--gpus all" in done.stderr
 
 
@@ -255,7 +255,7 @@ def test_too_little_shared_memory_is_refused_before_the_load_with_the_option(
     two = ["--env", "TENSOR_PARALLEL_SIZE=2"]
     refused = run_once(cpu_image, "serve", "nibble-demo-nvfp4", options=two)
     assert refused.returncode == 7, refused.stderr
-    assert "/dev/shm has 64 MiB free, and vLLM needs 496 MiB there for 2 workers" in refused.stderr
+    assert "/dev/shm has 64 MiB free, but vLLM needs 496 MiB there for 2 workers" in refused.stderr
     assert "--shm-size 1g or --ipc host" in refused.stderr
     assert "[nibble] start" not in refused.stderr
 

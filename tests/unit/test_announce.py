@@ -15,7 +15,7 @@ FILE = Path("/var/cache/nibble/api_key")
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 GENERATED = KeyDecision("nbl-secret", "generated", FILE, "generated at this start")
 STORED = KeyDecision("nbl-secret", "stored", FILE, "generated at an earlier start")
-GIVEN = KeyDecision("nbl-secret", "given", None, "the key that was given")
+GIVEN = KeyDecision("nbl-secret", "given", None, "the key of NIBBLE_API_KEY")
 
 
 def test_address_names_numbers_and_a_command_are_told() -> None:
@@ -43,8 +43,8 @@ def test_the_file_of_a_key_is_named() -> None:
 
 def test_on_loopback_nothing_is_said_about_keys_and_an_open_server_is_called_open() -> None:
     assert key_lines(NO_KEY, True) == []
-    assert key_lines(KeyDecision(None, "anonymous", None, "anyone may ask"), True) == [
-        "no key is asked for: anyone may ask"
+    assert key_lines(KeyDecision(None, "anonymous", None, "anyone is admitted"), True) == [
+        "clients need no key: anyone is admitted"
     ]
 
 

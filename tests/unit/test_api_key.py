@@ -109,13 +109,13 @@ def test_key_file_open_to_others_is_tightened_and_said_so(tmp_path: Path, mode: 
     decision = resolve_api_key("0.0.0.0", None, False, tmp_path)
     assert decision.key == key
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
-    assert "now 0600" in decision.reason
+    assert "mode 0600 now" in decision.reason
 
 
 def test_key_file_anyone_could_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / KEY_FILE).write_text("nbl-" + "x" * 40)
     (tmp_path / KEY_FILE).chmod(0o666)
-    fails(tmp_path, "writable by everyone")
+    fails(tmp_path, "writable by every user")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,6 @@ def test_in_a_shared_folder_a_private_key_is_opened_to_the_group_and_others_stay
         decision = resolve_api_key("0.0.0.0", None, False, cache)
         assert decision.key == key
         assert stat.S_IMODE((cache / KEY_FILE).stat().st_mode) == 0o640
-        assert ("now 0640" in decision.reason) is (mode != 0o600)
+        assert ("mode 0640 now" in decision.reason) is (mode != 0o600)
     (cache / KEY_FILE).chmod(0o666)
-    fails(cache, "writable by everyone")
+    fails(cache, "writable by every user")

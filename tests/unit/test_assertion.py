@@ -102,7 +102,7 @@ def test_plain_torch_on_the_cpu_is_told_in_one_line_and_no_deviation(kernel: str
     assert (
         plain_torch_on_the_cpu(reports)
         == "nibble's kernels are plain torch code (not compiled when it was installed), much slower"
-        " than compiled ones; `make setup` or the image has them"
+        " than compiled ones; run `make setup` or use the image"
     )
 
 
@@ -125,7 +125,7 @@ def test_the_error_names_part_found_expected_and_what_to_do() -> None:
     assert error.code == ExitCode.CANARY
     assert "nvfp4 linear layers: EmulationNvFp4LinearKernel" in error.what
     assert error.expected.startswith("NibbleNvFp4LinearKernel or ")
-    assert error.action == "ask by name; NIBBLE_KERNEL_ASSERTION=warn serves all the same"
+    assert error.action == "ask by name; set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
 
 def test_a_user_may_switch_flashinfers_sampler_off() -> None:

@@ -296,7 +296,7 @@ def test_fp_quant_is_refused_where_vllms_wheel_has_no_code_for_it(model, target:
     )
     plan(model(None), "--target", target)
     allowed = plan(model(FP_QUANT), "--target", target, "--allow-risk", "sm12x-fp-quant")
-    assert "the risk sm12x-fp-quant is taken" in notices(allowed)
+    assert "you accepted the risk sm12x-fp-quant" in notices(allowed)
 
 
 def test_fp_quant_is_served_on_b200(model) -> None:
@@ -312,7 +312,7 @@ def test_a_risk_named_is_taken_and_said(model) -> None:
     words = [folder, "--target", "b200", "--moe-backend", "flashinfer_trtllm"]
     found = plan(*words, NIBBLE_ALLOW_RISK="sm12x-fp-quant, nemotron-trtllm-moe")
     assert found.args["--moe-backend"].value == "flashinfer_trtllm"
-    assert "the risk nemotron-trtllm-moe is taken" in notices(found) and "sm12x" not in notices(
+    assert "you accepted the risk nemotron-trtllm-moe" in notices(found) and "sm12x" not in notices(
         found
     )
     assert found.rules == ()
@@ -404,7 +404,7 @@ def test_flashinfers_kernel_is_kept_where_somebody_wants_it(model, words: list[s
         "flashinfer",
         {"gdn_prefill_backend": "flashinfer"},
     )
-    assert "in place of triton, which rule hopper-gdn-prefill asks for" in notices(found)
+    assert "in place of triton, which rule hopper-gdn-prefill requires" in notices(found)
 
 
 # --- the file itself

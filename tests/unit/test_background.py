@@ -62,16 +62,13 @@ def test_a_damaged_record_of_a_running_server_is_one_error(
         place.record.write_text(json.dumps(found | damage))
         with pytest.raises(NibbleError) as caught:
             stop(place)
-    assert (
-        caught.value.code is ExitCode.CONFIG
-        and "keeps no record that can be read" in caught.value.line()
-    )
+    assert caught.value.code is ExitCode.CONFIG and "has no readable record" in caught.value.line()
 
 
 def test_an_ended_server_of_another_user_is_told_and_its_record_stays(place: Place) -> None:
     place.write(Record(1, "another-boot host 1 1", 8123, 8124, 30, "acme/m", time.time()))
     code, said = as_another_user("print(stop(p)[1])", place)
-    assert code == 0 and "ended without a word" in said, said
+    assert code == 0 and "ended without an exit code" in said, said
     assert place.record.exists()
 
 

@@ -19,7 +19,7 @@ from nibble.serve.crash_loop import (
     SILENT_END,
     Breaker,
     Failure,
-    ended_without_a_word,
+    ended_without_exit_code,
     judge,
     plan_key,
     this_process,
@@ -122,7 +122,7 @@ def test_a_damaged_record_is_dropped_and_not_fatal(
     breaker.path.parent.mkdir()
     breaker.path.write_text(text)
     assert breaker.verdict().failures == 0
-    assert "is damaged and is dropped" in said[0] and not breaker.path.exists()
+    assert "is damaged; nibble drops it" in said[0] and not breaker.path.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_one_warning_and_no_breaker(
@@ -154,9 +154,9 @@ def test_a_start_that_never_came_back_counts(breaker: Breaker) -> None:
 def test_a_start_that_still_runs_elsewhere_does_not_count() -> None:
     me = this_process()
     boot, host, _, _ = me.split(" ")
-    assert not ended_without_a_word(me, me)
-    assert not ended_without_a_word(f"{boot} another-container 7 1", me)
-    assert ended_without_a_word(f"{boot} {host} 4194305 1", me)
+    assert not ended_without_exit_code(me, me)
+    assert not ended_without_exit_code(f"{boot} another-container 7 1", me)
+    assert ended_without_exit_code(f"{boot} {host} 4194305 1", me)
     assert str(os.getpid()) in me
 
 

@@ -419,7 +419,7 @@ def test_doctor_writes_the_archive_beside_its_report(tmp_path: Path) -> None:
         app, words, env={**dict.fromkeys(["NIBBLE_CONFIG", "MODEL"], None), **environ}
     )
     assert json.loads(done.stdout)["exit_code"] == done.exit_code
-    assert "look through it before you send it" in done.stderr
+    assert "read it before you send it" in done.stderr
     assert json.loads(contents(tmp_path / "b.tar.gz")["doctor.json"])["checks"]
 
 

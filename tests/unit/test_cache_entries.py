@@ -78,7 +78,7 @@ def test_a_sound_entry_stays_for_the_next_start(caches: CachePlan, said: list[st
     ("harm", "problem"),
     [
         (lambda so: so.write_bytes(so.read_bytes()[:100]), "has 100 bytes instead of 4096"),
-        (lambda so: so.write_bytes(b"x" + so.read_bytes()[1:]), "another sha256"),
+        (lambda so: so.write_bytes(b"x" + so.read_bytes()[1:]), "the sha256 of"),
         (lambda so: so.unlink(), "is missing"),
         (lambda so: (so.parents[2] / "files.json").write_text("{"), "files.json cannot be read"),
         (lambda so: (so.parents[2] / "files.json").write_text('{"files": {"a": 1}}'), "files.json cannot be read"),  # noqa: E501
@@ -90,7 +90,7 @@ def test_a_sound_entry_stays_for_the_next_start(caches: CachePlan, said: list[st
         (lambda so: _make_it_a_folder(so.parents[2] / "files.json"), "files.json cannot be read"),
         (
             lambda so: (so.parents[1] / "flashinfer_autotune_cache/autotune_configs.json").write_text('{"a'),  # noqa: E501
-            "autotune_configs.json is no JSON",
+            "autotune_configs.json is not JSON",
         ),
     ],
 )  # fmt: skip

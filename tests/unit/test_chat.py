@@ -89,7 +89,7 @@ def test_a_server_that_ends_in_the_middle_of_an_answer_is_one_line(serve) -> Non
 
     error = refusal(serve(answer))
     assert error.code is ExitCode.ENGINE_DIED
-    assert "broke off (IncompleteRead)" in error.line()
+    assert "ended early (IncompleteRead)" in error.line()
 
 
 def test_nobody_listening_is_one_line() -> None:

@@ -215,7 +215,7 @@ def test_path_that_is_no_folder_is_refused(environ: dict[str, str]) -> None:
 
 def test_unknown_revision_is_named(hub: Hub, environ: dict[str, str], folder: Path) -> None:
     hub.add("acme/demo", folder)
-    assert "no revision 'v9'" in refusal("acme/demo", environ, "v9").line()
+    assert "does not have the revision 'v9'" in refusal("acme/demo", environ, "v9").line()
 
 
 def test_offline_and_not_cached_says_pull_and_is_unreachable(environ: dict[str, str]) -> None:
@@ -403,7 +403,7 @@ def test_missing_config_is_named(folder: Path) -> None:
 def test_dangling_link_in_a_folder_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/nowhere/blob")
-    assert "links to /nowhere/blob, which is not here" in refusal(str(folder)).line()
+    assert "links to /nowhere/blob, which does not exist" in refusal(str(folder)).line()
 
 
 def rewrite_header(file: Path, change: Callable[[dict[str, Any]], bytes]) -> None:

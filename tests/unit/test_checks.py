@@ -47,7 +47,7 @@ def test_the_gpu_of_the_target_is_accepted() -> None:
 def test_a_gpu_of_another_capability_exits_3_naming_both() -> None:
     error = refused(check_hardware, load_target("gb10"), replace(HOST, gpus=(H200,)))
     assert error.code is ExitCode.NO_HARDWARE
-    assert "NVIDIA H200 has compute capability 9.0 and the target is gb10" in error.line()
+    assert "NVIDIA H200 has compute capability 9.0 but the target is gb10" in error.line()
 
 
 def test_hardware_that_was_only_assumed_cannot_serve() -> None:
@@ -55,7 +55,7 @@ def test_hardware_that_was_only_assumed_cannot_serve() -> None:
         check_hardware, load_target("hopper"), replace(HOST, gpus=(H200,), assumed=True)
     )
     assert error.code is ExitCode.NO_HARDWARE
-    assert "this machine has no such GPU" in error.line()
+    assert "but this machine does not have its GPU" in error.line()
 
 
 def test_a_driver_that_does_not_answer_is_the_reason_given() -> None:
@@ -197,7 +197,9 @@ def test_dangling_link_in_a_model_folder_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("../blobs/gone")
-    assert "links to ../blobs/gone, which is not here" in refused(check_model_folder, folder).line()
+    assert (
+        "links to ../blobs/gone, which does not exist" in refused(check_model_folder, folder).line()
+    )
 
 
 def test_folder_size_counts_linked_blobs_once(tmp_path: Path) -> None:

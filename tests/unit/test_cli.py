@@ -97,7 +97,7 @@ def test_a_group_of_commands_alone_shows_its_help_and_nothing_else(words: list[s
 def test_a_plan_that_serve_would_refuse_for_memory_says_so_and_why() -> None:
     text = nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="4000").stdout
     assert re.search(
-        r"^serve ends with exit 7: \S*nibble-demo would not fit: .* GiB too little; try, in",
+        r"^serve ends with exit 7: \S*nibble-demo does not fit: .* GiB too little; try, in",
         text,
         re.M,
     )

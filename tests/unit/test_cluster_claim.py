@@ -126,7 +126,11 @@ def test_a_check_has_the_nodes_while_it_runs_and_no_longer(
 @pytest.mark.parametrize(
     ("reply", "more", "words"),
     [
-        ('{"error": "unknown path"}', {}, "the node at 127.0.0.1 is no head; .* correct HEAD_IP"),
+        (
+            '{"error": "unknown path"}',
+            {},
+            "the node at 127.0.0.1 is not a head; .* correct HEAD_IP",
+        ),
         ("<html>", {}, "what answers there is none of nibble's nodes"),
         (None, {"NIBBLE_CLUSTER_TOKEN": "wrong"}, "the head at 127.0.0.1 refused this token"),
     ],

@@ -140,7 +140,7 @@ def test_a_head_that_stays_away_is_exit_10(rank: Rank) -> None:
 def test_a_head_that_begins_nothing_is_exit_9(rank: Rank) -> None:
     error = rank.end()
     assert isinstance(error, NibbleError)
-    assert (error.code, "began nothing within 1 s" in error.what) == (ExitCode.CLUSTER, True)
+    assert (error.code, "started no run within 1 s" in error.what) == (ExitCode.CLUSTER, True)
 
 
 def test_what_ended_first_here_is_told_here_and_by_the_error(
@@ -169,7 +169,7 @@ time.sleep(0.5)
         r" ended first"
     )
     assert re.fullmatch(told, error.what)
-    assert f"{error.what}; waiting for what the head makes of it" in rank.said
+    assert f"{error.what}; waiting for the head's decision" in rank.said
 
 
 def test_the_head_hears_at_once_which_process_ended_here(
@@ -251,7 +251,7 @@ def test_its_plan_shows_the_watchdog_that_it_has() -> None:
     own, head = (
         plan_for(read_wishes(["nibble-demo"], RANK_1 | {"NIBBLE_NODE_RANK": rank})) for rank in "10"
     )
-    assert _watchdog(own) == "host memory below 0.250 GiB: this rank is stopped"
+    assert _watchdog(own) == "host memory below 0.250 GiB: nibble stops this rank"
     assert "no new requests until" in _watchdog(head)
 
 

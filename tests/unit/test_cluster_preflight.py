@@ -56,7 +56,7 @@ def test_every_difference_names_the_node_and_what_to_do(fact: str) -> None:
     [
         (node("b", skew_s=-7), "its clock differs by -7 s"),
         (node("b", disk_free_bytes=1 << 30), "only 1.0 GiB of disk"),
-        (node("b", memory_available_bytes=1 << 30), "2.0 GiB are needed"),
+        (node("b", memory_available_bytes=1 << 30), "but the plan needs 2.0 GiB"),
     ],
 )
 def test_what_a_node_lacks_by_itself(one: dict[str, Any], words: str) -> None:
@@ -154,7 +154,7 @@ def test_the_port_of_vllms_own_way_is_reached_on_rank_0_and_free_again_afterward
 def test_a_port_of_vllms_own_way_that_another_program_has_is_a_problem() -> None:
     nodes = Nodes(taken=(MASTER_PORT,))
     (problem,) = check(nodes, "a", "b").problems
-    assert (problem.node, problem.what) == ("a", "another program has port 29501 of vLLM's")
+    assert (problem.node, problem.what) == ("a", "another program uses vLLM's port 29501")
     assert nodes.listened[-1] == ("a", ())
 
 
@@ -337,7 +337,7 @@ def test_the_check_leaves_out_a_head_without_gpus_and_names_a_silent_node(
     head = ray("d", 0, role="ray-head")
     assert asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1), head]) == ["b", "c"]
     assert asked_to_check(monkeypatch, [ray("b", 0), head]) == ["d", "b"]
-    with pytest.raises(NibbleError, match="node c has given no sign of life for 60 s"):
+    with pytest.raises(NibbleError, match="node c has not answered for 60 s"):
         asked_to_check(monkeypatch, [ray("b", 1), ray("c", 1, age_s=60.0)])
 
 
@@ -354,13 +354,13 @@ def test_a_check_of_fewer_nodes_than_expected_is_exit_9_and_names_those_that_ans
     with pytest.raises(NibbleError, match=r"only a answers after 1 s; .* --nnodes") as caught:
         asked_to_check(monkeypatch, [head])
     assert caught.value.code == ExitCode.CLUSTER
-    with pytest.raises(NibbleError, match="3 nodes are expected, and a, b answer after 1 s"):
+    with pytest.raises(NibbleError, match="the plan needs 3 nodes, but only a, b answer after 1 s"):
         asked_to_check(monkeypatch, [head, ray("b", 1)], "--nnodes", "3")
     assert asked_to_check(monkeypatch, [head], "--nnodes", "1") == ["a"]
-    with pytest.raises(NibbleError, match="2 GPUs are needed and the nodes offer 1"):
+    with pytest.raises(NibbleError, match="the plan needs 2 GPUs, but the nodes offer 1"):
         asked_to_check(monkeypatch, [head], "nibble-demo", "--tensor-parallel-size", "2")
     rank_0 = ray("a", 0, role="serve") | {"rank": 0}
-    with pytest.raises(NibbleError, match="no sign of the node with rank 1 after 1 s"):
+    with pytest.raises(NibbleError, match="no answer from the node with rank 1 after 1 s"):
         asked_to_check(monkeypatch, [rank_0], expects=2)
 
 
@@ -414,7 +414,7 @@ def test_a_check_compares_memory_as_a_start_does(
     environ = {"HEAD_IP": "127.0.0.1", "NIBBLE_CLUSTER_TOKEN": "token"}
     report = commands.cluster_check(read_wishes(words, environ), lambda text: None)
     assert [problem.node for problem in report.problems] == ["b"]
-    assert "0.879 GiB of memory are available and" in report.problems[0].what
+    assert "0.879 GiB of memory are available, but" in report.problems[0].what
 
 
 def test_name_servers_that_are_silent_do_not_hold_up_a_start(
@@ -453,7 +453,7 @@ def test_a_head_whose_name_is_not_known_is_refused_before_anything_is_waited_for
     }
     environ = {**more, "NIBBLE_CLUSTER": "ray", "TENSOR_PARALLEL_SIZE": "2"}
     with pytest.raises(
-        NibbleError, match="HEAD_IP nosuchhost is no IPv4 address and no known name"
+        NibbleError, match="HEAD_IP nosuchhost is neither an IPv4 address nor a known name"
     ) as caught:
         ask(read_wishes(["nibble-demo"], environ))
     assert caught.value.code == ExitCode.CLUSTER

@@ -91,11 +91,11 @@ def missing(cluster: Cluster) -> str | None:
 
 
 def test_missing_ranks_are_named(cluster: Cluster) -> None:
-    assert missing(cluster) == "no sign of the nodes with rank 0, 1"
+    assert missing(cluster) == "no answer from the nodes with rank 0, 1"
     roster_of(cluster).beat(message(0, HERE))
-    assert missing(cluster) == "no sign of the node with rank 1"
+    assert missing(cluster) == "no answer from the node with rank 1"
     roster_of(cluster).beat(message(1, busy=1))
-    assert missing(cluster) == "node 10.0.0.2 (rank 1) still ends its part of the last run"
+    assert missing(cluster) == "node 10.0.0.2 (rank 1) still ends its ranks of the last run"
     roster_of(cluster).beat(message(1))
     assert cluster.missing() is None
 
@@ -105,7 +105,7 @@ def test_missing_ranks_are_named(cluster: Cluster) -> None:
     [
         ([], "no Ray head answers at 127.0.0.1"),
         ([("10.0.0.2", 4)], "no Ray node runs on this machine"),
-        ([(HERE, 1)], "2 GPUs are needed and the nodes offer 1"),
+        ([(HERE, 1)], "the plan needs 2 GPUs, but the nodes offer 1"),
         ([(HERE, 1), ("10.0.0.2", 1)], None),
         ([(HERE, 0), ("10.0.0.2", 2)], None),
     ],
@@ -149,14 +149,16 @@ def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     monkeypatch.setattr(found, "nodes", lambda: [gone, there])
     assert found.lost() is None
     monkeypatch.setattr(found, "nodes", lambda: [gone, there | {"age_s": 15.0}])
-    assert found.lost() == "node 10.0.0.3 has given no sign of life for 15 s"
+    assert found.lost() == "node 10.0.0.3 has not answered for 15 s"
 
 
 def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Cluster) -> None:
     with pytest.raises(NibbleError, match="rank 0, 1 after 1 s") as caught:
         cluster.prepare(None)
     assert caught.value.code == ExitCode.CLUSTER
-    with pytest.raises(NibbleError, match="node x is gone, and not back after 1 s") as caught:
+    with pytest.raises(
+        NibbleError, match="node x is gone, and it did not return within 1 s"
+    ) as caught:
         cluster.prepare(NodeLost("node x is gone"))
     assert caught.value.code == ExitCode.ENGINE_DIED
 
@@ -488,7 +490,7 @@ def test_a_server_that_drained_with_rays_head_waits_for_the_head(
     assert serve_across(plan(environ), environ, quiet, run) == 0
     assert [lost and lost.what for lost in attempts] == [
         None,
-        "the Ray head at 127.0.0.1 was stopped",
+        "the Ray head at 127.0.0.1 stopped",
     ]
 
 
@@ -665,13 +667,13 @@ def test_the_folder_of_that_file_is_the_one_vllm_reads(
 @pytest.mark.parametrize("text", ["5", "[[]]", "{"])
 def test_a_file_that_is_no_list_of_names_stops_the_start(tmp_path: Path, text: str) -> None:
     (tmp_path / "ray_non_carry_over_env_vars.json").write_text(text)
-    with pytest.raises(NibbleError, match="secrets would go to every node"):
+    with pytest.raises(NibbleError, match="keeps secrets from every other node"):
         withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path)})
 
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NibbleError, match="secrets would go to every node") as caught:
+    with pytest.raises(NibbleError, match="keeps secrets from every other node") as caught:
         withhold_from_ray({"VLLM_CONFIG_ROOT": str(tmp_path / "file")})
     assert caught.value.code == ExitCode.CONFIG
 

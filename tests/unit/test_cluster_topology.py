@@ -89,7 +89,7 @@ def test_data_parallel_replicas_of_other_servers_need_no_gpus_here(local: dict, 
             "NIBBLE_NODE_RANK is 2",
         ),
         ({}, {"--data-parallel-size": "0"}, ExitCode.CONFIG, "--data-parallel-size is 0"),
-        ({"HEAD_IP": "h"}, {"--node-rank": 1}, ExitCode.USAGE, "NIBBLE_NNODES is not set"),
+        ({"HEAD_IP": "h"}, {"--node-rank": 1}, ExitCode.USAGE, "NIBBLE_NNODES is unset"),
         (
             {"HEAD_IP": "h"},
             {"--nnodes": 3, **TWO},

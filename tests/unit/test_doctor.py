@@ -294,7 +294,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiled_kernels_with_their_plugin_are_ok(plugin: None) -> None:
     check = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {})
-    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; nibble's plugin is there")
+    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM finds its plugin")
 
 
 def test_kernels_in_plain_torch_are_a_warning_with_the_reason(plugin: None) -> None:
@@ -377,7 +377,7 @@ def test_a_vllm_that_somebody_changed_fails(small_vllm: Tree) -> None:
 
 def test_the_series_of_another_release_is_a_warning(small_vllm: Tree) -> None:
     check = by_name(patch_checks(replace(small_vllm, version="0.33.0"), ()))["patches"]
-    assert (check.status, check.what) == ("warning", "made for vllm 0.32.0, not applied to 0.33.0")
+    assert (check.status, check.what) == ("warning", "for vllm 0.32.0, not applied to 0.33.0")
 
 
 def test_a_probe_that_did_not_pass_fails_by_name(small_vllm: Tree) -> None:
@@ -394,7 +394,7 @@ def test_the_table_of_the_last_check_is_in_the_report_until_the_patches_change(
     keep_report(small_vllm, [seen(), seen("not applicable", "15")])
     report = diagnose(environ)
     assert [line["id"] for line in report.to_json()["patches"]] == ["N12", "15"]
-    assert by_name(report.checks)["probes"].what == "when last run: 1 applied, 1 not applicable"
+    assert by_name(report.checks)["probes"].what == "last run: 1 applied, 1 not applicable"
     show_report(report)
     assert "padding of gated MoE" in capsys.readouterr().out
     make_series(tmp_path / "root" / "patches" / "vllm", {"first": CHANGES["first"]})

@@ -60,14 +60,14 @@ def tools(tmp_path: Path) -> Path:
 
 def test_flashinfers_compiler_is_looked_for_and_must_know_the_gpu(tools: Path) -> None:
     here = {"PATH": f"{tools}:/usr/bin:/bin"}
-    assert jit_check(load_target("hopper"), here).what == "nvcc 12.8 and ninja are here"
+    assert jit_check(load_target("hopper"), here).what == "nvcc 12.8 and ninja are installed"
     old = jit_check(load_target("sm120"), here)
     assert old.status == "warning" and "cannot compile for sm120" in old.what
     none = jit_check(load_target("hopper"), {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"})
     assert none.status == "warning" and "12.9" in none.fix
     assert jit_check(load_target("cpu"), {}).status == "ok"
     (tools / "nvcc").write_bytes(b"\x7fELF of another architecture")
-    assert "tells no version" in jit_check(load_target("hopper"), here).what
+    assert "unknown version" in jit_check(load_target("hopper"), here).what
 
 
 def test_damaged_and_stale_compiled_code_is_named_with_its_command(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_clocks_that_hold_a_gpu_back_are_told_apart_from_an_idle_one() -> None:
     assert hot and "thermal slowdown by the hardware" in hot[0]
     assert (
         describe(GpuState(1, None, None, None, None, None, None, None, 0))
-        == "GPU 1: NVML does not say"
+        == "GPU 1: NVML reports nothing"
     )
 
 

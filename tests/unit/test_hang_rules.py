@@ -196,7 +196,7 @@ def test_compilers_compiling_stacks_swapping_and_calls_are_excuses() -> None:
         "from disk"
     )
     call = replace(later, pulses=(ASKING, replace(IN_STEP, doing=CALL)))
-    assert excuse(STALL, call, BEFORE, False) == "it is in a call"
+    assert excuse(STALL, call, BEFORE, False) == "it runs a call"
 
 
 def test_a_step_that_other_machines_take_part_in_has_ten_times_the_limit() -> None:

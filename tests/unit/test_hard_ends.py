@@ -224,7 +224,7 @@ def test_a_stop_signal_before_the_start(words: list[str], when: str, code: int, 
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=10)
     assert process.returncode == code
-    assert err.count("SIGTERM before the start: stopped; no server was running") == lines
+    assert err.count("SIGTERM before the start: stopped; nothing was being served") == lines
     assert ("cleaned up" in out) == (code == 0)
 
 
@@ -369,5 +369,5 @@ def test_a_record_nested_without_end_is_damaged(opening: str, tmp_path: Path) ->
     breaker = Breaker(tmp_path / "r.json", "m", told.append)
     breaker.path.write_text(opening * 100_000)
     assert breaker.verdict().failures == 0
-    assert len(told) == 1 and "is damaged and is dropped (RecursionError)" in told[0]
+    assert len(told) == 1 and "is damaged; nibble drops it (RecursionError)" in told[0]
     assert not breaker.path.exists()

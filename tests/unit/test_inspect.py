@@ -164,7 +164,7 @@ def test_labels_lists_and_legacy_files_vllm_gets_wrong_are_told(tmp_path: Path) 
     weights = tensors("w4a16")
     found = look(tmp_path / "m", weights, MODELOPT_NVFP4 | {"ignore": []})
     assert any("uninitialised memory" in line for line in found.vllm_alone)
-    assert any("builds lm_head as its config lists it" in line for line in found.vllm_alone)
+    assert any("builds lm_head as the config lists it" in line for line in found.vllm_alone)
     assert (found.wrong_modules, found.corrected) == (("lm_head",), ("lm_head",))
     assert found.exit_code == 0
 

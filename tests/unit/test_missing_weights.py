@@ -278,7 +278,7 @@ def test_a_users_own_loading_stays(holed: str, words: tuple[str, ...], value: An
     told = (
         "vLLM ends the load"
         if value and value["enable_weights_track"]
-        else "vLLM is not told to look"
+        else "vLLM does not check it"
     )
     assert told in notice
 
@@ -287,7 +287,7 @@ def test_inspect_names_what_is_missing_and_does_not_say_exactly(holed: str) -> N
     runner = CliRunner(env={"MODEL": None, "HF_MODEL": None})
     shown = runner.invoke(app, ["inspect", holed])
     assert shown.exit_code == 0
-    assert "missing 1, as it seems: model.layers.1.input_layernorm.weight\n" in shown.stdout
+    assert "missing 1, probably: model.layers.1.input_layernorm.weight\n" in shown.stdout
     assert "seems to be incomplete" in shown.stdout and "loads" not in shown.stdout
     data = json.loads(runner.invoke(app, ["inspect", holed, "--json"]).stdout)
     assert data["missing"] == ["model.layers.1.input_layernorm.weight"]

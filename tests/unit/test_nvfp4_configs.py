@@ -275,7 +275,7 @@ def test_a_map_that_is_nowhere_is_taken_from_the_tensors(tmp_path: Path) -> None
     config = override(planned(tmp_path / "m", tensors("nvfp4"), mixed({})))
     assert config is not None and config["quantized_layers"] == MAP
     error = refused(tmp_path / "unknown", tensors("awq"), mixed({}))
-    assert error.code == ExitCode.CONFIG and "names no quantized layer" in error.line()
+    assert error.code == ExitCode.CONFIG and "without a quantized layer" in error.line()
 
 
 def test_a_map_in_hf_quant_config_beside_config_json_counts(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_bf16_activations_for_a_model_that_is_not_nvfp4_are_refused(tmp_path: Pa
     error = refused(
         write_checkpoint(tmp_path / "m", tensors("bf16")), "--nvfp4-activations", "bf16"
     )
-    assert "is for NVFP4 checkpoints" in error.what and "is bf16" in error.what
+    assert "needs an NVFP4 checkpoint" in error.what and "is bf16" in error.what
 
 
 def test_nibbles_linear_kernel_is_asked_for_by_name(model: Path) -> None:
@@ -113,7 +113,7 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
         in refused(model, *wanted, "--target", "cpu").what
     )
     two = refused(model, *wanted, "--target", "hopper", "--linear-backend", "marlin")
-    assert "--linear-backend marlin (command line) ask for two kernels" in two.what
+    assert "--linear-backend marlin (command line) name two kernels" in two.what
     # On a GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
     fp4 = refused(model, *wanted, "--target", "gb10")
     assert "has them in FP4 on gb10" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
@@ -121,14 +121,14 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
     plain = refused(
         write_checkpoint(tmp_path / "b", tensors("bf16")), *wanted, "--target", "hopper"
     )
-    assert "is for NVFP4 checkpoints" in plain.what
+    assert "needs an NVFP4 checkpoint" in plain.what
 
 
 def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
     model: Path, tmp_path: Path
 ) -> None:
     dense = refused(model, "--moe-kernel", "nibble", "--target", "hopper")
-    assert "is for experts" in dense.what and "NIBBLE_MOE_KERNEL" in dense.action
+    assert "needs experts" in dense.what and "NIBBLE_MOE_KERNEL" in dense.action
     config = {"quantization_config": MODELOPT_NVFP4, "num_experts": 4, "num_experts_per_tok": 2}
     experts = write_checkpoint(tmp_path / "e", tensors("nvfp4"), config)
     found = plan(experts, NIBBLE_MOE_KERNEL="nibble", target="hopper")
@@ -136,7 +136,7 @@ def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
     two = refused(
         experts, "--moe-kernel", "nibble", "--target", "hopper", "--moe-backend", "marlin"
     )
-    assert "--moe-backend marlin (command line) ask for two kernels" in two.what
+    assert "--moe-backend marlin (command line) name two kernels" in two.what
 
 
 def test_a_weight_only_checkpoint_has_bf16_activations_anyway(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ HEADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "odd size": (
         {"hidden_size": 72} | OTHER_FAMILY,
         "bf16",
-        "its hidden size 72 is no multiple of 16",
+        "its hidden size 72 is not a multiple of 16",
     ),
 }
 
@@ -184,7 +184,7 @@ def test_a_model_without_an_output_head_is_refused(tmp_path: Path) -> None:
         name: tensor for name, tensor in tensors("bf16").items() if not name.startswith("lm_head.")
     }
     error = refused(write_checkpoint(tmp_path / "m", weights), "--quantize-lm-head", "nvfp4")
-    assert "it has none of its own" in error.what
+    assert "the checkpoint has no separate one" in error.what
 
 
 def test_a_plain_output_head_of_a_plain_model_may_be_quantized(tmp_path: Path) -> None:

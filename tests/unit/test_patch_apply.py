@@ -254,7 +254,7 @@ def test_a_tree_that_cannot_be_written_is_refused_and_stays(
 
 
 def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
-    refused(lambda: open_tree(tmp_path), "there is no vLLM", "--root")
+    refused(lambda: open_tree(tmp_path), "does not contain vLLM", "--root")
 
 
 def test_a_patch_that_does_not_fit_leaves_the_tree(tree: Tree, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def break_series(folder: Path, how: str) -> None:
         ("listed twice", "lists first.patch twice"),
         ("missing header", "has no X-Remove-When"),
         ("unknown reason", "X-Reason 'because'"),
-        ("no diff", "no patch for nibble"),
+        ("no diff", "not a patch for nibble"),
         ("no hash", "lacks vllm/"),
     ],
 )

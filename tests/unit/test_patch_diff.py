@@ -85,7 +85,10 @@ def test_last_line_without_line_end_is_kept_as_git_keeps_it(tmp_path: Path) -> N
         ("--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+b\n", "not lines of one file"),
         ("--- a/../x\n+++ b/../x\n@@ -1 +1 @@\n-a\n+b\n", "leaves the tree"),
         ("--- a/x\n+++ b/x\n", "no hunk"),
-        ("--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n a\n-b\n+c\n", "not as long as it says"),
+        (
+            "--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n a\n-b\n+c\n",
+            "shorter or longer than its header says",
+        ),
     ],
 )
 def test_what_is_no_patch_of_lines_is_refused(diff: str, says: str) -> None:

@@ -297,10 +297,11 @@ def test_more_gpus_than_here_and_heads_that_do_not_divide_are_refused(
 ) -> None:
     on(machine("NVIDIA H200", (9, 0), 2))
     assert (
-        "4 GPUs are asked for and 2 are here" in failure("acme/x", TENSOR_PARALLEL_SIZE="4").line()
+        "4 GPUs are needed, but this machine has 2"
+        in failure("acme/x", TENSOR_PARALLEL_SIZE="4").line()
     )
     replicas = failure("acme/x", TENSOR_PARALLEL_SIZE="2", VLLM_EXTRA_ARGS="--data-parallel-size 2")
-    assert "4 GPUs are asked for and 2 are here" in replicas.line()
+    assert "4 GPUs are needed, but this machine has 2" in replicas.line()
     folder = write_model(tmp_path / "m")
     thirds = failure(str(folder), TENSOR_PARALLEL_SIZE="3").line()
     assert "does not divide the 4 attention heads" in thirds and "expected 1, 2 or 4;" in thirds

@@ -94,7 +94,7 @@ def test_a_users_kernel_wins_over_a_recipes_backend_and_says_so() -> None:
     assert found.args["--moe-backend"].source == "command line --moe-kernel"
     assert any("in place of the recipe's marlin" in notice for notice in found.notices)
     typed = refused(QWEN, "--target", "gb10", "--moe-kernel", "nibble", "--moe-backend", "marlin")
-    assert "ask for two kernels" in typed.what
+    assert "name two kernels" in typed.what
 
 
 # --- plan --explain ---

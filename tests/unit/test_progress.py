@@ -91,7 +91,7 @@ def test_on_a_terminal_phase_elapsed_time_and_last_sign_of_life_are_shown_and_th
 ):
     seen = run_on_terminal(SHOW)
     assert "load: 62 %, 5.83 GiB" in seen
-    assert "s in all; last sign of life 7 s ago" in seen
+    assert "s in all; last progress 7 s ago" in seen
     assert "(Worker pid=1) INFO [x] a line of vLLM's" in seen
     assert "[nibble] ready in 1.0 s" in seen
 

@@ -57,7 +57,7 @@ def test_an_unexpected_kernel_ends_the_start_or_is_a_warning(tmp_path: Path) -> 
     (tmp_path / "warn").mkdir()
     assertion, said = run(make(tmp_path / "warn", wrong, strict="warn"))
     assert assertion["deviations"] == ["sampler: native ran, expected flashinfer (target hopper)"]
-    assert said[0].startswith("warning: the kernels are not those planned: sampler: native")
+    assert said[0].startswith("warning: the kernels differ from the plan: sampler: native")
 
 
 def test_plain_torch_ends_a_start_on_a_gpu_and_is_one_line_on_the_cpu(tmp_path: Path) -> None:
@@ -101,17 +101,17 @@ def test_silence_of_an_installed_plugin_ends_the_start_and_that_of_none_is_a_war
         monkeypatch.setattr(proof, "has_plugin", lambda name, installed=installed: installed)
         made = make(folder)
         if installed:
-            with pytest.raises(NibbleError, match="no worker told which kernels run"):
+            with pytest.raises(NibbleError, match="no worker reported its kernels"):
                 run(made)
         else:
-            assert "no worker told which kernels run" in run(made)[1][0]
+            assert "no worker reported its kernels" in run(made)[1][0]
 
 
 def test_a_worker_of_several_that_tells_nothing_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proof, "has_plugin", lambda name: True)
-    with pytest.raises(NibbleError, match="only 1 of 2 workers told which kernels run"):
+    with pytest.raises(NibbleError, match="only 1 of 2 workers reported its kernels"):
         run(make(tmp_path, {"ran": RAN}, tensor_parallel_size=2))
     (tmp_path / "other").mkdir()
     made = make(tmp_path / "other", {"ran": RAN}, tensor_parallel_size=2, data_parallel_size=2)
@@ -124,7 +124,7 @@ def test_workers_on_other_nodes_are_held_against_the_plan_too_and_their_node_is_
     wrong = {"ran": RAN | {"sampler": "native"}}
     made = make(tmp_path, {"ran": RAN}, elsewhere={"b (rank 1)": [wrong]}, tensor_parallel_size=2)
     with pytest.raises(
-        NibbleError, match=r"^node b \(rank 1\): the kernels are not those planned: sampler"
+        NibbleError, match=r"^node b \(rank 1\): the kernels differ from the plan: sampler"
     ) as raised:
         run(made)
     assert raised.value.code == ExitCode.CANARY
@@ -140,7 +140,7 @@ def test_a_node_whose_workers_tell_nothing_ends_the_start_and_is_named(
 ) -> None:
     monkeypatch.setattr(proof, "has_plugin", lambda name: True)
     made = make(tmp_path, {"ran": RAN}, elsewhere={"b (rank 1)": []}, tensor_parallel_size=2)
-    with pytest.raises(NibbleError, match=r"no worker on node b \(rank 1\) told which kernels run"):
+    with pytest.raises(NibbleError, match=r"no worker on node b \(rank 1\) reported its kernels"):
         run(made)
     (tmp_path / "both").mkdir()
     made = make(
@@ -166,9 +166,7 @@ def test_a_tool_call_is_asked_for_where_vllm_would_answer_one() -> None:
 def test_a_model_the_plugin_does_not_know_is_told_and_ends_nothing(tmp_path: Path) -> None:
     assertion, said = run(make(tmp_path, {"problem": "AttributeError: no such thing"}))
     assert assertion["verdict"] == "unknown"
-    assert said == [
-        "warning: a worker could not tell all of what runs: AttributeError: no such thing"
-    ]
+    assert said == ["warning: a worker could not report all kernels: AttributeError: no such thing"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_workers_that_fit_the_plan_and_not_each_other_end_the_start_and_are_name
     quantized = {"ran": RAN | {"max_model_len": 1024}, "rank": 1}
     made = make(tmp_path, plain, elsewhere={"b (rank 1)": [quantized]}, tensor_parallel_size=2)
     words = (
-        r"^node b \(rank 1\): rank 1 does not run what the others run: linear layers: nvfp4:"
+        r"^node b \(rank 1\): rank 1 differs from the other ranks: linear layers: nvfp4:"
         r" Humming\w+ in 144 layers"
     )
     with pytest.raises(NibbleError, match=words) as raised:

@@ -325,7 +325,7 @@ def test_a_hub_whose_name_is_not_found_is_told_in_words(
     error = refusal("acme/demo", environ | {"HF_ENDPOINT": "http://hub.invalid"})
     assert f"http://hub.invalid cannot be used ({told})" in error.line()
     check = hub_check("http://hub.invalid", doctor._head)
-    assert check.what == f"http://hub.invalid cannot be reached ({told})"
+    assert check.what == f"http://hub.invalid does not answer ({told})"
 
 
 def test_a_model_withdrawn_from_the_hub_is_not_served_silently_from_the_cache(

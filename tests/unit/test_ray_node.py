@@ -129,7 +129,7 @@ def test_a_file_without_a_token_is_one_error_that_does_not_show_it(
     tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / TOKEN_FILE).write_bytes(content)
-    with pytest.raises(NibbleError, match="holds no token") as caught:
+    with pytest.raises(NibbleError, match="does not hold a token") as caught:
         members_token(settings(), {"NIBBLE_CACHE_DIR": str(tmp_path)}, "it")
     assert caught.value.code == ExitCode.CONFIG
     assert "two" not in str(caught.value)
@@ -216,12 +216,12 @@ def test_the_address_is_what_was_given_else_the_route_to_the_head() -> None:
 def test_a_name_that_leads_nowhere_is_what_is_blamed(name: str) -> None:
     for given, head in ((settings(HEAD_IP=name), name), (settings(HEAD_IP=name), None)):
         with pytest.raises(
-            NibbleError, match=f"{name} is no IPv4 address .* correct HEAD_IP"
+            NibbleError, match=f"{name} is neither an IPv4 address .* correct HEAD_IP"
         ) as caught:
             node_address(given, head)
         assert caught.value.code == ExitCode.CLUSTER
     with pytest.raises(
-        NibbleError, match=f"WORKER_IP {name} is no IPv4 address .* correct WORKER_IP"
+        NibbleError, match=f"WORKER_IP {name} is neither an IPv4 address .* correct WORKER_IP"
     ):
         node_address(settings(WORKER_IP=name), "127.0.0.1")
 
@@ -266,7 +266,7 @@ def test_a_head_whose_address_is_another_machines_does_not_start(tmp_path: Path)
     ("lines", "role", "words"),
     [
         (WRONG_TOKEN, "worker", "refused this node's token"),
-        (TWO_HEADS, "head", "something uses one already"),
+        (TWO_HEADS, "head", "another program uses one"),
         (
             ["RuntimeError: Failed to connect to GCS. Timed out."],
             "worker",

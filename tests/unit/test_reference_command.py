@@ -161,24 +161,24 @@ def test_a_start_that_would_take_too_long_says_the_command(
 ) -> None:
     plan = planned(tmp_path)
     choice = dataclasses.replace(
-        plan.choices["reference"], value="use", reason="it would take about 9 min, more than 60 s"
+        plan.choices["reference"], value="use", reason="it takes about 9 min, more than 60 s"
     )
     said: list[str] = []
     plan = dataclasses.replace(plan, choices={**plan.choices, "reference": choice})
     assert command.references_for(plan, {}, said.append) == {} and not computed
-    assert "(it would take about 9 min, more than 60 s); `nibble reference " in said[0]
+    assert "(it takes about 9 min, more than 60 s); `nibble reference " in said[0]
 
 
 @pytest.mark.parametrize(
     ("words", "environ", "why"),
     [
-        (("--reference", "off"), {}, "switched off"),
-        ((), {"NIBBLE_CANARY": "off"}, "the canary is switched off"),
-        (("--load-format", "dummy"), {}, "the weights are made up"),
+        (("--reference", "off"), {}, "set by the user"),
+        ((), {"NIBBLE_CANARY": "off"}, "the canary is off"),
+        (("--load-format", "dummy"), {}, "the weights are random"),
         (
             ("--hf-overrides", '{"rope_theta": 1}'),
             {},
-            "--hf-overrides makes another model than the checkpoint's",
+            "--hf-overrides changes the checkpoint's model",
         ),
     ],
 )

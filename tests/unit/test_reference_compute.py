@@ -242,7 +242,9 @@ def test_what_transformers_has_no_module_of_is_unsupported_in_one_line(tmp_path:
         "auto_map": {"AutoModelForCausalLM": "bird.Bird"},
     }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Unsupported, match="no module BirdForCausalLM, whose own code is not run"):
+    with pytest.raises(
+        Unsupported, match="no module BirdForCausalLM; nibble does not run the checkpoint's code"
+    ):
         streamed(tmp_path / "model")
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_norm.weight"]

@@ -140,5 +140,5 @@ def test_the_stamp_changes_with_a_files_content_and_with_a_fact(tmp_path: Path):
 
 
 def test_a_setup_error_is_one_line_with_what_expected_and_action():
-    error = SetupError(7, "1 GB is free", "5 GB", "free some")
-    assert (str(error), error.code) == ("1 GB is free; expected 5 GB; free some", 7)
+    error = SetupError(7, "1 GB is free", "5 GB", "free space")
+    assert (str(error), error.code) == ("1 GB is free; expected 5 GB; free space", 7)

@@ -103,7 +103,7 @@ def test_too_little_is_refused_with_the_option_and_little_is_a_warning_for_sever
         with pytest.raises(NibbleError) as refused:
             check_shared_memory(free_bytes, 496 * MIB, 2)
         assert refused.value.code is ExitCode.NO_FIT
-        assert "and vLLM needs 496 MiB there for 2 workers" in refused.value.line()
+        assert "but vLLM needs 496 MiB there for 2 workers" in refused.value.line()
         assert (
             "--shm-size 1g or --ipc host" in refused.value.line()
             and "emptyDir" in refused.value.line()

@@ -42,10 +42,10 @@ def lines(**changed: Any) -> str:
 def test_a_start_tells_how_long_it_may_take() -> None:
     told = lines()
     assert (
-        "starting, load, 12 s in this phase; ready in about 31 s if it goes as the last time"
-        in told
+        "starting, load, 12 s in this phase; ready in about 31 s if it takes as long as the last"
+        " start" in told
     )
-    assert "last time start 6 s, load 20 s" in told
+    assert "last start start 6 s, load 20 s" in told
 
 
 def test_what_ran_and_what_is_wrong_is_told() -> None:
@@ -134,6 +134,4 @@ def test_something_else_on_the_control_port_is_no_server_of_ours(answer: tuple[i
     finally:
         server.stop()
     assert raised.value.code == ExitCode.ENGINE_DIED
-    assert (
-        f"no server of nibble's answers on control port {port} (what answers" in raised.value.line()
-    )
+    assert f"nibble does not answer on control port {port} (another program" in raised.value.line()

@@ -1,7 +1,6 @@
-"""`nibble convert`: NVFP4 checkpoints from one layout to another, exactly, and BF16 checkpoints to
-NVFP4.
+"""`nibble convert`: changes the layout of NVFP4 checkpoints exactly, and quantizes BF16 ones.
 
-Tensors pass through memory one at a time; the new folder is written beside its place and renamed
+Tensors pass through memory one at a time. The new folder is written beside its place and renamed
 when it is complete.
 """
 
@@ -55,9 +54,9 @@ _SOURCE_LAYOUTS: Mapping[str, Layout] = {
 
 @dataclass(frozen=True)
 class Wishes:
-    """What `nibble convert` was asked for.
+    """The request of `nibble convert`.
 
-    `activations`: None is the source's (for BF16 sources "bf16"); "bf16" drops the activation
+    `activations`: None keeps the source's (BF16 sources: "bf16"); "bf16" drops the activation
     scales of a W4A4 source. The rest is for BF16 sources: `exclude` patterns of module names,
     `texts` to calibrate activations with, and which layers share a global scale.
     """
@@ -71,7 +70,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Done:
-    """What was written: how many NVFP4 weights, and bytes of tensors."""
+    """The result: the number of NVFP4 weights, and bytes of tensors."""
 
     dest: Path
     weights: int
@@ -81,9 +80,7 @@ class Done:
 def read_wishes(
     activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
 ) -> Wishes:
-    """Wishes from the words of the command line; `calibrate` is a file with one text a line.
-    Raises USAGE.
-    """
+    """The request of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
     if activations not in (None, "bf16", "fp4"):
         raise NibbleError(
             ExitCode.USAGE, what=f"--activations {activations}", expected="bf16 or fp4"
@@ -108,17 +105,17 @@ def read_wishes(
 
 
 def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
-    """Write `source`, a folder or the id of a pulled model, to the new folder `dest` as `to`, one
-    of TARGETS.
+    """Write `source` (a folder or a pulled model's id) to the new folder `dest` as `to`, one of
+    TARGETS.
 
-    Raises MODEL for a source that is not there or corrupt, CONFIG for one that does not fit, USAGE
-    for contradictory words.
+    Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
+    contradictory words.
     """
     _check_words(to, wishes)
     if dest.exists():
         raise NibbleError(
             ExitCode.USAGE,
-            what=f"{dest} is there already",
+            what=f"{dest} exists",
             expected="a new folder",
             action="remove it or name another",
         )
@@ -131,19 +128,19 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
         count = make(found, found.path, unfinished, to, wishes)
         left_out = {info.file for info in found.tensors.values()}
         if make is _quantize:
-            left_out |= {CANARY_FILE, WEIGHT_ONLY_CANARY_FILE}  # answers recorded of other numbers
+            left_out |= {CANARY_FILE, WEIGHT_ONLY_CANARY_FILE}  # recorded with other numbers
         _copy_others(found.path, unfinished, left_out)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
 
 
 def _read(source: str) -> Checkpoint:
-    """The checkpoint in a folder, under a demo's name or in the cache; nothing is downloaded."""
+    """The checkpoint in a folder, under a demo's name or in the cache; it downloads nothing."""
     folder = demo_models().get(source) or Path(os.path.expanduser(source))
     if folder.is_dir() or not is_model_id(source):
         return read_checkpoint(str(folder))
     snapshot = cached_snapshot(source, None, access(os.environ).cache)
     if snapshot is None:
-        what, action = f"{source} is not on this disk", f"try `nibble pull {source}`"
+        what, action = f"{source} is not on this disk", f"run `nibble pull {source}`"
         raise NibbleError(
             ExitCode.MODEL, what=what, expected="a folder or a pulled model", action=action
         )
@@ -156,23 +153,24 @@ def _check_words(to: str, wishes: Wishes) -> None:
             ExitCode.USAGE, what=f"--to {to}", expected=f"one of {', '.join(TARGETS)}"
         )
     if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
-        what = "--four-over-six, --exclude and --calibrate are for --to nvfp4"
+        what = "--four-over-six, --exclude and --calibrate work only with --to nvfp4"
         raise NibbleError(
-            ExitCode.USAGE, what=what, action="leave them out: a layout is converted as it is"
+            ExitCode.USAGE, what=what, action="drop them: a change of layout keeps every number"
         )
     if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
-        what = "--activations fp4 and --calibrate go together"
+        what = "--activations fp4 and --calibrate need each other"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,
             expected="a file with one text a line for the activation scales",
         )
     if to != "nvfp4" and wishes.activations == "fp4":
-        what = "--activations fp4 is for --to nvfp4"
+        what = "--activations fp4 works only with --to nvfp4"
         raise NibbleError(
             ExitCode.USAGE,
             what=what,
-            action="a layout keeps the activation scales it has; --activations bf16 drops them",
+            action="drop it: a change of layout keeps the activation scales; --activations bf16"
+            " drops them",
         )
 
 
@@ -182,13 +180,13 @@ def _need_kernels() -> None:
             raise NibbleError(
                 ExitCode.CONFIG,
                 what=f"`nibble convert` needs {module}",
-                action="run `make setup`, and the .venv's nibble",
+                action="run `make setup`, then .venv/bin/nibble",
             )
 
 
 @contextmanager
 def _beside(dest: Path) -> Iterator[Path]:
-    """A new folder beside `dest` that becomes `dest` at the end, or vanishes."""
+    """A new folder beside `dest` that becomes `dest` at the end, or disappears."""
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
@@ -212,7 +210,7 @@ def _beside(dest: Path) -> Iterator[Path]:
 
 
 def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
-    """Every file that is not `left_out` and not written already."""
+    """Copy every file that is neither `left_out` nor written."""
     skip = {*left_out, CONFIG_FILE, HF_QUANT_FILE}
     for parent, folders, names in os.walk(source, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -234,7 +232,7 @@ def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishe
     has_inputs = _has_input_scales(weights)
     keep = has_inputs and wishes.activations != "bf16"
     if keep and to == "quartet-packed":
-        what = f"{folder} has activation scales, which quartet-packed has no place for"
+        what = f"{folder} has activation scales, which quartet-packed cannot hold"
         raise NibbleError(ExitCode.CONFIG, what=what, action="drop them with --activations bf16")
     check(weights, to, keep)
     no_kv(found.scheme.kv_cache, to)
@@ -249,8 +247,8 @@ def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishe
 
 
 def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
-    """The weights of a sound checkpoint that is NVFP4 throughout. Raises CONFIG or MODEL naming
-    the tensor that is not.
+    """The weights of a valid, purely NVFP4 checkpoint. Raises CONFIG or MODEL with the tensor's
+    name.
     """
     if not found.nvfp4:
         what = f"{found.id} is {found.scheme.name}"
@@ -258,7 +256,7 @@ def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
             ExitCode.CONFIG,
             what=what,
             expected="an NVFP4 checkpoint",
-            action="BF16 becomes one with --to nvfp4",
+            action="quantize BF16 weights with --to nvfp4",
         )
     for problem in found.problems:
         raise problem.error(found.where)
@@ -279,27 +277,27 @@ def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
                 ExitCode.CONFIG,
                 what=what,
                 expected=expected,
-                action="a mixed checkpoint is not converted",
+                action="choose another checkpoint: `nibble convert` does not convert mixed ones",
             )
     return weights
 
 
 def _has_input_scales(weights: Mapping[str, Nvfp4Weight]) -> bool:
-    """Whether it is W4A4. Raises MODEL where only some weights have activation scales."""
+    """Whether it is W4A4. Raises MODEL if only some weights have activation scales."""
     without = [weight for weight in weights.values() if weight.input_scale is None]
     if without and len(without) < len(weights):
-        what = f"{without[0].module} has no activation scale and other weights have"
+        what = f"{without[0].module} has no activation scale, but other weights have one"
         raise NibbleError(
             ExitCode.MODEL,
             what=what,
-            expected="all or none",
+            expected="activation scales for all weights or for none",
             action="drop them with --activations bf16",
         )
     return not without
 
 
 def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) -> list[str]:
-    """Linear modules that stay as they are, by their tensors: 2-D weights but for embeddings."""
+    """Linear modules that stay unquantized: 2-D weights except embeddings."""
     packed = set(quantized)
     names = [
         info.name.removesuffix(".weight")
@@ -323,7 +321,7 @@ def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wis
         raise NibbleError(
             ExitCode.CONFIG,
             what=f"{found.id} has no linear layer to quantize",
-            action="see --exclude",
+            action="check the patterns of --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
     scales = {}
@@ -345,8 +343,8 @@ def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes)
     if found.scheme.name != "quartet2-bf16":
         raise _not_bf16(found, "quartet-packed")
     if wishes.exclude or wishes.texts:
-        what = "--exclude and --calibrate are not for CloverLM"
-        action = "leave them out: a server quantizes all its weights, and activations as they come"
+        what = "--exclude and --calibrate do not work with CloverLM"
+        action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
     conversion = Packing(
@@ -364,15 +362,13 @@ def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes)
 
 def _not_bf16(found: Checkpoint, layout: Layout) -> NibbleError:
     what = f"{found.id} is {found.scheme.name}"
-    action = f"NVFP4 changes its layout with --to {layout}"
+    action = f"change its layout with --to {layout}"
     return NibbleError(
         ExitCode.CONFIG, what=what, expected="BF16, F16 or F32 weights", action=action
     )
 
 
 def _unquantized(tensors: Mapping[str, TensorInfo], parts: Iterable[str]) -> list[str]:
-    """Linear modules that stay in BF16; lm_head also where it is tied and has no tensor, as
-    ModelOpt lists it.
-    """
+    """Linear modules that stay in BF16; also a tied lm_head, as ModelOpt lists it."""
     names = _plain_modules(tensors, [name.removesuffix(".weight") for name in parts])
     return sorted({*names, "lm_head"})

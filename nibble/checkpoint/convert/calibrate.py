@@ -1,6 +1,4 @@
-"""Inputs of every linear layer of a transformers model: seen for calibration, or replaced to
-emulate W4A4.
-"""
+"""Reads or replaces inputs of linear layers in transformers, to calibrate or emulate W4A4."""
 
 from __future__ import annotations
 
@@ -15,18 +13,16 @@ from nibble.errors import ExitCode, NibbleError
 MAX_TOKENS = 2048  # of one text
 EXPERTS_IMPLEMENTATION = "nibble_watched"
 
-# Given the names of the layers that share an input, and the input [tokens, K]: what they compute
-# with.
+# (names of the layers that share an input, the input [tokens, K]) -> the input they compute with.
 See = Callable[[tuple[str, ...], Any], Any]
 
 
 @contextmanager
 def watched(model: Any, see: See) -> Iterator[None]:
-    """Within it each nn.Linear and each expert's projections of `model` compute with what `see`
-    returns for their input.
+    """Within it, each nn.Linear and expert projection of `model` computes with what `see` returns.
 
-    Experts that transformers keeps stacked are named as on disk: `….experts.3.gate_proj`,
-    `….up_proj`, `….down_proj`. Raises CONFIG for experts with biases, or stored transposed.
+    Experts that transformers stacks are named as on disk: `….experts.3.gate_proj`, `….up_proj`,
+    `….down_proj`. Raises CONFIG for experts with biases or in transposed form.
     """
     import torch
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -37,7 +33,7 @@ def watched(model: Any, see: See) -> Iterator[None]:
             hooks.append(module.register_forward_pre_hook(_on_linear(name, see)))
         elif hasattr(module, "is_transposed") and hasattr(module, "down_proj"):
             if module.is_transposed or module.has_bias or not module.has_gate:
-                what = f"the experts {name} are not of a form that can be calibrated"
+                what = f"the experts {name} have a form that nibble cannot calibrate"
                 raise NibbleError(
                     ExitCode.CONFIG,
                     what=what,
@@ -63,8 +59,8 @@ def _on_linear(name: str, see: See) -> Callable[..., Any]:
 
 
 def _experts(layer: Any, x: Any, chosen: Any, weights: Any) -> Any:
-    """Experts one after the other (transformers' eager form): x [T, H], chosen and weights [T,
-    k] -> [T, H].
+    """Experts one after the other (transformers' eager form): [T, H], chosen and weights [T, k] ->
+    [T, H].
     """
     import torch
 
@@ -82,11 +78,10 @@ def _experts(layer: Any, x: Any, chosen: Any, weights: Any) -> Any:
 
 
 def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
-    """The largest magnitude in the input of each linear layer while the BF16 model in `model_dir`
-    reads `texts`.
+    """The largest input of each linear layer while the BF16 model in `model_dir` reads `texts`.
 
-    By names of the model in transformers. The whole model is loaded, on the GPU where there is one.
-    Raises MODEL when transformers cannot load it.
+    Names are those of transformers. It loads the whole model, on a GPU if available. Raises MODEL
+    when transformers cannot load it.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

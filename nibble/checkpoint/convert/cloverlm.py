@@ -1,6 +1,4 @@
-"""CloverLM in BF16 to its packed form, with the codes, scales and G that nibble's plugin gives
-the BF16 form at load.
-"""
+"""Packs BF16 CloverLM with the codes, scales and G that nibble's plugin computes at load."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from nibble.checkpoint.headers import TensorInfo
 
 @dataclass(frozen=True)
 class Packing:
-    """The weights to pack by the name of their tensor, and the largest magnitude of each by
-    module.
-    """
+    """The weights to pack by tensor name, and each one's largest magnitude by module."""
 
     parts: Mapping[str, Part]
     amax: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""config.json and hf_quant_config.json of what a conversion writes."""
+"""Writes config.json and hf_quant_config.json of a conversion."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from nibble.errors import ExitCode, NibbleError
 
 Layout = Literal["modelopt", "compressed-tensors", "quartet-packed"]
 Activations = Literal["bf16", "fp4"]
-# The version whose files these are: 0.45 first wrote W4A16_NVFP4.
+# The version whose format this is: 0.45 is the first with W4A16_NVFP4.
 MODELOPT = {"name": "modelopt", "version": "0.45.0"}
-# What readers of packed CloverLM weights go by (formats.md 1.3, 7): scales of another producer are
-# row-major.
+# Readers of packed CloverLM weights check it: scales of another producer are row-major.
 QUARTET = {"name": QUARTET2_PRODUCER, "version": "1.0"}
 FP8_KV = {"dynamic": False, "num_bits": 8, "type": "float"}
 CONFIG_FILE, HF_QUANT_FILE = "config.json", "hf_quant_config.json"
@@ -32,10 +31,9 @@ def write_configs(
     ignore: list[str],
     kv_cache: str | None,
 ) -> None:
-    """Write config.json, and hf_quant_config.json where the layout has one, for weights of `layout`
-    in `dest`.
+    """Write config.json, and hf_quant_config.json if the layout has one, for `layout` in `dest`.
 
-    `config` is the source's; `ignore` the modules left unquantized; `kv_cache` vLLM's name of a
+    `config` is the source's, `ignore` lists the unquantized modules, `kv_cache` is vLLM's name of a
     declared cache type.
     """
     plain = {
@@ -46,7 +44,7 @@ def write_configs(
     for key in (
         "text_config",
         "llm_config",
-    ):  # quantization declared there would contradict the new one
+    ):  # its quantization would contradict the new one
         if isinstance(plain.get(key), Mapping):
             plain[key] = {
                 k: v
@@ -68,7 +66,7 @@ def _algorithm(activations: Activations) -> str:
 
 
 def _modelopt(activations: Activations, ignore: list[str], kv_cache: str | None) -> dict[str, Any]:
-    """As ModelOpt 0.45 and later writes it (formats.md 3.6)."""
+    """A quantization_config in the form of ModelOpt 0.45 and later."""
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group: dict[str, Any] = {"weights": numbers, "targets": ["Linear"]}
     if activations == "fp4":
@@ -99,7 +97,7 @@ def _hf_quant(
 def compressed_tensors(
     activations: Activations, ignore: list[str], kv_cache: str | None
 ) -> dict[str, Any]:
-    """A quantization_config as llm-compressor writes it (formats.md 4.6)."""
+    """A quantization_config in llm-compressor's form."""
     numbers = {
         "num_bits": 4,
         "type": "float",
@@ -136,11 +134,11 @@ def ignore_list(
     quantized: Iterable[str],
     plain: Iterable[str],
 ) -> list[str]:
-    """The modules left unquantized, in the terms of `layout`: the source's entries translated, and
-    what they do not cover.
+    """The unquantized modules in the terms of `layout`: the source's entries, and modules they
+    omit.
 
     `quantized` and `plain` are the linear modules by their tensors, which decide: an entry that
-    hits a quantized module goes.
+    matches a quantized module is dropped.
     """
     hit = _any(quantized)
     declared = quantization_config(config) or hf_quant or {}
@@ -151,7 +149,7 @@ def ignore_list(
         if pattern is None or hit(pattern):
             continue
         if not regexes and entry.startswith("re:"):
-            continue  # ModelOpt has no expressions: what it covers is named below
+            continue  # ModelOpt has no expressions: the code below names its modules
         kept.append(
             f"re:{pattern.pattern}"
             if regexes and "*" in entry and not entry.startswith("re:")
@@ -163,7 +161,7 @@ def ignore_list(
 
 
 def _as_regex(entry: str) -> re.Pattern[str] | None:
-    """A pattern for `match`; None for what is not one."""
+    """A pattern for `match`; None for an entry that is not one."""
     try:
         if entry.startswith("re:"):
             return re.compile(entry[3:])
@@ -181,9 +179,7 @@ def _any(names: Iterable[str]) -> Callable[[re.Pattern[str]], bool]:
 
 
 def _compact(names: Iterable[str], quantized: Iterable[str], regexes: bool) -> Iterable[str]:
-    """Names as they are, but the experts of a layer as one entry where none of them is
-    quantized.
-    """
+    """Names, with the experts of a layer as one entry if none of them is quantized."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"(\.experts)\..+$", r"\1.*", name)].append(name)
@@ -196,9 +192,9 @@ def _compact(names: Iterable[str], quantized: Iterable[str], regexes: bool) -> I
 
 
 def no_kv(kv_cache: str | None, layout: Layout) -> None:
-    """Raise CONFIG where `layout` cannot declare the checkpoint's KV cache type."""
+    """Raise CONFIG if `layout` cannot declare the checkpoint's KV cache type."""
     if kv_cache and (
         layout == "quartet-packed" or (layout == "compressed-tensors" and "fp8" not in kv_cache)
     ):
-        what = f"the source declares a KV cache in {kv_cache}, which {layout} cannot"
+        what = f"the source declares a KV cache in {kv_cache}, which {layout} cannot declare"
         raise NibbleError(ExitCode.CONFIG, what=what, action="choose --to modelopt")

@@ -1,4 +1,4 @@
-"""Safetensors in and out, one tensor in memory at a time."""
+"""Reads and writes safetensors with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
 
-ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of this
+ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of it
 
 # `read(first, count)` gives bytes of one tensor.
 Read = Callable[[int, int], bytearray]
@@ -20,16 +20,14 @@ Data = Callable[[TensorInfo, Read], Iterable[Any]]
 
 
 def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
-    """A tensor that is not in a file yet."""
+    """A tensor that no file holds yet."""
     return TensorInfo(name, dtype, tuple(shape), math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
 def rewrite(
     source: Path, dest: Path, tensors: Mapping[str, TensorInfo], outputs: Outputs, data: Data
 ) -> None:
-    """Write each safetensors file of `source` again under its name in `dest`, and the index
-    where `source` has one.
-    """
+    """Write each safetensors file of `source` under its name in `dest`, and the index if any."""
     files: dict[str, list[TensorInfo]] = {}
     for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
         files.setdefault(info.file, []).append(info)
@@ -80,7 +78,7 @@ def header(tensors: Iterable[TensorInfo]) -> bytes:
 
 
 def reader(file: BinaryIO, info: TensorInfo) -> Read:
-    """What reads `info` from its file. Writable bytes: torch takes a view of them without a
+    """A function that reads `info` from its file, as writable bytes, which torch views without a
     warning.
     """
 

@@ -1,11 +1,10 @@
-"""ModelOpt, compressed-tensors and Quartet II packed NVFP4: the same codes and block scales under
-other names.
+"""Translates NVFP4 between ModelOpt, compressed-tensors and Quartet II without rounding codes.
 
 Global scales are multipliers, in compressed-tensors divisors: y = fl(1/x), the float32 nearest to
-1/x. Its own reciprocal fl(1/y) is x again, or x's neighbour: with x in [1, 2), y is off by at most
-2^-25, so 1/y by x^2 * 2^-25, which is less than half an ulp of x below sqrt(2) and less than one
-above. No other float32 is nearer to 1/x, and a second conversion there and back changes nothing
-more: of x and y, one has its fraction below sqrt(2).
+1/x. The reciprocal fl(1/y) is x again, or x's neighbour: with x in [1, 2), y is off by at most
+2^-25, so 1/y by x^2 * 2^-25. That is less than half an ulp of x below sqrt(2) and less than one
+above. No other float32 is nearer to 1/x, and a second conversion there and back changes nothing: of
+x and y, one has its fraction below sqrt(2).
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ KV_LEAVES = {"k": "k_scale", "v": "v_scale"}
 
 @dataclass(frozen=True)
 class Relabel:
-    """From one layout to another; `weights` by module. `keep_input_scales`: write W4A4, not
-    W4A16.
-    """
+    """From one layout to another; `weights` by module. `keep_input_scales` writes W4A4."""
 
     weights: Mapping[str, Nvfp4Weight]
     source: Layout
@@ -128,11 +125,11 @@ def check(weights: Mapping[str, Nvfp4Weight], dest: Layout, keep_input_scales: b
     """Raise CONFIG for what `dest` cannot hold, naming the tensor."""
     for weight in weights.values():
         if weight.experts:
-            what = f"{weight.weight.name} holds all experts of a layer in one tensor"
+            what = f"{weight.weight.name} stacks all experts of a layer"
             raise NibbleError(
                 ExitCode.CONFIG,
                 what=what,
-                expected="experts one by one",
+                expected="one tensor for each expert",
                 action="convert another export of this model",
             )
         for one in (weight.global_scale, weight.input_scale if keep_input_scales else None):
@@ -148,7 +145,7 @@ def check(weights: Mapping[str, Nvfp4Weight], dest: Layout, keep_input_scales: b
 
 
 def check_tiles(name: str, rows: int, columns: int) -> None:
-    """Raise CONFIG for the weight `name` where quartet-packed has no place for it."""
+    """Raise CONFIG for a weight `name` that quartet-packed cannot hold."""
     if rows % 128 or columns % 128:
         what = f"{name} is [{rows}, {columns}]"
         raise NibbleError(

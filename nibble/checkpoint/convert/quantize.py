@@ -1,4 +1,4 @@
-"""BF16 to NVFP4: which weights, which of them share a global scale, and their tensors."""
+"""BF16 to NVFP4: selects weights, groups those with a common global scale, writes their tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nibble.errors import ExitCode, NibbleError
 GROUP_SIZE = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Not lm_head, embeddings, routers, norms, vision and draft, as ModelOpt's default recipes.
+# ModelOpt's default recipes also skip lm_head, embeddings, routers, norms, vision and draft.
 QUANTIZED_KINDS = ("attention", "linear_attention", "mlp", "moe_experts", "shared_experts")
 
 Amax = dict[str, float]
@@ -30,7 +30,7 @@ ShareScales = Callable[[Amax], Amax]
 
 @dataclass(frozen=True)
 class Part:
-    """A linear layer [N, K] to be, `first` elements into a stored tensor."""
+    """A linear layer [N, K] to quantize, `first` elements into a stored tensor."""
 
     module: str
     rows: int
@@ -40,8 +40,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What to make: `input_scales` by module (empty: W4A16), `amax` by module, four-over-six
-    weights or not.
+    """What to write: `input_scales` by module (empty: W4A16), `amax` by module, four-over-six or
+    not.
     """
 
     parts: Mapping[str, tuple[Part, ...]]  # by the name of the stored tensor
@@ -105,11 +105,10 @@ def weight_of(part: Part, dtype: str, read: Read) -> Any:
 def select(
     tensors: Mapping[str, TensorInfo], hidden_size: int | None, exclude: Iterable[str]
 ) -> dict[str, tuple[Part, ...]]:
-    """The linear layers to quantize by the name of the tensor that holds them; `exclude` are
-    patterns of module names.
+    """The linear layers to quantize, by tensor name; `exclude` are patterns of module names.
 
     Raises USAGE for a pattern that matches nothing or a part of a fused layer, CONFIG for a layer
-    whose K is no multiple of 16 and for stacked experts of an unknown orientation.
+    whose K is not a multiple of 16 and for stacked experts of an unknown orientation.
     """
     patterns = tuple(exclude)
     found: dict[str, tuple[Part, ...]] = {}
@@ -136,10 +135,10 @@ def select(
                 ExitCode.CONFIG,
                 what=what,
                 expected="a multiple of 16",
-                action=f"leave it out: --exclude '{parts[0].module}'",
+                action=f"exclude it: --exclude '{parts[0].module}'",
             )
         found[info.name] = tuple(parts)
-    # A tied head has no tensor; whoever leaves heads out means it all the same.
+    # A tied head has no tensor; a pattern that excludes heads covers it too.
     _check_patterns(
         patterns, [*left_out, "lm_head", *(name.rpartition(".")[0] for name in tensors)]
     )
@@ -152,7 +151,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _check_patterns(patterns: Iterable[str], modules: Iterable[str]) -> None:
-    """Raise USAGE for one that is none of these, lest what it was to leave out is quantized."""
+    """Raise USAGE for a pattern without a match: nibble would quantize what it was to exclude."""
     known = list(modules)
     for pattern in patterns:
         if not any(fnmatchcase(module, pattern) for module in known):
@@ -163,15 +162,15 @@ def _check_patterns(patterns: Iterable[str], modules: Iterable[str]) -> None:
 
 
 def _check_fused(quantized: Iterable[str], left_out: Iterable[str]) -> None:
-    """Raise USAGE for a layer of vLLM's of which a part would be quantized and another not."""
+    """Raise USAGE for a fused layer of vLLM of which --exclude names only a part."""
     plain = {layer: module for module in left_out if (layer := fused_layer(module))}
     for module in quantized:
         if (layer := fused_layer(module)) in plain:
             raise NibbleError(
                 ExitCode.USAGE,
-                what=f"--exclude leaves out {plain[layer]} and not {module}",
+                what=f"--exclude matches {plain[layer]} but not {module}",
                 expected=f"all or nothing of {layer}, which vLLM builds as one layer",
-                action="leave out the others too, each with an --exclude of its own",
+                action="exclude the others too, each with another --exclude",
             )
 
 
@@ -190,19 +189,19 @@ def _parts(
 def _stacked(
     info: TensorInfo, leaf: str, tensors: Mapping[str, TensorInfo], hidden_size: int | None
 ) -> list[Part]:
-    """Experts of one tensor, [E, 2I, H] or [E, H, I], one by one, as ModelOpt writes them and
-    vLLM reads them.
+    """Experts of one tensor, [E, 2I, H] or [E, H, I], one by one, as ModelOpt writes and vLLM reads
+    them.
     """
     experts, rows, columns = info.shape
     known = columns == hidden_size if leaf == "gate_up_proj" else rows == hidden_size
     if not known or rows == columns or f"{info.name}_bias" in tensors:
-        what = f"{info.name} of shape {list(info.shape)} has experts of another form"
+        what = f"{info.name} of shape {list(info.shape)} has experts in an unknown form"
         expected = "gate_up_proj [E, 2I, H] and down_proj [E, H, I] without biases"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
             expected=expected,
-            action="leave them out: --exclude '*.experts.*'",
+            action="exclude them: --exclude '*.experts.*'",
         )
     prefix = info.name.removesuffix(f".{leaf}")
     leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
@@ -241,9 +240,9 @@ def _finite_amax(file: Path, part: Part, weight: Any) -> float:
 
 
 def share_scales(amax: Amax) -> Amax:
-    """Each layer's largest magnitude, raised to that of the layers it is fused with, so that they
-    get the same scale:
-    ModelOpt and llm-compressor share them in the same way.
+    """Each layer's largest magnitude, raised to that of the layers it is fused with.
+
+    They then get the same scale, as in ModelOpt and llm-compressor.
     """
     shared: defaultdict[str, float] = defaultdict(float)
     for module, largest in amax.items():
@@ -259,7 +258,7 @@ def group(module: str) -> str:
 
 
 def input_scales(modules: Iterable[str], amax: Mapping[str, float]) -> dict[str, float]:
-    """The activation scale of each layer from the inputs seen in calibration.
+    """The activation scale of each layer from its inputs in calibration.
 
     Experts that no text reached get the largest of their layer. Raises CONFIG for a layer that
     calibration does not know.
@@ -278,17 +277,17 @@ def input_scales(modules: Iterable[str], amax: Mapping[str, float]) -> dict[str,
             raise NibbleError(
                 ExitCode.CONFIG,
                 what=what,
-                action="give other texts, leave it out with --exclude, or --activations bf16",
+                action="give other texts, exclude it with --exclude, or use --activations bf16",
             )
         found[module] = largest / (E2M1_MAX * E4M3_MAX)
     return found
 
 
 def _kind(module: str) -> str:
-    """Experts of a layer have one name here."""
+    """The common name of a layer's experts."""
     return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
 
 
 def _without_model(name: str) -> str:
-    """Files and transformers differ in how a language model inside another is called."""
+    """The name without `model.`, which files and transformers use differently."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))

@@ -1,1 +1,1 @@
-"""What is wrong with this machine."""
+"""`nibble doctor`: what is wrong with this machine."""

@@ -1,7 +1,4 @@
-"""`nibble doctor --bundle`: one archive for a bug report, every file of it without secrets.
-
-Everything goes through one function that redacts text; there is no other way into the archive.
-"""
+"""`nibble doctor --bundle`: one archive for a bug report, without secrets in any file."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def open_bundle(path: Path) -> BinaryIO:
             ExitCode.CONFIG,
             what=what,
             expected="a new file",
-            action="name another one with --bundle PATH",
+            action="name another file with --bundle PATH",
         ) from None
 
 
@@ -77,8 +74,8 @@ def write_bundle(
     try:
         return _write(file, report, environ, model)
     except OSError as error:
-        what = f"the archive could not be written to its end ({error.strerror or error})"
-        action = "remove it, then name a place with more room with --bundle PATH"
+        what = f"the archive could not be completed ({error.strerror or error})"
+        action = "remove it, then name a file on a disk with more space with --bundle PATH"
         raise NibbleError(ExitCode.NO_FIT, what=what, action=action) from None
 
 
@@ -196,7 +193,7 @@ def _own_files(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _tail(path: Path) -> str:
-    """The last LOG_BYTES in whole lines: half a secret would be recognised by nobody."""
+    """The last LOG_BYTES in whole lines: the redactor would not recognise half a secret."""
     with path.open("rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
         file.seek(begin)

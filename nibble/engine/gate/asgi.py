@@ -4,13 +4,13 @@ Given to vLLM as `--middleware nibble.engine.gate.asgi.Gate`; vLLM 0.32 adds it 
 outermost (vllm/entrypoints/serve/middleware/register.py:65). It runs inside every API process and
 reads:
 
-NIBBLE_API_KEY        the key; empty or absent: none is asked for
+NIBBLE_API_KEY        the key; empty or absent: not required
 NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); absent: the server stays
                       "starting"
 NIBBLE_GATE_INTERNAL  random per start; the supervisor's warm-up requests carry it in
                       `x-nibble-internal`
 
-Only the start of a request is judged. What was let in before a drain runs to its end untouched.
+The gate checks only the start of a request. A request admitted before a drain runs to its end.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a request proved: it has the key (or none is asked for), or it comes from nibble's
+    """What a request proved: it has the key (or none is required), or it comes from nibble's
     supervisor.
     """
 
@@ -96,10 +96,8 @@ def judge(
     """The gate's decision; None lets the request pass.
 
     `verb` is the HTTP method or WEBSOCKET, `path` the decoded path as the router sees it. The order
-    matters:
-    without the key a client learns neither the routes nor what the server is doing, beyond what the
-    two open
-    paths say.
+    matters: without the key a client learns neither the routes nor what the server is doing, beyond
+    what the two open paths say.
     """
     is_open = canonical and path in OPEN_PATHS and verb in OPEN_METHODS
     if not (is_open or caller.authorised or caller.internal):
@@ -136,7 +134,7 @@ def _readiness(state: State, phase: str) -> Answer:
 def _unavailable(state: State, phase: str) -> Answer:
     message = f"The server is {state}" + (f" (phase: {phase})." if phase else ".")
     if state == "paused":
-        message = f"The server takes no new requests for now: {phase}."
+        message = f"The server does not admit new requests: {phase}."
     return error_answer(
         503, "ServiceUnavailableError", message, _retry_headers(state), state=state, phase=phase
     )

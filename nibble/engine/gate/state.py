@@ -1,5 +1,4 @@
-"""The few bytes the supervisor and the gate share: is the server starting, ready, paused or
-draining, and in which phase (for "paused": why).
+"""The state file that supervisor and gate share: starting, ready, paused or draining.
 
 A file mapped by both sides. The supervisor writes it (`create`, `set`); the gate, inside each vLLM
 API process, reads it once per request (`open`, `get`, about a microsecond). Everything that cannot

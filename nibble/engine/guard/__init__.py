@@ -1,3 +1,1 @@
-"""The request guard: limits on connections, bodies and fields of requests, checked before vLLM
-sees them.
-"""
+"""The request guard: limits on connections, bodies and fields before vLLM sees a request."""

@@ -1,6 +1,4 @@
-"""Error answers of vLLM that repeat the request are cut: a request of 1 MB would be answered
-with 1.3 MB.
-"""
+"""Shortens vLLM's error answers that repeat the request (1 MB of request, 1.3 MB of answer)."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ MAX_MESSAGE_CHARS = 2048
 
 
 def with_short_errors(send: Send) -> Send:
-    """A `send` that passes good answers on as they come, and errors (status 400 and up) once
-    they are whole.
+    """A `send` that passes good answers on at once, and errors (status 400 and up) when
+    they are complete.
     """
     start: Message | None = None
     pieces: list[bytes] = []

@@ -1,6 +1,4 @@
-"""A request's body: read within its limits, checked while it arrives, handed to vLLM in one
-piece.
-"""
+"""Reads a request's body within its limits, checks it, and hands it to vLLM in one piece."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The connections of one API process: how many there may be, and how long one may take to send a
-request.
+"""Limits the connections of an API process, and the time one may take to send a request.
 
 uvicorn 0.54 closes a connection that idles after an answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s) and
-nothing else:
-one that never sends a request, or half of one, stays for ever.
+nothing else: one that never sends a request, or half of one, stays for ever.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What a parsed body contains: numbers as vLLM takes them, answers, prompts, messages and texts.
-Pure.
-"""
+"""The contents of a parsed body: numbers, answers, prompts, messages and texts. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _SEQUENCES = frozenset(
         "items",
     }
 )
-# What holds media in base64 or a URL, and constraints, which are no text of the prompt.
+# Keys of media in base64 or a URL, and of constraints, which do not count as text of the prompt.
 MEDIA_KEYS = frozenset(
     {
         "image_url",
@@ -125,7 +123,7 @@ def _parts(message: Body) -> list[Any]:
 
 
 def texts(value: Any, skipped: frozenset[str]) -> Iterator[str]:
-    """All strings in `value` that are no keys, without what stands under the keys `skipped`."""
+    """All strings in `value` except keys, and except the values of the keys `skipped`."""
     waiting = [value]
     while waiting:
         one = waiting.pop()

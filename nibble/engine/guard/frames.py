@@ -1,6 +1,4 @@
-"""Values as they travel between the API process and the worker of structured outputs: a length,
-then marshal.
-"""
+"""Values between the API process and the grammar worker: a length, then marshal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A request's structured outputs, compiled as the engine will compile them. Runs only in the
-worker's children.
+"""Compiles a request's structured outputs as the engine will; runs in the worker's children.
 
 Everything here is vLLM's own code on the server's own objects: the request model, the tool and
 reasoning parser, the validation that picks a backend, the backend. So what compiles here compiles

@@ -1,5 +1,4 @@
-"""The process in which structured outputs are compiled first: a fork of the API process, and a fork
-of it for each compile.
+"""The process that compiles structured outputs first: a fork of the API process.
 
 A fork, since it has vLLM's code, configuration and tokenizer already: a fresh process would import
 vLLM for seconds and hold 400 MB. The mother runs no thread; a child that goes over its limits is

@@ -1,5 +1,4 @@
-"""Structured outputs are compiled in a separate process before vLLM sees them, and refused there
-where they cost too much.
+"""Compiles structured outputs in a separate process, and refuses those that cost too much.
 
 vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its
 engine, both without a limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the

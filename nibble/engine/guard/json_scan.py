@@ -1,5 +1,4 @@
-"""Depth, keys and items of a JSON text, counted while it arrives: a few bytes of state, no copy of
-the text.
+"""Counts depth, keys and items of a JSON text while it arrives, without a copy of it.
 
 A parser would build the objects first, and that is what costs seconds (10^6 keys: 21 s inside
 vLLM). This check counts brackets, colons and commas outside strings; whether the text is valid JSON

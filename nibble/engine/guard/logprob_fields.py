@@ -1,11 +1,9 @@
-"""How many log-probs a request asks for: vLLM puts them together in one step of its event loop.
-Pure.
+"""Counts the log-probs of a request: vLLM builds them in one step of its event loop. Pure.
 
 CPU time of that step for 131,072 entries, building and JSON (vllm 0.32, two cores of an AMD EPYC,
-2026-11-23):
-2.0 to 2.5 s for a chat (one pydantic object for each entry), 0.15 to 0.46 s for a completion, 0.25
-to 0.51 s for a prompt.
-The default limit of 262,144 allows 65,536 of a chat, and so about 1 s for each kind.
+2026-11-23): 2.0 to 2.5 s for a chat (one pydantic object for each entry), 0.15 to 0.46 s for a
+completion, 0.25 to 0.51 s for a prompt. The default limit of 262,144 allows 65,536 of a chat, and
+so about 1 s for each kind.
 """
 
 from __future__ import annotations

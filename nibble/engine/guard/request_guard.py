@@ -1,6 +1,4 @@
-"""What stands between the gate and vLLM for one request: its body is read, checked and passed
-on, or refused.
-"""
+"""Reads, checks and passes on or refuses one request, between the gate and vLLM."""
 
 from __future__ import annotations
 

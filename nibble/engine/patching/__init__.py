@@ -1,3 +1,1 @@
-"""What nibble changes in other projects: patch series, and the probes that show each change to
-be needed.
-"""
+"""nibble's changes to other projects: patch series, and the probes that show their need."""

@@ -1,6 +1,4 @@
-"""Applying a series to a tree and taking it back: all or nothing, on exactly the files it was
-made for.
-"""
+"""Applies a series to a tree, or reverts it: all or nothing, on exactly the expected files."""
 
 from __future__ import annotations
 
@@ -50,8 +48,8 @@ def applicable(tree: Tree, patch: Patch) -> bool:
 
 
 def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
-    """What is true of each patch in this tree. Raises NibbleError (exit 6) where a touched file
-    was changed by somebody else.
+    """The state of each patch in this tree. Raises NibbleError (exit 6) where another program
+    changed a touched file.
     """
     record = _current_record(tree, series)
     states: dict[str, PatchState] = {}
@@ -66,8 +64,8 @@ def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
 
 
 def apply_series(tree: Tree, series: Series) -> list[str]:
-    """Bring the tree to this series, from whatever earlier one is there. The names now applied; []
-    if nothing had to change.
+    """Bring the tree to this series, from any earlier one. The names now applied; [] if nothing had
+    to change.
 
     Raises NibbleError (exit 6) with the tree untouched: another release, a file neither pristine
     nor ours, no permission.
@@ -122,16 +120,16 @@ def _check_release(tree: Tree, series: Series) -> None:
     if tree.release != series.release:
         raise NibbleError(
             ExitCode.VERIFY,
-            what=f"{tree.root} holds vllm {tree.version}, and patches/{series.project} is for"
+            what=f"{tree.root} has vllm {tree.version}, but patches/{series.project} needs"
             f" {series.release}",
             expected=f"vllm {series.release}",
-            action="install that release, or see with `nibble patches status` what this one still"
+            action="install that release, or run `nibble patches status` to see what this one"
             " needs",
         )
 
 
 def _current_record(tree: Tree, series: Series) -> Record:
-    """What is applied now, by the files themselves. Raises NibbleError where somebody else
+    """What is applied now, by the files themselves. Raises NibbleError where another program
     changed one.
     """
     if tree.release != series.release:
@@ -159,8 +157,8 @@ def _current_record(tree: Tree, series: Series) -> Record:
 def _changed(tree: Tree, path: str, digest: str, series: Series) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
-        what=f"{path} in {tree.root} is neither vllm {series.release}'s own file nor what nibble"
-        " left there",
+        what=f"{path} in {tree.root} is neither vllm {series.release}'s file nor a file that"
+        " nibble patched",
         expected=f"sha256 {series.pristine.get(path, 'unknown')[:12]}…, found {digest[:12]}…",
         action="install vllm again (`make clean setup`), or undo the change",
     )
@@ -176,7 +174,7 @@ def _read_record(tree: Tree) -> Record:
         raise NibbleError(
             ExitCode.VERIFY,
             what=f"{path} cannot be read ({error})",
-            expected="the record nibble wrote",
+            expected="nibble's record",
             action="install vllm again",
         ) from None
 
@@ -192,7 +190,7 @@ def _original(tree: Tree, record: Record, path: str) -> bytes:
         raise NibbleError(
             ExitCode.VERIFY,
             what=f"cannot read {path} of {tree.root} ({error.strerror})",
-            expected="a whole vllm",
+            expected="a complete vllm",
             action="install vllm again",
         ) from None
 
@@ -202,8 +200,7 @@ def _check_pristine(tree: Tree, series: Series, originals: Mapping[str, bytes]) 
         if _digest(content) != series.pristine[path]:
             raise NibbleError(
                 ExitCode.VERIFY,
-                what=f"{path} of {tree.root} is not the file that patches/{series.project} was made"
-                " for",
+                what=f"{path} of {tree.root} is not the file that patches/{series.project} changes",
                 expected=f"sha256 {series.pristine[path][:12]}…, found {_digest(content)[:12]}…",
                 action="install vllm again",
             )
@@ -221,8 +218,8 @@ def _patched(patches: list[Patch], originals: Mapping[str, bytes]) -> dict[str, 
                 raise NibbleError(
                     ExitCode.VERIFY,
                     what=what,
-                    expected="a series whose patches fit one another",
-                    action="make the patch again",
+                    expected="a series whose patches apply in order",
+                    action="generate the patch again",
                 ) from None
     return texts
 
@@ -255,8 +252,8 @@ def _cannot_write(tree: Tree, error: OSError) -> NibbleError:
     return NibbleError(
         ExitCode.VERIFY,
         what=f"cannot change {tree.root} ({error.strerror or error})",
-        expected="a folder this user may write to",
-        action="run it as the folder's owner, or patch where the image is built",
+        expected="a folder that this user can write",
+        action="run it as the folder's owner, or patch during the image build",
     )
 
 

@@ -1,5 +1,4 @@
-"""Unified diffs, applied strictly: every line of a hunk must be there as it says (no fuzz), only
-its place may have moved.
+"""Applies unified diffs strictly: every line of a hunk must match; only its place may move.
 
 Pure functions on text. The series is small and its files are pinned by sha256, so this is the part
 of `git apply` that is needed; tests compare the two. It is not git because `make serve` promises to
@@ -15,7 +14,7 @@ HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class DiffError(Exception):
-    """Text that is no diff we read, or a hunk that does not fit."""
+    """Text that is not a readable diff, or a hunk that does not apply."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def parse(text: str) -> list[FileChange]:
             raise DiffError(f"{path} has no hunk")
         changes.append(FileChange(path, tuple(hunks)))
     if not changes:
-        raise DiffError("there is no diff in it")
+        raise DiffError("it has no diff")
     return changes
 
 
@@ -98,7 +97,9 @@ def _hunks(lines: list[str], at: int) -> tuple[list[Hunk], int]:
                 after += [rest] if mark != "-" else []
             at += 1
         if (len(before), len(after)) != (old_count, new_count):
-            raise DiffError(f"the hunk at line {head.group(1)} is not as long as it says")
+            raise DiffError(
+                f"the hunk at line {head.group(1)} is shorter or longer than its header says"
+            )
         hunks.append(Hunk(int(head.group(1)), tuple(before), tuple(after)))
     return hunks, at
 
@@ -120,9 +121,7 @@ def apply(text: str, change: FileChange) -> str:
     for hunk in change.hunks:
         place = _find(rest, hunk.before, hunk.start - 1 - taken)
         if place is None:
-            raise DiffError(
-                f"{change.path}: the lines around {hunk.start} are not what the patch expects"
-            )
+            raise DiffError(f"{change.path}: the lines around {hunk.start} differ from the patch's")
         done += [*rest[:place], *hunk.after]
         taken += place + len(hunk.before)
         rest = rest[place + len(hunk.before) :]

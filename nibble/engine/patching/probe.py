@@ -1,10 +1,9 @@
-"""What a probe is: a row of docs/patches.md and a small program that shows whether the defect is in
-a tree.
+"""A probe: a row of docs/patches.md and a program that shows whether a tree has the defect.
 
 A probe file lies in patches/probes/, names its row (`ROW`) and has `probe(tree)`. Where nibble's
 answer is something else than a patch (a flag, a rule, a plugin, an environment variable, a check at
-build), it has `remedy(tree)` too, which shows the same scenario with nibble's answer in effect.
-Each runs in a process of its own (nibble.engine.patching.run): it may change what it likes.
+build), it has `remedy(tree)` too, which shows the same scenario with nibble's fix in effect.
+Each runs in a separate process (nibble.engine.patching.run), so that it may change any state.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Fix:
 class Row:
     """One row of docs/patches.md."""
 
-    # 1 to 18 and names of files: the seeds' patches; N1 to N28: what is live in vLLM 0.32.0
+    # 1 to 18 and names of files: patches of older projects; N1 to N28: defects of vLLM 0.32.0
     id: str
     title: str  # the defect (or the claim), one line
     how: str  # fake CUDA, AST, source scan, nvcc, fat binary, numeric, CMake: what the probe does

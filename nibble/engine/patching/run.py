@@ -1,4 +1,4 @@
-"""Runs probes, each in a process of its own, over one tree.
+"""Runs probes on one tree, each in a separate process.
 
     python -m nibble.engine.patching.run --root TREE [PROBE…]      # one JSON line a probe
 
@@ -169,7 +169,7 @@ def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
 
 
 def _fork(tree: Tree, name: str, folder: Path) -> int:
-    """The child of one probe; whatever it imports, prints or leaves behind is gone with it."""
+    """The child of one probe; its imports, output and state end with it."""
     if child := os.fork():
         return child
     os.setsid()

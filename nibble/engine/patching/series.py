@@ -1,6 +1,4 @@
-"""patches/PROJECT: a quilt series of patches with DEP-3 headers, and the sha256 of the files
-they were made for.
-"""
+"""patches/PROJECT: a quilt series with DEP-3 headers, and the sha256 of the files it changes."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from nibble.engine.patching.diff import DiffError, FileChange, parse
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 
-# https://dep-team.pages.debian.net/deps/dep3/ and three of our own (docs/patches.md).
+# https://dep-team.pages.debian.net/deps/dep3/ and three headers of nibble (docs/patches.md).
 HEADERS = (
     "Description",
     "Origin",
@@ -69,7 +67,7 @@ def load_series(project: str, folder: Path | None = None) -> Series:
     if unlisted:
         _refuse(
             f"{folder}/{unlisted[0]}.patch is not in {folder}/series",
-            "every patch listed",
+            "a line for every patch",
             "list or remove it",
         )
     patches = tuple(_read_patch(folder / f"{name}.patch", folder) for name in listed)
@@ -87,7 +85,7 @@ def load_series(project: str, folder: Path | None = None) -> Series:
                 _refuse(
                     f"{folder}/{PRISTINE} lacks {path} of {patch.name}",
                     "the sha256 of every touched file",
-                    "add the line `sha256sum` prints for the unpatched file",
+                    "add the line that `sha256sum` prints for the unpatched file",
                 )
     return Series(project, releases.pop(), patches, pristine)
 
@@ -136,9 +134,9 @@ def _read_patch(path: Path, folder: Path) -> Patch:
         changes = tuple(parse(text))
     except DiffError as error:
         _refuse(
-            f"{path} is no patch for nibble: {error}",
+            f"{path} is not a patch for nibble: {error}",
             "a unified diff of existing files",
-            "make it again",
+            "generate it again",
         )
     return Patch(path.stem, headers, changes, hashlib.sha256(text.encode()).hexdigest())
 

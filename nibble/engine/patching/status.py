@@ -1,6 +1,4 @@
-"""The two tables of docs/patches.md for one tree: for each row whether nibble's answer is
-needed, in place, or obsolete.
-"""
+"""The two tables of docs/patches.md for one tree: whether each fix is needed and in place."""
 
 from __future__ import annotations
 
@@ -20,17 +18,18 @@ from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
 
 Word = Literal[
-    "applied", "needed", "unmended", "fixed upstream", "not needed", "not applicable", "failed"
+    "applied", "needed", "not fixed", "fixed upstream", "not needed", "not applicable", "failed"
 ]
 MEANING: Mapping[Word, str] = {
-    "applied": "the defect is in this release; nibble's answer is in place and the probe passes",
-    "needed": "the defect is there and nibble's answer is not in place",
-    "unmended": "the defect is there and nibble has no answer yet",
-    "fixed upstream": "the defect is not in this release",
-    "not needed": "there never was such a defect in a release",
-    "not applicable": "this tree or machine cannot answer (no sources, no FlashInfer, no compiler)",
+    "applied": "this release has the defect; nibble's fix is in place and the probe passes",
+    "needed": "this release has the defect and nibble's fix is not in place",
+    "not fixed": "this release has the defect and nibble has no fix",
+    "fixed upstream": "this release does not have the defect",
+    "not needed": "no release has the defect",
+    "not applicable": "this tree or machine cannot run the probe (no sources, FlashInfer or"
+    " compiler)",
     "failed": (
-        "nibble's answer is in place and the probe still shows the defect, or the probe broke"
+        "nibble's fix is in place and the probe still shows the defect, or the probe crashed"
     ),
 }
 REPORT = "report.json"
@@ -62,7 +61,7 @@ def installed_tree() -> Tree:
     if found is None or not found.submodule_search_locations:
         raise NibbleError(
             ExitCode.VERIFY,
-            what="vLLM is not installed here",
+            what="vLLM is not installed",
             expected="an installed vllm",
             action="run `make setup`, or name a tree with --root",
         )
@@ -96,7 +95,7 @@ def judge(row: Row, result: Result, states: Mapping[str, PatchState]) -> Line:
     else:
         once = "defect" in row.expect.values()
         sound: Word = "fixed upstream" if once else "not needed"
-        word, shown = ("unmended" if result.finding.state == "defect" else sound), result.finding
+        word, shown = ("not fixed" if result.finding.state == "defect" else sound), result.finding
     return replace(line, word=word, detail=shown.detail)
 
 

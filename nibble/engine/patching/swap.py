@@ -1,5 +1,4 @@
-"""Changing several files of a folder as one step: a process killed at any moment leaves all of the
-old or all of the new.
+"""Changes several files of a folder as one step, even if the process is killed.
 
 The folder is copied with hard links beside itself, the changed files are written into the copy, and
 the two folders change places in one system call, renameat2(2) with RENAME_EXCHANGE. Nothing of the
@@ -25,8 +24,8 @@ COPY_SUFFIX, OLD_SUFFIX = ".nibble-new", ".nibble-old"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Nobody else changes `folder` at the same time; what a killed run left beside it is cleared
-    away. Raises OSError.
+    """Lock `folder` against other changes, and remove what a killed run left beside it.
+    Raises OSError.
     """
     handle = os.open(folder.parent, os.O_RDONLY)
     try:

@@ -1,6 +1,4 @@
-"""A tree of vLLM to look at or to patch: an installed site-packages (or an unpacked wheel), or a
-source archive.
-"""
+"""A tree of vLLM to read or patch: site-packages, an unpacked wheel, or a source archive."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def open_tree(root: Path) -> Tree:
     if not (root / "vllm" / "__init__.py").is_file():
         raise NibbleError(
             ExitCode.VERIFY,
-            what=f"there is no vLLM in {root}",
+            what=f"{root} does not contain vLLM",
             expected="a site-packages folder or vLLM's unpacked source, with vllm/__init__.py in"
             " it",
             action="name it with --root",

@@ -1,1 +1,1 @@
-"""Models with rules of their own."""
+"""Models with special rules."""

@@ -40,7 +40,7 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
             ExitCode.MODEL,
             what=what,
             expected=CLOVERLM_ARCHITECTURE,
-            action="take config.json as it is published",
+            action="restore the published config.json",
         )
     asked = args.get("--quantization")
     if asked is not None and asked.value != QUARTET2:
@@ -109,12 +109,12 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
         ) from None
     ids = int.from_bytes(head[14:17], "little")
     if len(head) < HEADER_BYTES or head[0] > 2 or head[1] > 2 or ids != checkpoint.vocab_size:
-        what = f"{file} is no TokenMonster vocabulary of {checkpoint.vocab_size} ids"
+        what = f"{file} is not a TokenMonster vocabulary of {checkpoint.vocab_size} ids"
         raise NibbleError(
             ExitCode.MODEL,
             what=what,
             expected=VOCABULARY,
-            action="name the right file with --tokenizer PATH",
+            action="name the correct file with --tokenizer PATH",
         )
     _check_whole(file)
 
@@ -126,7 +126,7 @@ def _check_whole(file: Path) -> None:
         eot_of(load(file), file.name)
     except ValueError as error:
         action = (
-            f"download it again from {VOCABULARY_SOURCE}, or name the right file with"
+            f"download it again from {VOCABULARY_SOURCE}, or name the correct file with"
             " --tokenizer PATH"
         )
         raise NibbleError(

@@ -2,7 +2,7 @@
 
 Its sliding-window layers have heads of 256, the others of 512; FlashAttention 4, which takes both,
 has no kernels for SM12x, so that model_executor/models/config.py:283 sets TRITON_ATTN.
-`--gemma4-attention` sets another backend with vLLM's own flags. Nobody has measured it on SM12x;
+`--gemma4-attention` sets another backend with vLLM's own flags. It is not measured on SM12x;
 with FlashAttention 2 for the sliding layers decoding was 8 to 12 % slower than all Triton on A100
 and RTX 3090 (vllm#48114), so that it is off by default.
 """
@@ -32,7 +32,7 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "per-layer": {"--attention-config": {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}},
     "flashinfer": {"--attention-backend": "FLASHINFER"},
 }
-REASON = "Gemma 4 attention as asked; unmeasured on SM12x"
+REASON = "Gemma 4 attention set by the user; unmeasured on SM12x"
 
 
 def has_flashinfer_compiler(environ: Mapping[str, str]) -> bool:

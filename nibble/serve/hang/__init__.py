@@ -1,1 +1,1 @@
-"""A vLLM that stands still."""
+"""Detects and ends a vLLM that hangs."""

@@ -1,5 +1,5 @@
-"""The end of a vLLM that hangs: nothing new is let in, the log gets the stacks, clients get an
-end, and the engine goes.
+"""Ends a vLLM that hangs: stops admission, logs the stacks, ends the clients' streams and the
+engine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ _POLL_S = 0.1
 
 
 class HangEnd:
-    """Called once with the hang, in the watch's thread; `error` is then what the server ends
-    with.
-    """
+    """Called once with the hang, in the watch's thread; `error` is then the server's."""
 
     def __init__(
         self,

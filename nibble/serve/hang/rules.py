@@ -1,9 +1,9 @@
-"""When does vLLM hang, and when does it only take long? Pure: looks at its processes go in, stalls
-come out.
+"""Decides whether vLLM hangs or only takes long. Pure: observations of its processes in, stalls
+out.
 
-Only time in which the supervisor itself ran counts: of the time between two looks at most
-MAX_GAP_S. A machine that was suspended, a container that was paused and a box that swaps so much
-that the supervisor waits too add nothing.
+Only time in which the supervisor ran counts: at most MAX_GAP_S between two observations. A
+suspended machine, a paused container and a machine that swaps so much that the supervisor waits too
+add nothing.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen at one moment (seconds of the monotonic clock).
+    """The processes at one moment (seconds of the monotonic clock).
 
-    `answers` counts the API server's answers to the supervisor, None while nothing is asked;
+    `answers` counts the API server's answers to the supervisor, None before the first request;
     `programs` are the names of all processes below the API server.
     """
 
@@ -92,7 +92,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Something that did not move for `waited_s`, which is `limit_s` or longer."""
+    """A process that did not move for `waited_s`, which is `limit_s` or longer."""
 
     kind: Kind
     pid: int
@@ -133,7 +133,7 @@ class Stalls:
         return found
 
     def forget(self, stall: Stall) -> None:
-        """It was no stall: count from here."""
+        """The engine did not stall: count from now on."""
         self._waited.pop((stall.kind, stall.pid), None)
 
 
@@ -175,7 +175,7 @@ def excuse(
     stacks: str = "",
     has_other_machines: bool = False,
 ) -> str:
-    """Why a stall is no hang yet, in words; empty where nothing says so.
+    """Why a stall does not count as a hang, or "".
 
     `on_cpu`: the model computes on the CPU, so that CPU time is progress. A GPU's host thread spins
     while it waits.
@@ -190,14 +190,14 @@ def excuse(
     if busy and (on_cpu or stall.kind == "api"):
         return "it uses CPU time"
     if sum(one.major_faults - before.major_faults for one, before in grown) > 0:
-        return "its memory is read back from disk"
+        return "the kernel reads its memory back from disk"
     if compilers := sorted(look.programs & _COMPILERS):
         return f"{compilers[0]} runs"
     if _COMPILING.search(stacks):
         return "it compiles"
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
     if calls:
-        return "it is in a call"
+        return "it runs a call"
     # What a rank on another machine computes or compiles cannot be seen from here; a lost one is
     # told by its node.
     return "other machines take part" if has_other_machines and stall.kind == "step" else ""

@@ -1,8 +1,7 @@
-"""The hang watch: looks at vLLM's processes every few seconds, and says so when something does not
-move any more.
+"""The hang watch: checks vLLM's processes every few seconds, and reports when one stops moving.
 
-hang_rules.py decides; here is what it needs from /proc, the plugin's pulses, the API server and the
-processes' stacks.
+rules.py decides; this module reads /proc, the plugin's pulses, the API server and the processes'
+stacks.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ API = "API server"
 
 @dataclass(frozen=True)
 class Hang:
-    """What does not move, and what the processes were doing: process name -> text."""
+    """What does not move, and the processes' stacks: process name -> text."""
 
     stall: Stall
     stacks: Mapping[str, str]
 
 
 class HangWatch:
-    """Made before vLLM starts; `run` is the loop, `ask_api` a second one, each in a thread of its
-    own.
+    """Made before vLLM starts; `run` is the loop, `ask_api` a second one, each in a separate
+    thread.
 
     `on_hang` is called once, from the loop, which ends with it. `is_serving` says whether the API
     server should answer now.

@@ -1,1 +1,1 @@
-"""What is checked before a load."""
+"""Checks before a load."""

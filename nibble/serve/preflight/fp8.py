@@ -1,4 +1,4 @@
-"""FP8 layers on the CPU: what vLLM 0.32 cannot load there, found before it tries."""
+"""FP8 layers on the CPU that vLLM 0.32 cannot load, found before it tries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Everything that would stop a start later, found before vLLM is: hardware, ports, folders, model
-files.
+"""Finds what would stop a start later, before vLLM starts: hardware, ports, folders, model files.
 
 Decisions are functions of facts; `run_checks` collects the facts.
 """
@@ -48,10 +47,10 @@ LITTLE_DISK_BYTES = 2 << 30  # compiled graphs and logs of one model
 
 
 def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
-    """Warnings for a start of `plan`; raises NibbleError for what would make it fail. Starts
-    nothing.
+    """Warnings for a start of `plan`; raises NibbleError for what would make it fail.
 
-    Exit codes: 3 hardware, 4 model files, 5 ports, addresses and folders, 7 memory.
+    It starts nothing. Exit codes: 3 hardware, 4 model files, 5 ports, addresses and folders, 7
+    memory.
     """
     check_hardware(plan.target, plan.hardware)
     warnings = check_driver(plan.target, plan.hardware.driver)
@@ -77,7 +76,7 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
 
 
 def check_hardware(target: Target, hardware: Hardware) -> None:
-    """Raise NO_HARDWARE unless this machine is what the plan is for."""
+    """Raise NO_HARDWARE unless this machine has the plan's hardware."""
     if target.device == "cpu":
         if problem := cpu_problem(hardware.cpu_arch, hardware.cpu_flags):
             raise NibbleError(
@@ -94,16 +93,16 @@ def check_hardware(target: Target, hardware: Hardware) -> None:
     expected = f"a GPU of compute capability {wanted}"
     if hardware.nvml_error:
         what = f"the NVIDIA driver does not answer ({hardware.nvml_error})"
-        action = "check `nvidia-smi`; a container needs --gpus all"
+        action = "run `nvidia-smi`; a container needs --gpus all"
     elif wrong and not hardware.assumed:
         major, minor = wrong[0].capability
         what = (
-            f"{wrong[0].name} has compute capability {major}.{minor} and the target is"
+            f"{wrong[0].name} has compute capability {major}.{minor} but the target is"
             f" {target.name}"
         )
         action = "unset NIBBLE_TARGET"
     else:
-        what = f"the target is {target.name} and this machine has no such GPU"
+        what = f"the target is {target.name}, but this machine does not have its GPU"
         action = "unset NIBBLE_TARGET, or use `nibble plan` to plan for another machine"
     raise NibbleError(ExitCode.NO_HARDWARE, what=what, expected=expected, action=action)
 
@@ -120,7 +119,7 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
                 ExitCode.NO_HARDWARE,
                 what=sentence,
                 expected="another driver",
-                action="install the driver it names",
+                action="install the driver that this line names",
             )
         warnings.append(sentence)
     return warnings
@@ -129,9 +128,9 @@ def check_driver(target: Target, driver: str | None) -> list[str]:
 def check_memory(plan: Plan) -> list[str]:
     """Warnings about memory; raises NO_FIT, with the sum, for a start that cannot fit.
 
-    Where the engine's memory is the host's, the estimate decides: a wedged machine is worse than a
-    refusal. A discrete GPU's driver refuses too much by itself, so only what is certain (weights
-    and one sequence) is refused there.
+    On shared memory the estimate decides: a machine that hangs is worse than a refusal. A discrete
+    GPU's driver refuses excess itself, so nibble refuses only what is certain (weights and one
+    sequence).
     """
     budget = plan.budget
     if budget.weights_bytes is None or budget.allowed_bytes is None or budget.room_bytes is None:
@@ -141,7 +140,7 @@ def check_memory(plan: Plan) -> list[str]:
     missing = budget.least_kv_bytes - budget.room_bytes
     certain = missing - (0 if is_shared(plan.target) else budget.overhead_bytes)
     if certain > 0:
-        what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} would not fit: "
+        what = f"{plan.checkpoint.id if plan.checkpoint else plan.model} does not fit: "
         what += arithmetic(budget, budget.least_kv_bytes) + f": {show_gib(missing)} too little"
         raise NibbleError(
             ExitCode.NO_FIT, what=what, action=f"try, in this order: {steps(plan.ladder)}"
@@ -150,7 +149,8 @@ def check_memory(plan: Plan) -> list[str]:
         left = show_gib(max(0, budget.room_bytes))
         return [
             f"one sequence of {budget.sequence_tokens} tokens takes"
-            f" {show_gib(budget.least_kv_bytes)}, about {left} are left; to need less:"
+            f" {show_gib(budget.least_kv_bytes)}, about {left} are left; reduce memory, in this"
+            f" order:"
             f" {steps(plan.ladder)}"
         ]
     return []
@@ -172,16 +172,14 @@ def check_port(variable: str, host: str, port: int, problem: BindProblem | None)
         )
     else:
         what, action = (
-            f"HOST {host} is no address of this machine",
-            "set HOST to 127.0.0.1, 0.0.0.0 or one of its own",
+            f"HOST {host} is not an address of this machine",
+            "set HOST to 127.0.0.1, 0.0.0.0 or an address of this machine",
         )
     raise NibbleError(ExitCode.CONFIG, what=what, action=action)
 
 
 def check_certificate(args: Mapping[str, str]) -> None:
-    """Raise CONFIG for a certificate or key that cannot be used: vLLM reads them once the model
-    is loaded.
-    """
+    """Raise CONFIG for an unusable certificate or key, which vLLM reads only after the load."""
     certificate, key, authorities = (
         args.get(f"--ssl-{name}") for name in ("certfile", "keyfile", "ca-certs")
     )
@@ -205,7 +203,7 @@ def check_certificate(args: Mapping[str, str]) -> None:
         why = getattr(error, "reason", None) or error.strerror or error
         what = f"{named} cannot be used for HTTPS ({why})"
         expected = (
-            "a certificate and its key without a passphrase, as PEM files that this user may read"
+            "a certificate and its key without a passphrase, as PEM files that this user can read"
         )
         raise NibbleError(
             ExitCode.CONFIG,
@@ -216,37 +214,36 @@ def check_certificate(args: Mapping[str, str]) -> None:
 
 
 def check_folders(own: Path, engine: Path) -> list[str]:
-    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM must write and
-    cannot.
-    """
-    # Below our own cache the engine's folder is an entry that only a start makes.
+    """Warnings about little disk; raises CONFIG for a folder that nibble or vLLM cannot write."""
+    # Below nibble's cache the engine's folder is an entry that only a start creates.
     probed = nearest_existing(engine) if engine.is_relative_to(own) else engine
     for folder, variable in ((own, "NIBBLE_CACHE_DIR"), (probed, "VLLM_CACHE_ROOT")):
         if problem := write_problem(folder):
             raise not_writable(folder, problem, variable)
     if re.search(r"\s", str(engine)):  # torch 2.13 gives g++ its command as one text
-        what = (
-            f"the path of the cache, {engine}, has a blank, and what is compiled there would fail"
-        )
+        what = f"the path of the cache, {engine}, has a blank, which breaks compilation there"
         raise NibbleError(
             ExitCode.CONFIG, what=what, action="name a folder without blanks with NIBBLE_CACHE_DIR"
         )
     if is_noexec(engine):
         what = (
-            f"{nearest_existing(engine)} is mounted noexec: what is compiled for this model could"
-            " not be loaded from it"
+            f"{nearest_existing(engine)} is mounted noexec: no compiled kernel can be loaded"
+            " from it"
         )
         action = (
             "mount it with exec (docker run --tmpfs PATH:exec), or name another folder with"
             " NIBBLE_CACHE_DIR"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what=what, expected="a cache that code can be run from", action=action
+            ExitCode.CONFIG,
+            what=what,
+            expected="a cache whose file system permits exec",
+            action=action,
         )
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        what = "no folder for temporary files can be written"
+        what = "no folder for temporary files is writable"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
@@ -276,11 +273,12 @@ def check_model_folder(folder: Path) -> None:
 
 
 def vllm_port_warning(child: Mapping[str, str], port: int) -> list[str]:
-    """VLLM_PORT is where vLLM's processes meet, not the API's port; people take one for the
-    other.
-    """
+    """A warning about VLLM_PORT: it is the port of vLLM's processes, not of the API."""
     given = child.get("VLLM_PORT", "")
     if not given.isdigit():
         return []
     clash = f" and is PORT {port} too" if int(given) == port else ""
-    return [f"VLLM_PORT={given} is for vLLM's own processes{clash}; PORT is the port of the API"]
+    return [
+        f"VLLM_PORT={given} sets a port between vLLM's processes{clash}; PORT is the port of"
+        f" the API"
+    ]

@@ -1,6 +1,4 @@
-"""What is read of a model's files before a load, whatever its format: scales and norms,
-tokenizer, what the CPU cannot serve.
-"""
+"""Checks a model's files before a load, in any format: scales, norms, tokenizer, CPU support."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def check_model_files(plan: Plan, child: Mapping[str, str]) -> list[str]:
 
 
 def check_values(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
-    """Warnings about unlikely scales; raises MODEL for those that no exporter means."""
+    """Warnings about unlikely scales; raises MODEL for invalid ones."""
     if checkpoint.path is None:
         return []
     weights = [weight for weight in checkpoint.nvfp4 if with_draft or not weight.is_draft]
@@ -53,9 +51,7 @@ def check_values(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
 
 
 def check_tokenizer(plan: Plan) -> None:
-    """Raise MODEL for a folder without a vocabulary: vLLM says so once all its processes have
-    started.
-    """
+    """Raise MODEL for a folder without a vocabulary, before vLLM starts its processes."""
     has_own = "--tokenizer" in plan.args or _value(plan, "--skip-tokenizer-init") is True
     checkpoint = plan.checkpoint
     if has_own or checkpoint is None or checkpoint.path is None or is_cloverlm(checkpoint):
@@ -85,8 +81,8 @@ def check_experts_on_cpu(plan: Plan) -> None:
         ):
             module = name.rpartition(".")[0]
             what = (
-                f"{module} of {checkpoint.id} is an expert without gate_proj, which vLLM 0.32 has"
-                " no layer for on the CPU"
+                f"{module} of {checkpoint.id} is an expert without gate_proj, for which vLLM 0.32"
+                " has no layer on the CPU"
             )
             raise NibbleError(
                 ExitCode.CONFIG,

@@ -1,6 +1,4 @@
-"""What would make an NVFP4 checkpoint compute wrongly, found before it is loaded: damaged
-scales, a missing plugin.
-"""
+"""Finds what would make an NVFP4 checkpoint compute wrongly: damaged scales, a missing plugin."""
 
 from __future__ import annotations
 
@@ -17,12 +15,10 @@ from nibble.plan.validate import drafts_from_itself
 
 
 def check_nvfp4(plan: Plan, child: Mapping[str, str]) -> list[str]:
-    """Lines to print for a start of `plan` with the environment `child`; reads every scale of the
-    checkpoint.
+    """Lines to print for a start of `plan` with the environment `child`; reads every scale.
 
     Raises MODEL for damaged scales and for the vocabulary of another model, CONFIG for scales in
-    another layout than the config says and for a plugin that is not there and cannot be done
-    without.
+    another layout than the config declares and for a missing plugin that the plan needs.
     """
     checkpoint = plan.checkpoint
     values = {name: choice.value for name, choice in plan.args.items()}
@@ -45,8 +41,9 @@ def check_plugin(plan: Plan, child: Mapping[str, str]) -> list[str]:
     reasons = [*options, *(["CloverLM"] if is_cloverlm(plan.checkpoint) else [])]
     if reasons or plan.target.device == "cpu":
         needed = f"for {', '.join(reasons)}" if reasons else "for NVFP4 on the CPU"
-        raise NibbleError(ExitCode.CONFIG, what=f"{what}, and it is needed {needed}", action=action)
+        raise NibbleError(
+            ExitCode.CONFIG, what=f"{what}, but the model needs it {needed}", action=action
+        )
     return [
-        f"warning: {what}: fused projections whose parts have different scales compute wrongly;"
-        f" {action}"
+        f"warning: {what}: fused projections with different scales give wrong results; {action}"
     ]
