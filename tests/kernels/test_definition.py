@@ -142,8 +142,7 @@ def kept_and_fed(tokens: int = 24, fault: float = 1.0, skips: bool = False) -> A
         kept.finish()
         with kept.fed():
             right(x)
-        reference = {f"inside:0:{name}": value for name, value in kept.tensors().items()}
-        reference |= {"tokens": sampled, "ids": torch.arange(24)}
+        reference = kept.tensors(0) | {"tokens": sampled, "ids": torch.arange(24)}
         model: Any = nn.Module()
         model.packed_modules_mapping = {"qv_proj": ["q_proj", "v_proj"]}
         met = inside.Inside(model, [served], reference, tokens)

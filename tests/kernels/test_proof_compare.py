@@ -13,7 +13,7 @@ import torch
 RIGHT = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
-def compared(found: torch.Tensor, part: str = "linear", **forms: torch.Tensor) -> Any:
+def compared(found: torch.Tensor, part: Any = "linear", **forms: torch.Tensor) -> Any:
     from nibble.engine.plugin.report.compare import compare
 
     return compare(part, "kind", "layer", found, forms or {"plain": RIGHT})

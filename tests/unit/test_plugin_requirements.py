@@ -167,7 +167,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     yield install
     sys.modules.pop("nibble.engine.plugin.queues", None)
-    vars(plugin).pop("queues", None)
+    plugin.__dict__.pop("queues", None)
 
 
 def load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
