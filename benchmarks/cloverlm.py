@@ -84,7 +84,7 @@ def main() -> None:
 
 def write(folder: Path, form: str, blocks: int, device: str) -> Path:
     """The checkpoint in one file, made on the device; an existing one stays."""
-    from nibble_kernels.quant_fp4 import quant_fp4
+    from nibble_kernels.quartet2.quantize import quant_fp4
     from safetensors.torch import save_file
 
     if folder.exists():

@@ -120,7 +120,7 @@ def run_case(form: str, activations: str, kernel: str, scales: str, device: str)
     options = {"nvfp4_activations": "bf16"} if activations == ROUTED else {}
     with vllm_config(kernel, options):
         if scales == "merged":
-            from nibble_kernels.vllm_plugin import register
+            from nibble.engine.plugin import register
 
             register()
         elif device == "cpu":
@@ -208,7 +208,7 @@ def make_layer(
     form: str, activations: str, weights: dict[str, Tensor], device: str
 ) -> tuple[Any, dict[str, Tensor]]:
     """vLLM's QKVParallelLinear, loaded and processed; and what its tensors mean in float64."""
-    from nibble_kernels.nvfp4_weights import dequantize, quantize
+    from nibble_kernels.weight_quant import dequantize, quantize
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
     heads = {"head_size": 64, "total_num_heads": ROWS["q"] // 64, "total_num_kv_heads": 1}
@@ -273,8 +273,8 @@ def x_as_computed(x: Tensor, input_scale: Tensor, is_quantized: bool) -> Tensor:
     """The activations as the product sees them, in float64."""
     if not is_quantized:
         return x.double()
+    from nibble_kernels.activation_quant import nvfp4_quant
     from nibble_kernels.conversions import e2m1_decode
-    from nibble_kernels.nvfp4_quant import nvfp4_quant
 
     codes, scales = nvfp4_quant(x, (1 / input_scale).reshape(1), tiled=False)
     return (

@@ -31,9 +31,13 @@ from typing import Any
 
 import torch
 from machine import machine
+from nibble_kernels.activation_quant import (
+    add_rmsnorm_nvfp4_quant,
+    nvfp4_quant,
+    silu_mul_nvfp4_quant,
+)
 from nibble_kernels.conversions import conversion_report
-from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
-from nibble_kernels.quant_fp4 import quant_fp4
+from nibble_kernels.quartet2.quantize import quant_fp4
 
 LARGE = [(16384, 8192), (65536, 4096), (8192, 28672), (32768, 16384)]
 SMALL = [(1, 4096), (16, 4096), (256, 4096), (2048, 4096)]

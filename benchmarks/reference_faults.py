@@ -131,8 +131,9 @@ def backends_of(model: str) -> dict[str, Any]:
 
 def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> None:
     """In a separate process; a line for each fault with its findings."""
-    from nibble_kernels.vllm_plugin.proof.probes import Probes
     from vllm import LLM
+
+    from nibble.engine.plugin.report.probes import Probes
 
     Probes.forget = lambda self: None  # reports are made again and again
     files = hand_over(Path(reference), Path(proof))
@@ -173,10 +174,9 @@ def hand_over(reference: Path, proof: Path) -> dict[str, Any]:
 
 
 def one_fault(llm: Any, worker: Any, fault: Any, data: dict[str, Any]) -> dict[str, Any]:
-    from nibble_kernels.vllm_plugin.proof import make_report
-
     from nibble.canary.computed import judge_definition
     from nibble.canary.layers import check_layers
+    from nibble.engine.plugin.report import make_report
 
     began = time.monotonic()
     try:

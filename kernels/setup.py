@@ -81,10 +81,10 @@ extensions = []
 arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 wanted = os.environ.get("NIBBLE_KERNELS_COMPILE") != "0"
 if wanted and shutil.which(os.environ.get("CXX", "c++")):
-    extensions.append(extension(CppExtension, "_cpu", "*/*.cpp", cxx=CXX_FLAGS))
+    extensions.append(extension(CppExtension, "_cpu", "**/*.cpp", cxx=CXX_FLAGS))
     if arch_list and CUDA_HOME and torch.version.cuda:
         nvcc = NVCC_FLAGS + gencode(arch_list)
-        extensions.append(extension(CUDAExtension, "_cuda", "*/*.cu", cxx=CXX_FLAGS, nvcc=nvcc))
+        extensions.append(extension(CUDAExtension, "_cuda", "**/*.cu", cxx=CXX_FLAGS, nvcc=nvcc))
 else:
     why = "no C++ compiler here" if wanted else "NIBBLE_KERNELS_COMPILE=0"
     print(f"nibble-kernels: {why}, so only the plain torch code is installed")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nibble_kernels.activation_quant import nvfp4_quant
 from nibble_kernels.conversions import e2m1_decode, e4m3_decode
-from nibble_kernels.nvfp4_quant import nvfp4_quant
-from nibble_kernels.nvfp4_weights import Nvfp4Weight, dequantize
+from nibble_kernels.weight_quant import Nvfp4Weight, dequantize
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, OUR_CLASSES
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
@@ -29,19 +30,14 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION,
 # FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
-# vllm_plugin/cuda.py
-OUR_KERNELS = {
-    "linear": ("NibbleNvFp4LinearKernel",),
-    "moe": ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE"),
-}
-OURS = ("Cpu", "Nibble", "Quartet2")  # how nibble's own kernels and methods are called
+OUR_KERNELS = {"linear": (GPU_LINEAR,), "moe": GPU_EXPERTS}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What may run for a part of a worker's report (proof/ran.py), and who says so.
+    """What may run for a part of a worker's report (KernelsUsed), and who says so.
 
     Names are compared without case and punctuation and may be the beginning of what is found, so
     that `marlin` is MarlinNvFp4LinearKernel. Nothing allowed: anything that is not slow.
@@ -260,7 +256,7 @@ def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
     """
     state = ran["operators"].get(ran["device"], "compiled")
     names = [name for part in ("linear", "moe") for found in ran[part] for name in found.split()]
-    if state != "compiled" and any(name.startswith(OURS) for name in names):
+    if state != "compiled" and any(name in OUR_CLASSES for name in names):
         yield Deviation(
             "nibble's kernels",
             f"plain torch code ({state})",

@@ -6,19 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nibble.canary.finding import Finding
+from nibble.engine.contract import formats_of
 
 
 def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """In which formats the NVFP4 layers that are right take their activations: `fp4`, or `bf16`
     by kernels for weights alone.
     """
-    entries = [
-        entry
-        for report in reports
-        for entry in report["checks"]
-        if entry["part"] in ("linear", "moe")
-    ]
-    forms = {form.partition(",")[0] for entry in entries for form in entry["activations"]}
+    forms = {form for report in reports for form in formats_of(report["checks"])}
     return tuple(sorted(forms - {"plain"}))
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,17 @@ from nibble.canary.kernels import (
 from nibble.canary.layers import activations_of, on_node
 from nibble.canary.references import References, references_like
 from nibble.engine.api import Api
+from nibble.engine.contract import (
+    ALLOWED_PLUGINS,
+    REFERENCES,
+    REFERENCES_PENDING,
+    REPORT_FOLDER,
+    REPORT_PLUGIN,
+    WORKER_REPORTS,
+    WorkerReport,
+    reporting_pid,
+)
+from nibble.engine.installed import has_plugin
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
@@ -36,12 +46,6 @@ from nibble.reference.store import layer_files, read_reference
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-PLUGIN = "nibble_proof"
-FOLDER = "NIBBLE_PROOF"  # vllm_plugin/proof reads it
-HANDED_OVER, PENDING = (
-    "references.json",
-    "references.pending",
-)  # the plugin looks for them in that folder
 WARM_UP_S = 600.0  # log-probs are compiled at their first use
 # Flags under which a model's numbers are not those that were recorded.
 OTHER_NUMBERS = (
@@ -84,21 +88,21 @@ class Proof:
         self._canary: tuple[str, tuple[Finding, ...]] = ("pending", ())
         self._computed = computed
         folder.mkdir()
-        (folder / PENDING).touch()
+        (folder / REFERENCES_PENDING).touch()
         threading.Thread(target=self._hand_over, name="hand over references", daemon=True).start()
 
     def _hand_over(self) -> None:
-        """Workers that are warm wait until PENDING is away."""
+        """Workers that are warm wait until REFERENCES_PENDING is away."""
         try:
             files = json.dumps(layer_files(self._computed()))
             with suppress(FileNotFoundError):  # the run is over
-                (self._folder / HANDED_OVER).write_text(files)
+                (self._folder / REFERENCES).write_text(files)
         finally:
-            (self._folder / PENDING).unlink(missing_ok=True)
+            (self._folder / REFERENCES_PENDING).unlink(missing_ok=True)
 
     def environ(self) -> dict[str, str]:
         """For vLLM's processes."""
-        return {FOLDER: str(self._folder)}
+        return {REPORT_FOLDER: str(self._folder)}
 
     def to_json(self) -> dict[str, Any]:
         """For /status: both verdicts, what ran, and each mechanism's finding."""
@@ -147,8 +151,7 @@ class Proof:
     ) -> None:
         self._assertion = ("unknown", ())
         if silent or reports < workers(self._plan):
-            installed = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
-            how = self._plan.settings.kernel_assertion if installed else "warn"
+            how = self._plan.settings.kernel_assertion if has_plugin(REPORT_PLUGIN) else "warn"
             self._tell(_silence(reports, workers(self._plan), silent), how, say)
         if not self._ran:
             return
@@ -255,16 +258,14 @@ def calls_tools(plan: Plan) -> bool:
     return "--tool-call-parser" in plan.args and automatic is not None and automatic.value is True
 
 
-def read_reports(folder: Path, of_the_living: bool = False) -> list[Mapping[str, Any]]:
+def read_reports(folder: Path, of_the_living: bool = False) -> list[WorkerReport]:
     """What this machine's workers wrote, by rank; of those that still run, where the folder
     outlives a run of vLLM's.
     """
-    files = list(folder.glob("worker-*.json"))
+    files = list(folder.glob(WORKER_REPORTS))
     if of_the_living:
-        files = [
-            file for file in files if Path("/proc", file.stem.removeprefix("worker-")).exists()
-        ]
-    found = [json.loads(file.read_text()) for file in files]
+        files = [file for file in files if Path("/proc", reporting_pid(file)).exists()]
+    found: list[WorkerReport] = [json.loads(file.read_text()) for file in files]
     return sorted(found, key=lambda report: report["rank"])
 
 
@@ -356,10 +357,10 @@ def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
     """Some workers did not report: an installation without the plugin, or one that excludes it
     out.
     """
-    allowed = os.environ.get("VLLM_PLUGINS")
+    allowed = os.environ.get(ALLOWED_PLUGINS)
     action = "install the nibble-kernels of this nibble (run `make setup`, or use the image)"
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        action = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
+    if allowed is not None and REPORT_PLUGIN not in allowed.split(","):
+        action = f"add {REPORT_PLUGIN} to {ALLOWED_PLUGINS} or unset it"
     who = f"only {reports} of {workers} workers" if reports else "no worker"
     if silent:
         who = f"no worker on node {', '.join(silent)}"
@@ -367,6 +368,6 @@ def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
     return NibbleError(
         ExitCode.CANARY,
         what=what,
-        expected=f"a report of nibble's plugin {PLUGIN} from each worker",
+        expected=f"a report of nibble's plugin {REPORT_PLUGIN} from each worker",
         action=f"{action}; {STRICT_ACTION}",
     )

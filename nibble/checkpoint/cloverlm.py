@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from nibble.checkpoint import Checkpoint
-
-MODEL_TYPE = "cloverlm"
+from nibble.engine.contract import CLOVERLM_MODEL_TYPE
 
 
 def is_cloverlm(checkpoint: Checkpoint | None) -> bool:
-    return checkpoint is not None and checkpoint.model_type == MODEL_TYPE
+    return checkpoint is not None and checkpoint.model_type == CLOVERLM_MODEL_TYPE

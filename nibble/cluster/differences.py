@@ -22,6 +22,7 @@ SAME_MODEL = (
 # Part of a build (build_id.py) -> how it is called, and what one of its entries is.
 PARTS: Mapping[str, tuple[str, str]] = {
     "nibble": ("nibble's code", "file"),
+    "plugin": ("nibble's vLLM plugin", "file"),
     "kernels": ("the build of nibble's kernels", "file"),
     "vllm files": ("vLLM's code", "file"),
     "patches": ("the set of vLLM patches", "patch"),

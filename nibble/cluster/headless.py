@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.canary.verification import FOLDER
 from nibble.cluster.agent import Agent
 from nibble.cluster.head import leaving, lost_head, refuse, running
 from nibble.cluster.member import End, Member
 from nibble.cluster.node import find_place, node_handlers, proof_handlers
 from nibble.cluster.roster import BEAT_S
 from nibble.cluster.token import members_token
+from nibble.engine.contract import REPORT_FOLDER
 from nibble.engine.log import ErrorReader
 from nibble.engine.process import Ended, Engine, Event, Failed, Stop, Told
 from nibble.errors import ExitCode, NibbleError
@@ -62,7 +62,7 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
     with proof, stop_signals(once_a_second(lambda signum: events.put(Stop(signum)))):
 
         def child_environ() -> dict[str, str]:
-            return plan.vllm_environ(place.environ) | {FOLDER: proof.name}
+            return plan.vllm_environ(place.environ) | {REPORT_FOLDER: proof.name}
 
         node = _Headless(plan, member, child_environ, events, say)
         control = ControlServer(settings.control_port, node.status, node.is_ready)

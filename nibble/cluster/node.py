@@ -23,6 +23,7 @@ from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
 from nibble.cluster.rank_settings import checkpoint_folders, rank_facts
+from nibble.engine.contract import WORKER_REPORTS, WorkerReport, reporting_pid
 from nibble.engine.installed import part_files
 from nibble.machine.paths import cache_dir
 from nibble.settings.options import Settings
@@ -146,11 +147,10 @@ def ranks_by_pid(folder: Path) -> dict[int, int]:
     still runs or not.
     """
     found: dict[int, int] = {}
-    for file in folder.glob("worker-*.json"):
+    for file in folder.glob(WORKER_REPORTS):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found[int(file.stem.removeprefix("worker-"))] = int(
-                json.loads(file.read_text())["rank"]
-            )
+            report: WorkerReport = json.loads(file.read_text())
+            found[int(reporting_pid(file))] = int(report["rank"])
     return found
 
 

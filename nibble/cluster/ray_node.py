@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nibble.canary.verification import FOLDER
 from nibble.cluster.agent import Agent
 from nibble.cluster.facts import target_of
 from nibble.cluster.head import head_handlers, leaving, lost_head, refuse, running
@@ -35,6 +34,7 @@ from nibble.cluster.node import Place, find_place, node_handlers, proof_handlers
 from nibble.cluster.parts import Parts
 from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import SECRETS, heads_token, members_token
+from nibble.engine.contract import REPORT_FOLDER
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import detect
 from nibble.machine.memory import MemorySource
@@ -214,7 +214,7 @@ def node_environ(place: Place, token: str, proof: Path) -> dict[str, str]:
     kept = {name: value for name, value in place.environ.items() if name not in withheld}
     added = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     ports = {name: str(port) for name, port in PORT_VARIABLES.items()}
-    own = {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address, FOLDER: str(proof)}
+    own = {"PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": place.address, REPORT_FOLDER: str(proof)}
     # Ray's own would kill a worker at 95 % of a machine's memory, which on unified memory is what a
     # plan may take.
     monitor = {"RAY_memory_monitor_refresh_ms": "0"}

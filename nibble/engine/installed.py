@@ -19,6 +19,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from nibble.engine.contract import ALLOWED_PLUGINS, OPERATORS, PLUGIN, PLUGIN_GROUP
 from nibble.engine.patching.apply import RECORD_FOLDER
 from nibble.machine.paths import root
 
@@ -30,15 +31,13 @@ VLLM = (
 # Packages that compile what vLLM runs. Their wheels are pinned, so a version stands for the
 # content.
 COMPILERS = ("triton", "flashinfer-python", "humming-kernels", "nvidia-cutlass-dsl")
-KERNELS = "nibble_kernels"
 # kernels/setup.py writes it: sha256 of every file that the compiled modules are made from, which
 # are not installed themselves.
 KERNEL_SOURCES = "_sources.json"
-PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nibble"
 # What the build is made of; those in FILES are digests of files, the others versions.
-FILES = ("nibble", "kernels", "vllm files", "patches")
+FILES = ("nibble", "plugin", "kernels", "vllm files", "patches")
 PARTS = (*FILES, "vllm", "torch", *COMPILERS)
-# nibble's own code chooses flags and checks answers; vLLM's process compiles nothing of it.
+# nibble's code outside of its plugin chooses flags and checks answers: vLLM compiles none of it.
 NOT_COMPILED = frozenset({"nibble"})
 _TORCH_FACTS = re.compile(r"^(cuda|git_version)\b[^=]*= *(?:'(.*)'|None)$", re.MULTILINE)
 
@@ -81,6 +80,7 @@ def part_files(part: str) -> Files:
     """File (or patch) -> sha256, of a part in FILES: what `build_parts` has the digest of."""
     readers = {
         "nibble": _nibble_files,
+        "plugin": _plugin_files,
         "kernels": _kernel_files,
         "vllm files": _vllm_files,
         "patches": _patches,
@@ -100,21 +100,32 @@ def vllm_version() -> str:
 
 
 def _nibble_files() -> Files:
-    """The package, and the rules and targets that it decides by. Users add recipes: the plan has
-    the effect of those.
+    """The package without its plugin, and the rules and targets that it decides by. Users add
+    recipes: the plan has the effect of those.
     """
     package = Path(__file__).resolve().parents[1]
-    found = _hashes(package, (path for path in package.rglob("*") if path.is_file()))
+    found = _hashes(package, (path for path in package.rglob("*") if not _is_of_plugin(path)))
     for folder in ("rules", "targets"):
         found |= _hashes(root(), (root() / folder).glob("*.toml"))
     return found
+
+
+def _plugin_files() -> Files:
+    """What runs in vLLM's processes, and what it is told."""
+    folder = Path(__file__).resolve().parent
+    return _hashes(folder, (path for path in folder.rglob("*") if _is_of_plugin(path)))
+
+
+def _is_of_plugin(path: Path) -> bool:
+    folder = Path(__file__).resolve().parent
+    return path == folder / "contract.py" or path.is_relative_to(folder / "plugin")
 
 
 def _kernel_files() -> Files:
     """The installed Python files, and what the compiled modules are made from; those modules
     themselves where that is unknown.
     """
-    spec = importlib.util.find_spec(KERNELS)
+    spec = importlib.util.find_spec(OPERATORS)
     if spec is None or not spec.submodule_search_locations:
         return {}
     package = Path(next(iter(spec.submodule_search_locations)))
@@ -208,7 +219,7 @@ def missing_gpu_kernels(child: Mapping[str, str]) -> str:
     """
     if missing := missing_plugin(child):
         return missing[0]
-    package = find_spec("nibble_kernels")
+    package = find_spec(OPERATORS)
     folders = package.submodule_search_locations if package else None
     compiled = [file for folder in folders or () for file in Path(folder).glob("_cuda.*so")]
     return "" if compiled else "nibble-kernels was installed without its CUDA kernels"
@@ -216,15 +227,20 @@ def missing_gpu_kernels(child: Mapping[str, str]) -> str:
 
 def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
     """Why vLLM will not load nibble's plugin, and what to do."""
-    allowed = child.get("VLLM_PLUGINS")  # vllm 0.32 plugins/__init__.py: a list of those to load
+    allowed = child.get(ALLOWED_PLUGINS)
     if allowed is not None and PLUGIN not in allowed.split(","):
         return (
-            "VLLM_PLUGINS excludes nibble's plugin",
-            f"add {PLUGIN} to VLLM_PLUGINS or unset it",
+            f"{ALLOWED_PLUGINS} excludes nibble's plugin",
+            f"add {PLUGIN} to {ALLOWED_PLUGINS} or unset it",
         )
-    if not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
+    if not has_plugin(PLUGIN):
         return (
-            "nibble-kernels, which has nibble's vLLM plugin, is not installed",
+            "nibble-kernels, without which nibble's vLLM plugin does nothing, is not installed",
             "run `make setup`",
         )
     return None
+
+
+def has_plugin(name: str) -> bool:
+    """Whether a plugin of nibble's is installed, with the operators that it needs."""
+    return bool(entry_points(group=PLUGIN_GROUP, name=name)) and find_spec(OPERATORS) is not None

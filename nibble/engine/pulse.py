@@ -1,31 +1,18 @@
-"""Reads how far vLLM's processes are from what nibble's plugin writes in them."""
+"""Reads how far vLLM's processes are from what nibble's plugin writes (plugin/pulse.py)."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-FOLDER = "NIBBLE_PULSE"
-PROBE = "/health?nibble"  # the plugin keeps it out of the access log
-MAGIC = b"nblpuls1"
-LAYOUT = struct.Struct("=8sIBBxxQQQ")
-IDLE, STEP, CALL = 0, 1, 2
-
-Kind = Literal["api", "engine"]
+from nibble.engine.contract import PulseKind, PulseRecord, pulse_file
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """One process: `turns` grows with each step or answer, `doing` is IDLE, STEP (a step of the
-    model) or CALL (a utility).
+    """One process: see PulseRecord."""
 
-    `requests` are those it holds, `tokens` those of the batch that it waits for; `is_paused` while
-    it sleeps.
-    """
-
-    kind: Kind
+    kind: PulseKind
     pid: int
     doing: int
     is_paused: bool
@@ -37,22 +24,17 @@ class Pulse:
 def read_pulses(folder: Path) -> tuple[Pulse, ...]:
     """Those of all processes that wrote one; what cannot be read is left out."""
     found = []
-    kinds: tuple[Kind, ...] = ("api", "engine")
+    kinds: tuple[PulseKind, ...] = ("api", "engine")
     for kind in kinds:
-        for path in sorted(folder.glob(f"{kind}-*")):
+        for path in sorted(folder.glob(pulse_file(kind, "*"))):
             if (pulse := _read(kind, path)) is not None:
                 found.append(pulse)
     return tuple(found)
 
 
-def _read(kind: Kind, path: Path) -> Pulse | None:
+def _read(kind: PulseKind, path: Path) -> Pulse | None:
     try:
-        data = path.read_bytes()
+        record = PulseRecord.from_bytes(path.read_bytes())
     except OSError:
         return None
-    if len(data) != LAYOUT.size:
-        return None
-    magic, pid, doing, paused, turns, requests, tokens = LAYOUT.unpack(data)
-    return (
-        Pulse(kind, pid, doing, bool(paused), turns, requests, tokens) if magic == MAGIC else None
-    )
+    return Pulse(kind, *record) if record is not None else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nibble.engine.contract import CONFIG_KEY
+from nibble.engine.contract import OPTIONS as NVFP4_OPTIONS
 from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer, at
 from nibble.plan.inputs import Ingredients
 from nibble.plan.models.gemma4 import FLAGS as GEMMA4_FLAGS
 from nibble.plan.models.gemma4 import REASON as GEMMA4_REASON
 from nibble.plan.nvfp4_options import FLAG as NVFP4_FLAG
-from nibble.plan.nvfp4_options import OPTIONS as NVFP4_OPTIONS
 from nibble.plan.nvfp4_options import REASON as NVFP4_REASON
 from nibble.plan.server import OPTIONS as SERVER_OPTIONS
 from nibble.plan.server import server_flags
@@ -152,4 +153,4 @@ def _plugin_options(settings: Settings, loaded: Loaded, layer: str) -> Choices:
     if not ours:
         return {}
     source = " and ".join(str(loaded.origins[name]) for name in ours)
-    return {NVFP4_FLAG: Choice({"nibble": ours}, source, NVFP4_REASON)}
+    return {NVFP4_FLAG: Choice({CONFIG_KEY: ours}, source, NVFP4_REASON)}

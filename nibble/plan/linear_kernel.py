@@ -10,6 +10,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
+from nibble.engine.contract import CONFIG_KEY
 from nibble.plan.choice import Choice, Choices, values_of
 from nibble.plan.inputs import Ingredients
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
@@ -84,7 +85,7 @@ def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Ch
         return {}
     if "linear_kernel" in asked(values_of(args)):
         return {}
-    return {FLAG: Choice({"nibble": {"linear_kernel": "nibble"}}, chosen.source, REASON)}
+    return {FLAG: Choice({CONFIG_KEY: {"linear_kernel": "nibble"}}, chosen.source, REASON)}
 
 
 def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> int | None:

@@ -1,7 +1,7 @@
 """NVFP4 options for nibble's vLLM plugin: activations, output head, kernels, scale mode. Pure.
 
-The plugin (kernels/) reads them from vLLM's own `--additional-config`, under the key `nibble`. Here
-is which models and targets rule them out.
+The plugin reads them from vLLM's own `--additional-config` (engine/contract.py). Here is which
+models and targets rule them out.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
+from nibble.engine.contract import CONFIG_FLAG as FLAG
+from nibble.engine.contract import given_options
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.choice import OURS, Flags
 from nibble.recipes.rules import NESTED, in_effect
 
-FLAG = "--additional-config"
-OPTIONS = ("nvfp4_activations", "quantize_lm_head", "linear_kernel", "moe_kernel", "act_scale_mode")
 REASON = "for nibble's vLLM plugin"
 
 
 def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the plugin will be told, by option."""
-    config = args.get(FLAG)
-    ours = config.get("nibble") if isinstance(config, Mapping) else None
-    return ours if isinstance(ours, Mapping) else {}
+    return given_options(args.get(FLAG))
 
 
 def check_is_object(args: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes
 nibble's (vllm 0.32 kernels/linear/__init__.py:1145,
-kernels/src/nibble_kernels/vllm_plugin/kernels.py). Another that is named would end the start after
+nibble/engine/plugin/kernels.py). Another that is named would end the start after
 the load, when what ran is compared.
 """
 
@@ -13,14 +13,15 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
+from nibble.engine.contract import BATCH_INVARIANT as INVARIANT
+from nibble.engine.contract import GPU_LINEAR
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.inputs import Ingredients
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
 
-INVARIANT = "VLLM_BATCH_INVARIANT"  # kernels/src/nibble_kernels/vllm_plugin/kernels.py
-ADDS_IN_ONE_ORDER = ("NibbleNvFp4LinearKernel", "CutlassNvFp4LinearKernel")
+ADDS_IN_ONE_ORDER = (GPU_LINEAR, "CutlassNvFp4LinearKernel")
 NAMES = {"nibble": "nibble's kernel", "cutlass": "CUTLASS", "emulation": "vLLM's emulation"}
 
 

@@ -88,7 +88,7 @@ def _correction(checkpoint: Checkpoint, with_draft: bool) -> Correction | None:
     modules = checkpoint.modules
     if modules is None:
         return None
-    # One that is quantized is built so by nibble's plugin (nibble_kernels.vllm_plugin.mtp), and
+    # One that is quantized is built so by nibble's plugin (nibble.engine.plugin.mtp), and
     # then by the list.
     return correct(modules, with_draft, _forced(checkpoint) - modules.quantized)
 

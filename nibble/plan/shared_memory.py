@@ -4,7 +4,7 @@ Docker and Kubernetes give a container 64 MiB there unless told otherwise. An en
 process exchange messages in two queues of ten chunks each (vllm 0.32
 distributed/device_communicators/shm_broadcast.py:493): requests in chunks of
 VLLM_MQ_MAX_CHUNK_BYTES_MB, answers in chunks of 24 MiB, or of that variable too where nibble's
-plugin is loaded (kernels/src/nibble_kernels/vllm_plugin/queues.py). vLLM refuses a queue that is
+plugin is loaded (nibble/engine/plugin/queues.py). vLLM refuses a queue that is
 larger than what is free (:244). What no message has touched takes no memory.
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nibble.engine.contract import CHUNK_MIB as VARIABLE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.choice import Choice, Choices
 from nibble.plan.inputs import Ingredients
 from nibble.plan.topology import BACKEND, Topology
 
-VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
 CHUNKS = 10
 REQUEST_CHUNK_MIB = 16  # vllm 0.32 envs.py:1868
 ANSWER_CHUNK_MIB = 24  # vllm 0.32 shm_broadcast.py:492

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.engine.contract import norm_key
 from nibble.errors import NibbleError
 from nibble.reference.probe import Probe
 from nibble.reference.prompts import NO_THINKING, PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
@@ -247,7 +248,7 @@ def norm_weights(weights: Weights) -> dict[str, Tensor]:
         for name in weights.names
         if name.endswith("norm.weight") and len(weights.shape(name)) == 1
     ]
-    return {f"norm:{name}": weights.load(name).float().cpu() for name in names}
+    return {norm_key(name): weights.load(name).float().cpu() for name in names}
 
 
 def _peak_bytes() -> int:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nibble_kernels.vllm_plugin.proof.inside import row_errors, rows_in
 from torch import Tensor, nn
+
+from nibble.engine.contract import InsidePoint, inside_noise
+from nibble.engine.plugin.report.inside import row_errors, rows_in
 
 MIXES_TOKENS = ("attn", "attention", "mixer", "mamba", "conv")  # in the name of a layer's part
 
@@ -96,12 +98,13 @@ class Inside:
         finally:
             self._feeds = False
 
-    def tensors(self) -> dict[str, Tensor]:
-        """`NUMBER:NAME,NAME` to values, and `noise` [points]."""
+    def tensors(self, place: int) -> dict[str, Tensor]:
+        """What goes into the products of the layer at `place`, and the noise of each."""
         found = {
-            f"{number}:{','.join(one.names)}": one.value for number, one in enumerate(self._points)
+            InsidePoint(place, number, one.names).key: one.value
+            for number, one in enumerate(self._points)
         }
-        return {**found, "noise": torch.tensor([one.noise for one in self._points])}
+        return {**found, inside_noise(place): torch.tensor([one.noise for one in self._points])}
 
 
 def is_point(name: str, module: nn.Module) -> bool:

@@ -72,7 +72,7 @@ class Source:
         known = [one for one in inputs if one is not None]
         if known and len(known) == len(inputs):
             # gate and up of one expert read one input: kernels take the larger scale
-            # (proof/probes.py)
+            # (engine/plugin/report/probes.py)
             setattr(result, INPUT, (known[0][0], max(scale for _, scale in known)))
         return result
 

@@ -1,6 +1,6 @@
 """One pass of a reference: inputs and products of each layer, its contribution, and logits.
 
-The worker feeds the same values to vLLM's layers (nibble_kernels.vllm_plugin.proof.definition).
+The worker feeds the same values to vLLM's layers (nibble.engine.plugin.report.definition).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nibble_kernels.vllm_plugin.proof.inside import row_errors
 from torch import Tensor, nn
 
+from nibble.engine.plugin.report.inside import row_errors
 from nibble.reference.inside import Inside
 from nibble.reference.streaming import InBf16, StreamedModel
 
@@ -102,9 +102,9 @@ class Probe:
         if not self._fits or self._logits is None:
             return {}
         inside = {
-            f"inside:{place}:{name}": value
+            name: value
             for place, one in enumerate(self._inside)
-            for name, value in one.tensors().items()
+            for name, value in one.tensors(place).items()
         }
         return {
             "ids": torch.tensor(self.ids),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from nibble_kernels.nvfp4_weights import Nvfp4Weight as Packed
-from nibble_kernels.nvfp4_weights import dequantize
+from nibble_kernels.weight_quant import Nvfp4Weight as Packed
+from nibble_kernels.weight_quant import dequantize
 from torch import Tensor
 
 from nibble.checkpoint import Checkpoint
@@ -218,8 +218,8 @@ def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
             else scale
         )
         return ((value / by).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * by).to(x.dtype)
+    from nibble_kernels.activation_quant import nvfp4_quant
     from nibble_kernels.conversions import e2m1_decode, e4m3_decode
-    from nibble_kernels.nvfp4_quant import nvfp4_quant
 
     inverse = 1 / torch.tensor(scale, dtype=torch.float32, device=x.device)
     packed, scales = nvfp4_quant(

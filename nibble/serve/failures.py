@@ -6,16 +6,19 @@ import re
 from collections.abc import Sequence
 
 from nibble.checkpoint.missing import SHOWN, some_of
+from nibble.engine.contract import (
+    DOES_NOT_FIT,
+    NOT_INITIALIZED,
+    NOT_LOADED,
+    SCALE_ERROR,
+    TENSOR_ERROR,
+)
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.processes import signal_name
 from nibble.plan.memory import Limits, Step, show_gib
 
-# vllm 0.32 model_loader/default_loader.py:564, nibble_kernels/vllm_plugin/{whole_load,layers}.py
-_EMPTY = "Following weights were not initialized from checkpoint: "
-_MISFIT = re.compile(
-    r"TensorError: (\S+) \((\w+ of shape \[[\d, ]*\])\) does not fit the model \((.*)"
-)
-_UNSCALED = re.compile(r"ScaleError: (\S+) was not loaded")
+_MISFIT = re.compile(rf"{TENSOR_ERROR}: (\S+) \((\w+ of shape \[[\d, ]*\])\) {DOES_NOT_FIT} \((.*)")
+_UNSCALED = re.compile(rf"{SCALE_ERROR}: (\S+) {NOT_LOADED}")
 SKIP = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 
 
@@ -28,17 +31,19 @@ def engine_died(
     server. `memory_ladder` is given if the kernel's OOM killer acted just before.
     """
     if names := _not_loaded(cause):
-        is_cut = _EMPTY in cause and not cause.endswith("}")  # a cause is cut at some length
+        is_cut = NOT_INITIALIZED in cause and not cause.endswith(
+            "}"
+        )  # a cause is cut at some length
         shown = f"{', '.join(names[:SHOWN])} and more" if is_cut else some_of(names)
         what = f"vLLM ended the load: no tensor of the checkpoint fills {shown}"
         action = "download the model again"
-        if _EMPTY in cause:
+        if NOT_INITIALIZED in cause:
             action += f"; if it is complete, skip this check with {SKIP}"
         return NibbleError(
             ExitCode.MODEL, what=what, expected="a complete checkpoint", action=action
         )
     if match := _MISFIT.search(cause):
-        what = f"vLLM ended the load: {match[1]}, {match[2]}, does not fit the model ({match[3]}"
+        what = f"vLLM ended the load: {match[1]}, {match[2]}, {DOES_NOT_FIT} ({match[3]}"
         action = "download the model again, or correct config.json"
         return NibbleError(
             ExitCode.MODEL,
@@ -86,7 +91,7 @@ def _not_loaded(cause: str) -> list[str]:
     """The parameters that vLLM's check found empty, or that nibble's plugin found partly loaded."""
     if match := _UNSCALED.search(cause):
         return [match[1]]
-    return sorted(re.findall(r"'([^']+)'", cause.partition(_EMPTY)[2]))
+    return sorted(re.findall(r"'([^']+)'", cause.partition(NOT_INITIALIZED)[2]))
 
 
 def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Step]) -> NibbleError:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from nibble.engine import contract
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings.declare import closest
 from nibble.settings.options import options
@@ -34,9 +35,10 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
-    "NIBBLE_PROOF": "supervisor to vLLM's workers: the folder of their reports of the kernels"
-    " that ran",
-    "NIBBLE_PULSE": "supervisor to vLLM's processes: the folder where they report progress",
+    contract.REPORT_FOLDER: (
+        "supervisor to vLLM's workers: the folder of their reports of the kernels that ran"
+    ),
+    contract.PULSE_FOLDER: "supervisor to vLLM's processes: the folder where they report progress",
     "NIBBLE_RUN": "supervisor to vLLM's processes: marks those of one run",
     "NIBBLE_DETACHED": (
         "`nibble serve --detach` to the server it starts: keep a record and rotate the log"

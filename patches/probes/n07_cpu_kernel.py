@@ -21,10 +21,10 @@ ROW = Row(
         " claims to be the last resort anywhere."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a"
+        "nibble's vLLM plugin registers a kernel for dense layers, W4A4 and W4A16, and a"
         " method for experts."
     ),
-    fix=Fix("plugin", "nibble_kernels.vllm_plugin.kernels.register_cpu_kernel"),
+    fix=Fix("plugin", "nibble.engine.plugin.kernels.register_cpu_kernel"),
     references=(
         "vllm 0.32 model_executor/kernels/linear/__init__.py:574",
         "vllm-project/vllm#45779",
@@ -52,7 +52,7 @@ def remedy(tree: Tree) -> Finding:
 
     plugin.become_cpu()
     plugin.find_nibble_kernels()
-    from nibble_kernels.vllm_plugin import kernels
+    from nibble.engine.plugin import kernels
 
     kernels.register_cpu_kernel()
     try:

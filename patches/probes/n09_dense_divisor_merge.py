@@ -23,10 +23,10 @@ ROW = Row(
         " one of the smallest values shrinks."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is"
+        "nibble's vLLM plugin folds the ratio into the block scales where every product is"
         " an E4M3 value, and multiplies the shard's outputs by it elsewhere."
     ),
-    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_layer"),
+    fix=Fix("plugin", "nibble.engine.plugin.layers.merge_layer"),
     references=(
         (
             "vllm 0.32"

@@ -44,11 +44,11 @@ ROW = Row(
         " checkpoints: 69 % of pairs differ, by up to ten times (#54974)."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin folds the ratio into the block scales where each product is an"
+        "nibble's vLLM plugin folds the ratio into the block scales where each product is an"
         " E4M3 value; elsewhere it keeps gate's scale and multiplies the expert's w2 scale by"
         " up/gate, or refuses an activation that is not linear in up."
     ),
-    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_experts"),
+    fix=Fix("plugin", "nibble.engine.plugin.layers.merge_experts"),
     references=(
         "vllm 0.32 model_executor/layers/quantization/modelopt.py:1032",
         "vllm-project/vllm#54974",

@@ -22,10 +22,10 @@ ROW = Row(
         " and W4A16 share the code (N8)."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin folds the ratio into the block scales where every product is"
+        "nibble's vLLM plugin folds the ratio into the block scales where every product is"
         " an E4M3 value, and multiplies the shard's outputs by it elsewhere."
     ),
-    fix=Fix("plugin", "nibble_kernels.vllm_plugin.layers.merge_layer"),
+    fix=Fix("plugin", "nibble.engine.plugin.layers.merge_layer"),
     references=(
         "vllm-project/vllm#41769",
         "vllm 0.32 model_executor/layers/quantization/modelopt.py:2062",

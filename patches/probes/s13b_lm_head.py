@@ -23,11 +23,11 @@ ROW = Row(
         " quant_config still builds a plain head, and its loader stops at lm_head.weight_scale."
     ),
     instead=(
-        "nibble-kernels' vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's"
+        "nibble's vLLM plugin puts a subclass in ParallelLMHead's place (vLLM's"
         " register_oot) that takes the model's own quantization config where a model class passes"
         " none; the checkpoint's ignore list decides about the head."
     ),
-    fix=Fix("plugin", "nibble_kernels.vllm_plugin.lm_head.register_head"),
+    fix=Fix("plugin", "nibble.engine.plugin.lm_head.register_head"),
     references=("vllm-project/vllm#45102", "vllm 0.32 model_executor/models/qwen3_next.py:851"),
 )
 
@@ -66,11 +66,12 @@ def remedy(tree: Tree) -> Finding:
     try:
         plugin.become_cpu()
         plugin.find_nibble_kernels()
-        from nibble_kernels.vllm_plugin import kernels, lm_head
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.model_executor.layers.quantization import modelopt
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        from nibble.engine.plugin import kernels, lm_head
     except ImportError as error:
         return not_applicable(f"the plugin is not made for this release: {error}")
 

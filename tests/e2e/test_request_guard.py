@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from guarded_server import KEY, post, read_all
+from processor_time import with_neighbours
 from serving import ROOT, Server, Stream
 from slow_model import make_slow_model
 
@@ -68,8 +69,10 @@ class Watch:
         record("longest_health_s", round(max(self.health_s), 3))
         record("longest_gap_s", round(max(self.gaps_s), 3))
         assert self.statuses == {200}
-        assert len(self.health_s) > 2 and max(self.health_s) < HEALTH_S, sorted(self.health_s)[-5:]
-        assert max(self.gaps_s) < gap_s, sorted(self.gaps_s)[-5:]
+        assert len(self.health_s) > 2 and max(self.health_s) < with_neighbours(HEALTH_S), sorted(
+            self.health_s
+        )[-5:]
+        assert max(self.gaps_s) < with_neighbours(gap_s), sorted(self.gaps_s)[-5:]
 
     def _ask(self) -> None:
         while not self._over.wait(0.05):

@@ -143,7 +143,7 @@ def set_up(folder: Path, **environ: str) -> str:
 
 QUANTIZE = """
 import torch, nibble_kernels
-from nibble_kernels.nvfp4_quant import nvfp4_quant
+from nibble_kernels.activation_quant import nvfp4_quant
 codes, _ = nvfp4_quant(torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([448.0]))
 assert codes.unique().tolist() == [0x77]
 print(nibble_kernels.__file__, nibble_kernels.implementations()["cpu"])

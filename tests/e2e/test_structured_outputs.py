@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from processor_time import with_neighbours
 from serving import Server
 from structured_bodies import (
     LARGE_BUT_SERVED,
@@ -129,8 +130,8 @@ def test_every_hostile_body_gets_400_with_a_reason_in_time_and_disturbs_no_other
             ):
                 wrong[name] = (status, round(spent, 1), message[:200])
     assert json.dumps(wrong) == "{}"  # text, so that pytest shows all of it
-    assert others.worst_health_s < 1
-    assert others.worst_gap_s < GAP_S
+    assert others.worst_health_s < with_neighbours(1)
+    assert others.worst_gap_s < with_neighbours(GAP_S)
     assert others.words > 100
     assert others.looks > 20
 
@@ -177,8 +178,8 @@ def test_sixteen_at_a_time_disturb_no_other(server: Server) -> None:
     with Bystanders(server) as others, ThreadPoolExecutor(16) as pool:
         found = set(pool.map(attack, range(16)))
     assert found <= {400, 503}
-    assert others.worst_health_s < 1
-    assert others.worst_gap_s < GAP_S
+    assert others.worst_health_s < with_neighbours(1)
+    assert others.worst_gap_s < with_neighbours(GAP_S)
 
 
 def test_sound_structured_outputs_are_valid(server: Server) -> None:

@@ -305,7 +305,7 @@ class TestKernels:
         result = run_once(
             cpu_image, "python", "-c", PLUGIN, options=[*HARDENED, "--tmpfs", "/var/cache/nibble"]
         )
-        assert result.stdout == "compiled nibble_kernels\n", result.stderr
+        assert result.stdout == "compiled nibble\n", result.stderr
 
     def test_doctor_finds_them(self, cpu_image: str) -> None:
         report = json.loads(

@@ -25,7 +25,7 @@ ASK = (
 def test_the_parts_of_the_image_are_those_of_the_checkout(cpu_image: str) -> None:
     words = ["run", "--rm", "--entrypoint", "/opt/venv/bin/python", cpu_image, "-c", ASK]
     image = json.loads(docker(*words).stdout.splitlines()[-1])
-    for part in ("nibble", "vllm files", "patches"):
+    for part in ("nibble", "plugin", "vllm files", "patches"):
         assert image[part] == part_files(part), part
     kernels = ROOT / "kernels"
     sources = {name: value for name, value in image["kernels"].items() if not name.endswith(".so")}

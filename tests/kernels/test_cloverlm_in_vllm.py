@@ -130,7 +130,7 @@ def quantized(
     tensors: dict[str, Tensor], quantize: Callable[[Tensor], Tensor] | None
 ) -> Callable[[str, Tensor], Tensor]:
     """A block's products with NVFP4 weights, and with activations that `quantize` rounds."""
-    from nibble_kernels.quant_fp4 import quant_fp4
+    from nibble_kernels.quartet2.quantize import quant_fp4
 
     weights: dict[str, Tensor] = {}
 
@@ -158,7 +158,7 @@ def by_mode(mode: Any) -> Callable[[Tensor], Tensor]:
 
 def expected(shape: CloverShape, prompts: list[list[int]], linear: Any = None) -> list[Tensor]:
     """By the formula in float64, one prompt at a time."""
-    from nibble_kernels.vllm_plugin.cloverlm import reference
+    from nibble.engine.plugin.cloverlm import reference
 
     tensors = shape.tensors()
     linear = linear and linear(tensors)
@@ -187,7 +187,7 @@ def most_agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 def test_the_formula_gives_the_vectors_logits(kernels: Any) -> None:
-    from nibble_kernels.vllm_plugin.cloverlm import reference
+    from nibble.engine.plugin.cloverlm import reference
 
     vector = models.tiny_vector()
     found = reference.logits(

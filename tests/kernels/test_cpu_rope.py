@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-plugin = pytest.importorskip("nibble_kernels.vllm_plugin.cpu_rope")
+plugin = pytest.importorskip("nibble.engine.plugin.cpu_rope")
 pytestmark = pytest.mark.vllm
 HEADS, SIZE, TOKENS = 4, 64, 7
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-plugin = pytest.importorskip("nibble_kernels.vllm_plugin.cpu_router")
+plugin = pytest.importorskip("nibble.engine.plugin.cpu_router")
 pytestmark = pytest.mark.vllm
 ROWS, EXPERTS, TOP_K = 32, 8, 2
 BIAS = torch.linspace(0.5, -0.5, EXPERTS)  # other experts than by the scores alone

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from nibble.reference.inside import Inside
 
 pytest.importorskip("vllm")
-definition = pytest.importorskip("nibble_kernels.vllm_plugin.proof.definition")
+definition = pytest.importorskip("nibble.engine.plugin.report.definition")
 pytestmark = pytest.mark.vllm
-inside = pytest.importorskip("nibble_kernels.vllm_plugin.proof.inside")
+inside = pytest.importorskip("nibble.engine.plugin.report.inside")
 NAMES = [f"model.layers.{layer}.self_attn.{part}_norm" for layer in range(2) for part in "qk"]
 
 

@@ -21,9 +21,9 @@ from cuda_tools import NVCC, disassembler
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 PACKAGE = KERNELS / "src/nibble_kernels"
-SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("*/*.cu"))
+SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("**/*.cu"))
 FAST = [
-    ("120f", "nvfp4_quant/kernel.cu"),
+    ("120f", "activation_quant/kernel.cu"),
     ("90a", "conversions/probe.cu"),
     ("120f", "conversions/probe.cu"),
 ]
@@ -147,7 +147,7 @@ def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
     arch: str, compile_for: Compiler
 ) -> None:
     """And none of the software conversion's constants are in those kernels."""
-    _, cubin = compile_for(arch, "nvfp4_quant/kernel.cu")
+    _, cubin = compile_for(arch, "activation_quant/kernel.cu")
     checked = 0
     for name, body in sass_functions(cubin):
         if "5Plain" in name and "12Instructions" in name:

@@ -126,8 +126,8 @@ def choice(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that chooses, on a GPU whose kernels are compiled; vLLM's own choice is
     "vLLM's".
     """
-    from nibble_kernels.vllm_plugin import cuda
-    from nibble_kernels.vllm_plugin import kernels as module
+    from nibble.engine.plugin import cuda
+    from nibble.engine.plugin import kernels as module
 
     monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(cuda, "runs_here", lambda: (True, None))
@@ -159,7 +159,7 @@ def test_batch_invariance_without_nibbles_kernel_is_refused_and_says_what_is_mis
 def test_batch_invariance_refuses_nibbles_experts_whose_sums_depend_on_the_batch(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nibble_kernels.vllm_plugin.cuda import NibbleModelOptNvFp4MoE
+    from nibble.engine.plugin.cuda import NibbleModelOptNvFp4MoE
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     experts: Any = object.__new__(NibbleModelOptNvFp4MoE)

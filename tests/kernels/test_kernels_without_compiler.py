@@ -17,8 +17,8 @@ PROGRAM = """
 import torch
 from nibble_kernels import implementations
 from nibble_kernels.conversions import conversion_report, e2m1_encode
-from nibble_kernels.nvfp4_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
-from nibble_kernels.quant_fp4 import quant_fp4
+from nibble_kernels.activation_quant import add_rmsnorm_nvfp4_quant, nvfp4_quant, silu_mul_nvfp4_quant
+from nibble_kernels.quartet2.quantize import quant_fp4
 
 x = torch.ones(3, 64, dtype=torch.bfloat16)
 codes, scales = nvfp4_quant(x, torch.tensor([448.0]))
@@ -28,7 +28,7 @@ print(implementations()["cpu"], conversion_report("cpu")["e2m1"])
 """  # noqa: E501
 
 
-def run(program: str, packages: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, packages: Path | str, **more: str) -> subprocess.CompletedProcess[str]:
     """In a process that finds no g++, nvcc or anything else on PATH."""
     environ = {
         "PATH": "",
@@ -53,9 +53,12 @@ def test_from_the_sources_alone() -> None:
 
 
 def test_in_vllms_processes_the_supervisor_says_it_for_all_of_them(tmp_path: Path) -> None:
-    done = run(PROGRAM, KERNELS / "src", NIBBLE_PROOF=str(tmp_path))
-    assert done.stdout == "not compiled when it was installed software\n"
-    assert "nibble-kernels" not in done.stderr
+    begin = "from nibble.engine import plugin; plugin.quiet_operators()\n"
+    packages = f"{KERNELS / 'src'}:{KERNELS.parent}"
+    for variable, is_told in (("NIBBLE_PROOF", False), ("OTHER", True)):
+        done = run(begin + PROGRAM, packages, **{variable: str(tmp_path)})
+        assert done.stdout == "not compiled when it was installed software\n"
+        assert ("nibble-kernels" in done.stderr) == is_told
 
 
 def test_compiled_it_says_nothing(installed: Path) -> None:

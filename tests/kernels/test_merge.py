@@ -142,7 +142,7 @@ def test_blocks_of_zeros_need_no_scale(merge: ModuleType) -> None:
 def test_a_row_with_a_block_of_zeros_is_held_by_marlin_whatever_its_scale(
     merge: ModuleType, divisors: bool
 ) -> None:
-    from nibble_kernels.vllm_plugin.layers import merge_layer
+    from nibble.engine.plugin.layers import merge_layer
 
     layer: Any = torch.nn.Module()
     layer.weight_scale = torch.nn.Parameter(

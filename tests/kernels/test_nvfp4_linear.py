@@ -113,7 +113,7 @@ def test_sums_are_those_of_float32(level: str, dtype: torch.dtype) -> None:
 
 def test_quantized_activations_are_those_of_nvfp4_quant(level: str) -> None:
     """W4A4: the product of the two quantized operands."""
-    from nibble_kernels.nvfp4_quant.reference import nvfp4_quant
+    from nibble_kernels.activation_quant.reference import nvfp4_quant
 
     for columns, rows in product((16, 208, 1040), ROWS):
         weight, scales = packed_weight(49, columns)

@@ -23,9 +23,9 @@ def relative_error(weight: torch.Tensor, rounded: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def weights(kernels: ModuleType) -> ModuleType:
-    import nibble_kernels.nvfp4_weights
+    import nibble_kernels.weight_quant
 
-    return nibble_kernels.nvfp4_weights
+    return nibble_kernels.weight_quant
 
 
 def test_modelopts_bytes(weights: ModuleType) -> None:

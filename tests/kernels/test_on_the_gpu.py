@@ -16,13 +16,13 @@ pytestmark = pytest.mark.gpu
 
 def all_operators(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Every quantizer's results for the two layouts and both precisions."""
-    from nibble_kernels.conversions import e2m1_encode, e4m3_encode
-    from nibble_kernels.nvfp4_quant import (
+    from nibble_kernels.activation_quant import (
         add_rmsnorm_nvfp4_quant,
         nvfp4_quant,
         silu_mul_nvfp4_quant,
     )
-    from nibble_kernels.quant_fp4 import quant_fp4
+    from nibble_kernels.conversions import e2m1_encode, e4m3_encode
+    from nibble_kernels.quartet2.quantize import quant_fp4
 
     results: list[torch.Tensor] = [e2m1_encode(x), e4m3_encode(x)]
     for tiled, exact in ((True, True), (False, False)):
@@ -52,8 +52,8 @@ def test_the_software_conversions_give_the_same_bits(kernels: ModuleType) -> Non
 
 def test_more_rows_than_a_grid_has(kernels: ModuleType) -> None:
     """65535 groups of rows are started at a time; the loop over the rest is walked here."""
-    from nibble_kernels.nvfp4_quant import nvfp4_quant
-    from nibble_kernels.quant_fp4 import quant_fp4
+    from nibble_kernels.activation_quant import nvfp4_quant
+    from nibble_kernels.quartet2.quantize import quant_fp4
 
     x = torch.randn(65535 * 64 + 1000, 16, dtype=torch.bfloat16)
     scale = torch.tensor([300.0])
@@ -65,7 +65,7 @@ def test_more_rows_than_a_grid_has(kernels: ModuleType) -> None:
 
 def test_more_than_four_gibibytes(kernels: ModuleType) -> None:
     """The last rows of a large tensor come out as they do alone."""
-    from nibble_kernels.nvfp4_quant import (
+    from nibble_kernels.activation_quant import (
         add_rmsnorm_nvfp4_quant,
         nvfp4_quant,
         silu_mul_nvfp4_quant,
@@ -89,8 +89,8 @@ def test_more_than_four_gibibytes(kernels: ModuleType) -> None:
 
 
 def test_the_plain_torch_code_gives_the_same_bits_there(kernels: ModuleType) -> None:
-    from nibble_kernels.nvfp4_quant import reference
-    from nibble_kernels.quant_fp4.reference import quant_fp4
+    from nibble_kernels.activation_quant import reference
+    from nibble_kernels.quartet2.quantize.reference import quant_fp4
 
     x, weight, scale = (
         activations(50, 256, torch.bfloat16),

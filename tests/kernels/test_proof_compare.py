@@ -14,7 +14,7 @@ RIGHT = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
 def compared(found: torch.Tensor, part: str = "linear", **forms: torch.Tensor) -> Any:
-    from nibble_kernels.vllm_plugin.proof.compare import compare
+    from nibble.engine.plugin.report.compare import compare
 
     return compare(part, "kind", "layer", found, forms or {"plain": RIGHT})
 
@@ -48,7 +48,7 @@ def test_another_shape_is_wrong() -> None:
 
 
 def test_many_layers_are_one_entry_a_kind() -> None:
-    from nibble_kernels.vllm_plugin.proof.compare import Result, group
+    from nibble.engine.plugin.report.compare import Result, group
 
     wrong = compared(RIGHT * 2)
     fine = Result("linear", "kind", "other", "plain", 0.001)
@@ -68,8 +68,8 @@ def test_many_layers_are_one_entry_a_kind() -> None:
 @pytest.mark.parametrize("name", ["input_scale", "input_global_scale", "w13_input_scale"])
 def test_room_for_scales_of_activations_that_no_file_has_is_no_scale(name: str) -> None:
     """Weight-only ModelOpt layers: random inputs as large as NaN made every one of them wrong."""
-    from nibble_kernels.vllm_plugin.layers import mark_unloaded
-    from nibble_kernels.vllm_plugin.proof.formats import global_scales
+    from nibble.engine.plugin.layers import mark_unloaded
+    from nibble.engine.plugin.report.formats import global_scales
 
     of = name.partition("input")[0] + "input"
     layer = SimpleNamespace(**{name: torch.ones(3)})
@@ -81,9 +81,10 @@ def test_room_for_scales_of_activations_that_no_file_has_is_no_scale(name: str) 
 @pytest.mark.vllm
 def test_a_check_waits_for_no_other_data_parallel_replica() -> None:
     """There is no group of them here: asking them would raise."""
-    from nibble_kernels.vllm_plugin.proof.attention import pass_of_this_worker
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.forward_context import get_forward_context
+
+    from nibble.engine.plugin.report.attention import pass_of_this_worker
 
     config = VllmConfig(parallel_config=ParallelConfig(data_parallel_size=2, data_parallel_rank=1))
     config.parallel_config.is_moe_model = True
@@ -98,7 +99,7 @@ def test_a_check_waits_for_no_other_data_parallel_replica() -> None:
 def test_routing_takes_the_experts_with_the_highest_scores_plus_bias(
     function: str, renormalize: bool
 ) -> None:
-    from nibble_kernels.vllm_plugin.proof.checks import route
+    from nibble.engine.plugin.report.layer_checks import route
 
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     bias = torch.tensor([9.0, 0.0, 0.0, 0.0])

@@ -28,7 +28,7 @@ def test_vectors(implementation: str) -> None:
     for case in vectors("nvfp4_quartet2_46")["vectors"]:
         x = bfloat16_of(case["x_bf16_le_hex"], case["shape"])
         codes, scales, tensor_scale = call(
-            implementation, "quant_fp4", "quant_fp4", x, None, True, 1.0, False, True
+            implementation, "quartet2.quantize", "quant_fp4", x, None, True, 1.0, False, True
         )
         found = codes.view(-1), scales.view(torch.uint8).view(-1), tensor_scale.view(1)
         scale_bytes = bytes_of(case["micro_scale_e4m3_hex_rowmajor"])
@@ -48,7 +48,9 @@ def test_as_specified(compiled: str, four_over_six: bool, given: bool) -> None:
         # Too small: the largest blocks saturate
         amax = x.float().abs().max() / 3 if given else None
         args = (x, amax, four_over_six, 1.1 if given else 1.0, tiled, True)
-        assert_as_specified(compiled, "quant_fp4", "quant_fp4", *args, case=(shape, dtype, tiled))
+        assert_as_specified(
+            compiled, "quartet2.quantize", "quant_fp4", *args, case=(shape, dtype, tiled)
+        )
 
 
 def test_extreme_elements_give_the_same_on_every_device(compiled: str) -> None:
@@ -58,8 +60,8 @@ def test_extreme_elements_give_the_same_on_every_device(compiled: str) -> None:
         x = activations(4, 64, torch.bfloat16) * (0 if value == 0 else 1)
         x[2, 17] = value
         args = (x, None, four_over_six, 1.0, True, True)
-        found = call(compiled, "quant_fp4", "quant_fp4", *args)
-        expected = call("reference", "quant_fp4", "quant_fp4", *args)
+        found = call(compiled, "quartet2.quantize", "quant_fp4", *args)
+        expected = call("reference", "quartet2.quantize", "quant_fp4", *args)
         assert_same_bits(found[:2], expected[:2], (value, four_over_six))
         assert found[2].item() == expected[2].item() or (found[2].isnan() and expected[2].isnan())
 
@@ -67,7 +69,7 @@ def test_extreme_elements_give_the_same_on_every_device(compiled: str) -> None:
 def test_no_rows(implementation: str) -> None:
     x = torch.empty(0, 64, dtype=torch.bfloat16)
     codes, scales, tensor_scale = call(
-        implementation, "quant_fp4", "quant_fp4", x, None, True, 1.0, True, True
+        implementation, "quartet2.quantize", "quant_fp4", x, None, True, 1.0, True, True
     )
     assert (codes.shape, scales.shape, tensor_scale.item()) == ((0, 32), (0, 4), 1.0)
 
@@ -80,7 +82,7 @@ def test_four_over_six_is_closer(compiled: str) -> None:
     errors = {}
     for four_over_six in (True, False):
         codes, scales, g = call(
-            compiled, "quant_fp4", "quant_fp4", x, None, four_over_six, 1.0, False, True
+            compiled, "quartet2.quantize", "quant_fp4", x, None, four_over_six, 1.0, False, True
         )
         values = e2m1_decode_packed(codes).view(256, 64, 16) * scales.float()[..., None] * g
         errors[four_over_six] = (

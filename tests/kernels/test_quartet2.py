@@ -175,7 +175,7 @@ def stored(kernels: ModuleType) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     writes it.
     """
     pytest.importorskip("vllm")
-    from nibble_kernels.quant_fp4 import quant_fp4
+    from nibble_kernels.quartet2.quantize import quant_fp4
 
     weight = (torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.05).bfloat16()
     codes, scales, g = quant_fp4(weight, four_over_six=True, tiled=True)
@@ -192,7 +192,7 @@ def stored(kernels: ModuleType) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_both_forms_give_every_rank_the_same_operands_with_one_scale(
     ranks: int, stored: Any
 ) -> None:
-    from nibble_kernels.vllm_plugin.quartet2 import operands
+    from nibble.engine.plugin.quartet2 import operands
 
     bf16, packed = stored
     device = torch.device("cpu")
@@ -213,7 +213,8 @@ def test_both_forms_give_every_rank_the_same_operands_with_one_scale(
 @pytest.mark.vllm
 def test_scales_in_rows_are_refused_where_tiles_are_meant(stored: Any) -> None:
     from nibble_kernels.scale_layout import untile
-    from nibble_kernels.vllm_plugin.quartet2 import operands
+
+    from nibble.engine.plugin.quartet2 import operands
 
     packed = dict(stored[1])
     packed["weight_scale"] = untile(packed["weight_scale"], 256, 32)
@@ -223,7 +224,7 @@ def test_scales_in_rows_are_refused_where_tiles_are_meant(stored: Any) -> None:
 
 @pytest.mark.vllm
 def test_values_that_are_not_finite_are_refused(stored: Any) -> None:
-    from nibble_kernels.vllm_plugin.quartet2 import operands
+    from nibble.engine.plugin.quartet2 import operands
 
     weight = stored[0]["weight"].clone()
     weight[3, 5] = torch.nan
@@ -234,7 +235,7 @@ def test_values_that_are_not_finite_are_refused(stored: Any) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7, 28])
 def test_every_query_finds_its_key_head_on_its_rank(ranks: int, kernels: ModuleType) -> None:
-    from nibble_kernels.vllm_plugin.cloverlm.projection import heads_of_rank
+    from nibble.engine.plugin.cloverlm.projection import heads_of_rank
 
     seen = []
     for rank in range(ranks):
@@ -246,7 +247,7 @@ def test_every_query_finds_its_key_head_on_its_rank(ranks: int, kernels: ModuleT
 
 @pytest.mark.vllm
 def test_two_ranks_have_seven_halves_of_groups_each(kernels: ModuleType) -> None:
-    from nibble_kernels.vllm_plugin.cloverlm.projection import heads_of_rank
+    from nibble.engine.plugin.cloverlm.projection import heads_of_rank
 
     found = [heads_of_rank(28, 7, rank, 2) for rank in (0, 1)]
     keys = [[heads.stored[group] for group in heads.groups] for heads in found]
@@ -257,7 +258,7 @@ def test_two_ranks_have_seven_halves_of_groups_each(kernels: ModuleType) -> None
 
 @pytest.mark.vllm
 def test_the_rotation_is_that_of_the_vectors(kernels: ModuleType) -> None:
-    from nibble_kernels.vllm_plugin.cloverlm.arithmetic import Rotary
+    from nibble.engine.plugin.cloverlm.arithmetic import Rotary
 
     vector = json.loads((VECTORS / "cloverlm_rope.json").read_text())
     rotary = Rotary(128, 1024.0, 1024)
@@ -282,9 +283,10 @@ def test_keys_of_length_one_have_a_scale_of_their_own_in_an_fp8_cache(
     """After loading, when vLLM has set its own, in each of the three places where its backends
     look.
     """
-    from nibble_kernels.vllm_plugin.cloverlm import model
-    from nibble_kernels.vllm_plugin.cloverlm.config import CloverLMConfig
     from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+
+    from nibble.engine.plugin.cloverlm import model
+    from nibble.engine.plugin.cloverlm.config import CloverLMConfig
 
     parallel = {"get_tensor_model_parallel_world_size": 1, "get_tensor_model_parallel_rank": 0}
     for name, value in parallel.items():
@@ -305,8 +307,9 @@ def test_keys_of_length_one_have_a_scale_of_their_own_in_an_fp8_cache(
 
 @pytest.mark.vllm
 def test_rows_that_fill_up_a_graph_do_not_count(kernels: ModuleType) -> None:
-    from nibble_kernels.vllm_plugin.quartet2 import _batch_amax
     from vllm.forward_context import ForwardContext, override_forward_context
+
+    from nibble.engine.plugin.quartet2 import _batch_amax
 
     x = activations()
     x[-2:] = torch.nan

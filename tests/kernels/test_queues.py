@@ -8,9 +8,11 @@ import threading
 from typing import Any
 
 import pytest
-from nibble_kernels.vllm_plugin.queues import VARIABLE, size_answer_queue
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor import multiproc_executor as executor
+
+from nibble.engine.contract import CHUNK_MIB
+from nibble.engine.plugin.queues import size_answer_queue
 
 multiproc_executor: Any = executor
 
@@ -24,7 +26,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_variable_it_stays_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(CHUNK_MIB, raising=False)
     size_answer_queue()
     assert multiproc_executor.MessageQueue is MessageQueue
     queue: Any = MessageQueue(1, 1)
@@ -34,7 +36,7 @@ def test_without_the_variable_it_stays_vllms_own(monkeypatch: pytest.MonkeyPatch
 def test_the_variable_sizes_it_and_a_larger_message_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(CHUNK_MIB, "1")
     size_answer_queue()
     answers = multiproc_executor.MessageQueue(1, 1)  # as WorkerProc._init_message_queues makes it
     assert answers.buffer.max_chunk_bytes == 1 << 20
@@ -50,7 +52,7 @@ def test_the_variable_sizes_it_and_a_larger_message_arrives(
 
 
 def test_a_size_that_the_caller_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(CHUNK_MIB, "1")
     size_answer_queue()
     assert (
         multiproc_executor.MessageQueue(1, 1, max_chunk_bytes=2 << 20).buffer.max_chunk_bytes

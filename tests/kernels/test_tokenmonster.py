@@ -34,7 +34,7 @@ SAMPLES = (
 
 @pytest.fixture
 def load(kernels: ModuleType) -> Any:
-    from nibble_kernels.tokenmonster import load
+    from nibble.engine.plugin.tokenmonster import load
 
     return load
 
@@ -118,7 +118,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def test_a_file_that_cannot_be_read_is_refused_by_its_name(
     what: str, load: Any, tmp_path: Path
 ) -> None:
-    from nibble_kernels.tokenmonster import VocabularyError
+    from nibble.engine.plugin.tokenmonster import VocabularyError
 
     file = write_vocabulary(tmp_path / "v.vocab")
     file.write_bytes(damaged(file.read_bytes())[what])
@@ -145,7 +145,7 @@ def test_threads_share_one(load: Any, tmp_path: Path) -> None:
 @pytest.fixture
 def tokenizer(kernels: ModuleType, tmp_path: Path) -> Any:
     pytest.importorskip("vllm")
-    from nibble_kernels.vllm_plugin.cloverlm.tokenizer import TokenMonsterTokenizer
+    from nibble.engine.plugin.cloverlm.tokenizer import TokenMonsterTokenizer
 
     count = len(tokens_of())
     write_vocabulary(tmp_path / f"made-here-eot%3D{count}.vocab")
@@ -194,7 +194,8 @@ def test_truncation_keeps_the_side_that_vllm_asks_for(tokenizer: Any) -> None:
 def test_a_folder_without_a_vocabulary_names_what_to_provide(
     kernels: ModuleType, tmp_path: Path
 ) -> None:
-    from nibble_kernels.vllm_plugin.cloverlm.tokenizer import VOCABULARY, TokenMonsterTokenizer
+    from nibble.engine.contract import VOCABULARY
+    from nibble.engine.plugin.cloverlm.tokenizer import TokenMonsterTokenizer
 
     with pytest.raises(FileNotFoundError, match=VOCABULARY):
         TokenMonsterTokenizer.from_pretrained(tmp_path)
@@ -204,7 +205,7 @@ def test_a_folder_without_a_vocabulary_names_what_to_provide(
 def test_a_smaller_vocabulary_than_its_eot_is_another_one(
     kernels: ModuleType, tmp_path: Path
 ) -> None:
-    from nibble_kernels.vllm_plugin.cloverlm.tokenizer import TokenMonsterTokenizer
+    from nibble.engine.plugin.cloverlm.tokenizer import TokenMonsterTokenizer
 
     write_vocabulary(tmp_path / "short.vocab")
     with pytest.raises(ValueError, match="it is another one"):
@@ -224,7 +225,7 @@ def of_cloverlms_size(tmp_path: Path, eot: bytes | None = None) -> Path:
 
 
 def test_one_of_the_same_size_without_eot_is_another_one(load: Any, tmp_path: Path) -> None:
-    from nibble_kernels.tokenmonster import VocabularyError, eot_of
+    from nibble.engine.plugin.tokenmonster import VocabularyError, eot_of
 
     vocabulary = load(of_cloverlms_size(tmp_path))
     with pytest.raises(
@@ -238,7 +239,7 @@ def test_one_of_the_same_size_without_eot_is_another_one(load: Any, tmp_path: Pa
 def test_a_renamed_one_is_known_by_what_its_last_token_spells(
     eot: bytes, load: Any, tmp_path: Path
 ) -> None:
-    from nibble_kernels.tokenmonster import eot_of
+    from nibble.engine.plugin.tokenmonster import eot_of
 
     assert eot_of(load(of_cloverlms_size(tmp_path, eot)), "renamed.vocab") == 14199
 
@@ -247,7 +248,7 @@ def test_a_renamed_one_is_known_by_what_its_last_token_spells(
 def of_a_kind(request: pytest.FixtureRequest, kernels: ModuleType, tmp_path: Path) -> Any:
     """A tokenizer, with and without tokens that take away a space."""
     pytest.importorskip("vllm")
-    from nibble_kernels.vllm_plugin.cloverlm.tokenizer import TokenMonsterTokenizer
+    from nibble.engine.plugin.cloverlm.tokenizer import TokenMonsterTokenizer
 
     write_vocabulary(tmp_path / f"made-here-eot={len(tokens_of())}.vocab", capcode=request.param)
     return TokenMonsterTokenizer.from_pretrained(tmp_path)

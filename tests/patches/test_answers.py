@@ -28,7 +28,7 @@ ROWS = rows()
 # Answer -> its probes, its file, and what is cut out of the file (a pattern) or written at its end.
 CUT = r"\n\[\[rule\]\]\nid = \"{}\".*?(?=\n\[\[rule|\Z)"
 ARGUMENT = r"\n\[args\.{}\].*?(?=\n\[)"
-LAYERS = "kernels/src/nibble_kernels/vllm_plugin/layers.py"
+LAYERS = "nibble/engine/plugin/layers.py"
 ANSWERS: dict[str, tuple[str, str, str, str]] = {
     "rule b12x moe": (
         "n11_b12x_scales",
@@ -93,13 +93,13 @@ ANSWERS: dict[str, tuple[str, str, str, str]] = {
     ),
     "cpu kernel": (
         "n07_cpu_kernel",
-        "kernels/src/nibble_kernels/vllm_plugin/kernels.py",
+        "nibble/engine/plugin/kernels.py",
         "",
         "def register_cpu_kernel(): pass",
     ),
     "head": (
         "s13b_lm_head",
-        "kernels/src/nibble_kernels/vllm_plugin/lm_head.py",
+        "nibble/engine/plugin/lm_head.py",
         "",
         "def register_head(): pass",
     ),

@@ -81,6 +81,16 @@ def test_a_change_in_nibbles_code_is_another_build_and_keeps_the_caches(
     assert [part for part in parts if parts[part] != here[2][part]] == ["nibble"]
 
 
+@pytest.mark.parametrize("file", ["plugin/dense.py", "contract.py"])
+def test_a_change_in_the_vllm_plugin_is_another_build_with_caches_of_its_own(
+    file: str, here: tuple[str, str, dict[str, str]], tmp_path: Path
+) -> None:
+    """It runs in vLLM's processes, whose compiled code depends on it."""
+    build, compiled, parts = ids(changed_nibble(tmp_path, f"engine/{file}"))
+    assert (build != here[0], compiled != here[1]) == (True, True)
+    assert [part for part in parts if parts[part] != here[2][part]] == ["plugin"]
+
+
 def test_times_and_probe_reports_beside_the_patches_are_no_other_build_and_another_patch_is(
     here: tuple[str, str, dict[str, str]], tmp_path: Path
 ) -> None:

@@ -157,7 +157,7 @@ def test_reading_a_vocabulary_takes_no_torch(whole: Path) -> None:
     """Whose import takes seconds, and memory for as long as nibble watches the server."""
     sources = [str(root() / "kernels/src"), *sys.path]
     code = (
-        "import sys; from pathlib import Path; from nibble_kernels.tokenmonster import load;"
+        "import sys; from pathlib import Path; from nibble.engine.plugin.tokenmonster import load;"
         f" load(Path({str(whole / OF_ITS_SIZE)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run(

@@ -106,7 +106,7 @@ def test_one_wrong_tensor_is_refused_by_name_before_it_is_loaded(
 def test_what_is_found_is_what_the_plugin_would_refuse_when_it_loads(
     packed: Path, tmp_path: Path
 ) -> None:
-    from nibble_kernels.vllm_plugin.quartet2 import operands
+    from nibble.engine.plugin.quartet2 import operands
 
     everything, cpu = slice(None), torch.device("cpu")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from nibble_kernels.nvfp4_weights import Nvfp4Weight, dequantize, quantize
 from nibble_kernels.scale_layout import untile
+from nibble_kernels.weight_quant import Nvfp4Weight, dequantize, quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import OTHER_FAMILY

@@ -213,7 +213,7 @@ def test_an_nvfp4_form_has_the_bf16_models_tokenizer_and_template(model: str) ->
 
 def test_each_weight_of_the_dense_nvfp4_form_is_the_bf16_one_to_the_error_of_nvfp4() -> None:
     import torch
-    from nibble_kernels.nvfp4_weights import Nvfp4Weight, dequantize
+    from nibble_kernels.weight_quant import Nvfp4Weight, dequantize
     from safetensors.torch import load_file
 
     original = load_file(MODEL_DIR / "model.safetensors")

@@ -280,19 +280,21 @@ KERNELS = {"nibble-kernels": "0.1.0"}
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point as nibble-kernels has it."""
-    info = tmp_path / "site" / "nibble_kernels-0.1.0.dist-info"
+    """An entry point as nibble has it."""
+    info = tmp_path / "site" / "nibble_appliance-0.1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nibble-kernels\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nibble-appliance\nVersion: 0.1.0\n"
+    )
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nnibble = nibble_kernels.vllm_plugin:register\n"
+        "[vllm.general_plugins]\nnibble = nibble.engine.plugin:register\n"
     )
     monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
 
 
 def test_compiled_kernels_with_their_plugin_are_ok(plugin: None) -> None:
     check = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {})
-    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM finds its plugin")
+    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM finds nibble's plugin")
 
 
 def test_kernels_in_plain_torch_are_a_warning_with_the_reason(plugin: None) -> None:

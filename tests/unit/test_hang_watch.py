@@ -17,19 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nibble_kernels.vllm_plugin import pulse as plugin
 
-from nibble.engine import pulse
 from nibble.engine.api import Api
+from nibble.engine.contract import HEALTH, IDLE, PULSE_BYTES, STEP
+from nibble.engine.plugin import pulse as plugin
 from nibble.engine.pulse import Pulse, read_pulses
+from nibble.engine.stack_dump import dump_stacks
 from nibble.machine import gpu_state
-from nibble.machine.stack_dump import dump_stacks
 from nibble.serve.hang.watch import Hang, HangWatch
 
 WAITING = """
 import sys, threading, time
 from pathlib import Path
-from nibble_kernels.vllm_plugin.pulse import _arm
+from nibble.engine.plugin.pulse import _arm
 _arm(Path(sys.argv[1]))
 def hangs_in_the_driver():
     print("armed", flush=True)
@@ -50,27 +50,21 @@ def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_plugin_and_supervisor_agree() -> None:
-    for name in ("FOLDER", "MAGIC", "PROBE", "IDLE", "STEP", "CALL"):
-        assert getattr(plugin, name) == getattr(pulse, name), name
-    assert plugin.LAYOUT.format == pulse.LAYOUT.format
-
-
 def test_what_the_plugin_writes_is_read(tmp_path: Path) -> None:
     written = plugin.Pulse(tmp_path / "engine-5")
-    assert read_pulses(tmp_path) == (Pulse("engine", os.getpid(), pulse.IDLE, False, 0, 0, 0),)
+    assert read_pulses(tmp_path) == (Pulse("engine", os.getpid(), IDLE, False, 0, 0, 0),)
     written.doing, written.paused, written.turns, written.requests, written.tokens = (
-        pulse.STEP,
+        STEP,
         True,
         9,
         3,
         512,
     )
     written.write()
-    assert read_pulses(tmp_path) == (Pulse("engine", os.getpid(), pulse.STEP, True, 9, 3, 512),)
+    assert read_pulses(tmp_path) == (Pulse("engine", os.getpid(), STEP, True, 9, 3, 512),)
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"\0" * pulse.LAYOUT.size, b"\xff" * 1000])
+@pytest.mark.parametrize("content", [b"", b"x", b"\0" * PULSE_BYTES, b"\xff" * 1000])
 def test_a_damaged_pulse_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "api-1").write_bytes(content)
     assert read_pulses(tmp_path) == ()
@@ -85,7 +79,7 @@ def test_the_probe_is_kept_out_of_the_access_log_and_nothing_else_is() -> None:
             "uvicorn.access", logging.INFO, "", 1, '%s - "%s %s HTTP/%s" %d', args, None
         )
 
-    assert not plugin._is_not_ours(line(pulse.PROBE))
+    assert not plugin._is_not_ours(line(HEALTH))
     assert plugin._is_not_ours(line("/health")) and plugin._is_not_ours(line("/v1/models"))
 
 

@@ -261,7 +261,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     here = Hardware((gpu,), "580.105.08", "13.0", "x86_64", 8, frozenset(), 128 * GIB, 100 * GIB)
     monkeypatch.setattr(prepare, "detect", lambda environ: here)
     point = importlib.metadata.EntryPoint(
-        "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
+        "nibble", "nibble.engine.plugin:register", "vllm.general_plugins"
     )
 
     def use(*files: str | None) -> None:

@@ -341,7 +341,7 @@ def test_a_load_that_vllm_ended_for_weights_is_told_as_a_model_that_is_not_whole
 
 def test_a_tensor_that_did_not_fit_is_told_as_a_model_that_is_damaged() -> None:
     cause = (
-        "nibble_kernels.vllm_plugin.whole_load.TensorError: model.layers.1.mlp.up_proj.weight"
+        "nibble.engine.plugin.whole_load.TensorError: model.layers.1.mlp.up_proj.weight"
         " (bfloat16 of shape [127, 64]) does not fit the model (AssertionError: Tried to load"
         " weights of size …)"
     )

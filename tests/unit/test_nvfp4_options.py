@@ -199,7 +199,7 @@ def test_a_plain_output_head_of_a_plain_model_may_be_quantized(tmp_path: Path) -
 
 def with_plugin(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     point = importlib.metadata.EntryPoint(
-        "nibble", "nibble_kernels.vllm_plugin:register", "vllm.general_plugins"
+        "nibble", "nibble.engine.plugin:register", "vllm.general_plugins"
     )
     monkeypatch.setattr(installed_module, "entry_points", lambda **_: [point] if installed else [])
 
@@ -214,6 +214,15 @@ def test_without_the_plugin_nvfp4_is_refused_on_the_cpu_and_warned_of_on_a_gpu(
     assert ["warning: " in line for line in check_plugin(plan(model), {})] == [True]
     with pytest.raises(NibbleError, match="quantize_lm_head"):
         check_plugin(plan(model, "--quantize-lm-head", "nvfp4"), {})
+
+
+def test_the_plugin_without_its_operators_counts_as_none(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_plugin(monkeypatch, True)
+    monkeypatch.setattr(installed_module, "find_spec", lambda name: None)
+    with pytest.raises(NibbleError, match=r"nibble-kernels, .* is not installed"):
+        check_plugin(plan(model, target="cpu"), {})
 
 
 def test_a_plain_model_needs_the_plugin_only_for_an_option(tmp_path: Path, monkeypatch) -> None:

@@ -98,11 +98,7 @@ def test_silence_of_an_installed_plugin_ends_the_start_and_that_of_none_is_a_war
     for installed in (True, False):
         folder = tmp_path / str(installed)
         folder.mkdir()
-        monkeypatch.setattr(
-            proof.metadata,
-            "entry_points",
-            lambda installed=installed, **_: [1] if installed else [],
-        )
+        monkeypatch.setattr(proof, "has_plugin", lambda name, installed=installed: installed)
         made = make(folder)
         if installed:
             with pytest.raises(NibbleError, match="no worker reported its kernels"):
@@ -114,7 +110,7 @@ def test_silence_of_an_installed_plugin_ends_the_start_and_that_of_none_is_a_war
 def test_a_worker_of_several_that_tells_nothing_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof.metadata, "entry_points", lambda **_: [1])
+    monkeypatch.setattr(proof, "has_plugin", lambda name: True)
     with pytest.raises(NibbleError, match="only 1 of 2 workers reported its kernels"):
         run(make(tmp_path, {"ran": RAN}, tensor_parallel_size=2))
     (tmp_path / "other").mkdir()
@@ -142,7 +138,7 @@ def test_workers_on_other_nodes_are_held_against_the_plan_too_and_their_node_is_
 def test_a_node_whose_workers_tell_nothing_ends_the_start_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof.metadata, "entry_points", lambda **_: [1])
+    monkeypatch.setattr(proof, "has_plugin", lambda name: True)
     made = make(tmp_path, {"ran": RAN}, elsewhere={"b (rank 1)": []}, tensor_parallel_size=2)
     with pytest.raises(NibbleError, match=r"no worker on node b \(rank 1\) reported its kernels"):
         run(made)

@@ -1,7 +1,7 @@
 """nibble's kernels as torch operators, nibble::…: compiled C++ and CUDA where the wheel has them,
 plain torch elsewhere.
 
-    from nibble_kernels.nvfp4_quant import nvfp4_quant
+    from nibble_kernels.activation_quant import nvfp4_quant
 
 Importing an operation's module registers its operators; every one works on every device, at the
 speed of what is there.
@@ -14,7 +14,6 @@ __all__ = ["implementations"]
 
 def implementations() -> dict[str, str]:
     """For each kind of device, "compiled" or the reason why the plain torch code computes there."""
-    # Imports torch, which readers of `tokenmonster` do without
     from nibble_kernels.library import load
 
     return dict(load())

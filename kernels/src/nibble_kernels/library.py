@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,14 @@ def operator(schema: str, reference: Callable[..., Any], fake: Callable[..., Any
 
 @functools.cache
 def load() -> dict[str, str]:
-    """Load the compiled libraries once; device and what computes there. Logs one line where plain
-    torch code does.
-
-    Not in vLLM's processes under nibble's supervisor, which tells it once for all of them, from
-    their reports (NIBBLE_PROOF).
+    """Load the compiled libraries once; device and what computes there. Warns in one line where
+    plain torch code does.
     """
     found = {"cpu": _load("_cpu")}
     if torch.version.cuda:
         found["cuda"] = _load("_cuda")
     plain = [f"{device} ({reason})" for device, reason in found.items() if reason != "compiled"]
-    if plain and not os.environ.get("NIBBLE_PROOF"):
+    if plain:
         logger.warning("nibble-kernels: plain torch code, much slower, on %s", ", ".join(plain))
     return found
 

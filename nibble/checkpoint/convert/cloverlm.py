@@ -34,7 +34,7 @@ class Packing:
     def data(self, info: TensorInfo, read: Read) -> Iterator[Any]:
         """The bytes of `outputs`."""
         import torch
-        from nibble_kernels.quant_fp4 import quant_fp4
+        from nibble_kernels.quartet2.quantize import quant_fp4
 
         part = self.parts.get(info.name)
         if part is None:

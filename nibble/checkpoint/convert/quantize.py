@@ -71,7 +71,7 @@ class Quantization:
     def data(self, info: TensorInfo, read: Read) -> Iterator[Any]:
         """The bytes of `outputs`."""
         import torch
-        from nibble_kernels.nvfp4_weights import quantize
+        from nibble_kernels.weight_quant import quantize
 
         if info.name not in self.parts:
             yield read(0, info.nbytes)

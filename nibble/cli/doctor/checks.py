@@ -17,7 +17,8 @@ from typing import Literal
 from nibble import __version__
 from nibble.cli.doctor.machine import machine_checks, model_checks
 from nibble.cli.doctor.report import Check, Report
-from nibble.engine.installed import PLUGIN, PLUGIN_GROUP, build_id
+from nibble.engine.contract import ALLOWED_PLUGINS, PLUGIN, PLUGIN_GROUP, VLLM_VERSION
+from nibble.engine.installed import build_id
 from nibble.engine.patching.apply import PatchState, patch_states
 from nibble.engine.patching.series import Series, load_series
 from nibble.engine.patching.status import Line, installed_tree, read_report
@@ -50,7 +51,6 @@ from nibble.plan.shared_memory import ADVICE, MIB, SEVERAL_WORKERS_BYTES, SMALL_
 from nibble.serve.api_key import KEY_FILE
 from nibble.serve.preflight.machine import check_driver, check_hardware
 
-VLLM_VERSION = "0.32.0"
 HUB_TIMEOUT_SECONDS = 3
 LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
 LITTLE_MEMORY_BYTES = 4 << 30
@@ -143,9 +143,9 @@ def kernels_check(
     versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
 ) -> Check:
     """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will
-    load its plugin.
+    load nibble's plugin.
     """
-    version, allowed = versions.get("nibble-kernels"), environ.get("VLLM_PLUGINS")
+    version, allowed = versions.get("nibble-kernels"), environ.get(ALLOWED_PLUGINS)
     if version is None:
         what = (
             "not installed: nibble refuses NVFP4 on the CPU, and vLLM's NVFP4 defects remain"
@@ -160,15 +160,15 @@ def kernels_check(
         )
     if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
         return Check(
-            "kernels", "fail", f"{what}; vLLM does not find its plugin", "run `make setup`"
+            "kernels", "fail", f"{what}; vLLM does not find nibble's plugin", "run `make setup`"
         )
     if allowed is not None and PLUGIN not in allowed.split(","):
         fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS excludes its plugin", fix)
+        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS excludes nibble's plugin", fix)
     if any(how != "compiled" for how in found.values()):
         fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
         return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
-    return Check("kernels", "ok", f"{what}; vLLM finds its plugin")
+    return Check("kernels", "ok", f"{what}; vLLM finds nibble's plugin")
 
 
 @functools.cache

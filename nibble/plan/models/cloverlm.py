@@ -9,15 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nibble.checkpoint import Checkpoint
-from nibble.checkpoint.cloverlm import MODEL_TYPE, is_cloverlm
+from nibble.checkpoint.cloverlm import is_cloverlm
+from nibble.engine.contract import (
+    CLOVERLM_ARCHITECTURE,
+    CLOVERLM_MODEL_TYPE,
+    QUARTET2,
+    TOKENMONSTER,
+    VOCABULARY,
+    VOCABULARY_SOURCE,
+)
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Choices
 
-ARCHITECTURE = "CloverLMForCausalLM"
-QUANTIZATION, TOKENIZER_MODE = "quartet2", "tokenmonster"
-VOCABULARY = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
-SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
-# of a vocabulary; the number of ids is a u24 at byte 14 (kernels/…/tokenmonster/vocabulary.py)
+# of a vocabulary; the number of ids is a u24 at byte 14 (engine/plugin/tokenmonster/vocabulary.py)
 HEADER_BYTES = 23
 
 
@@ -27,38 +31,38 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
     """
     if checkpoint is None or not is_cloverlm(checkpoint):
         return {}
-    if checkpoint.architecture != ARCHITECTURE:
+    if checkpoint.architecture != CLOVERLM_ARCHITECTURE:
         what = (
-            f"config.json of {checkpoint.where} has model_type {MODEL_TYPE} and the architecture"
-            f" {checkpoint.architecture}"
+            f"config.json of {checkpoint.where} has model_type {CLOVERLM_MODEL_TYPE} and the"
+            f" architecture {checkpoint.architecture}"
         )
         raise NibbleError(
             ExitCode.MODEL,
             what=what,
-            expected=ARCHITECTURE,
+            expected=CLOVERLM_ARCHITECTURE,
             action="restore the published config.json",
         )
     asked = args.get("--quantization")
-    if asked is not None and asked.value != QUANTIZATION:
+    if asked is not None and asked.value != QUARTET2:
         what = (
             f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of"
             " 128x4"
         )
         raise NibbleError(
-            ExitCode.CONFIG, what=what, expected=QUANTIZATION, action="drop --quantization"
+            ExitCode.CONFIG, what=what, expected=QUARTET2, action="drop --quantization"
         )
     wanted = {
         "--quantization": Choice(
-            QUANTIZATION, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"
+            QUARTET2, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"
         ),
         "--tokenizer-mode": Choice(
-            TOKENIZER_MODE, "nibble's default", "its vocabulary is TokenMonster's"
+            TOKENMONSTER, "nibble's default", "its vocabulary is TokenMonster's"
         ),
     }
     found = {name: choice for name, choice in wanted.items() if name not in args}
     mode = args.get("--tokenizer-mode", wanted["--tokenizer-mode"])
     if (
-        mode.value == TOKENIZER_MODE
+        mode.value == TOKENMONSTER
         and "--tokenizer" not in args
         and "--skip-tokenizer-init" not in args
     ):
@@ -74,8 +78,8 @@ def _check_named(checkpoint: Checkpoint) -> None:
             ExitCode.MODEL,
             what=f"{checkpoint.where} needs one TokenMonster vocabulary file and has {have}",
             expected=VOCABULARY,
-            action=f"download it from {SOURCE} and name it with --tokenizer PATH, or put it into"
-            " the model's folder",
+            action=f"download it from {VOCABULARY_SOURCE} and name it with --tokenizer PATH, or put"
+            " it into the model's folder",
         )
 
 
@@ -85,7 +89,7 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     """
     if checkpoint is None or not is_cloverlm(checkpoint) or "--tokenizer-mode" not in args:
         return
-    if args["--tokenizer-mode"].value != TOKENIZER_MODE:
+    if args["--tokenizer-mode"].value != TOKENMONSTER:
         return
     named = args.get("--tokenizer")
     folder = Path(str(named.value)) if named else checkpoint.path
@@ -98,7 +102,10 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     except OSError as error:
         what = f"the vocabulary file {file} cannot be read: {error.strerror}"
         raise NibbleError(
-            ExitCode.MODEL, what=what, expected=VOCABULARY, action=f"download it from {SOURCE}"
+            ExitCode.MODEL,
+            what=what,
+            expected=VOCABULARY,
+            action=f"download it from {VOCABULARY_SOURCE}",
         ) from None
     ids = int.from_bytes(head[14:17], "little")
     if len(head) < HEADER_BYTES or head[0] > 2 or head[1] > 2 or ids != checkpoint.vocab_size:
@@ -113,14 +120,15 @@ def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
 
 
 def _check_whole(file: Path) -> None:
-    try:
-        from nibble_kernels.tokenmonster import eot_of, load
-    except ImportError:  # check_plugin says what is missing
-        return
+    from nibble.engine.plugin.tokenmonster import eot_of, load
+
     try:
         eot_of(load(file), file.name)
     except ValueError as error:
-        action = f"download it again from {SOURCE}, or name the correct file with --tokenizer PATH"
+        action = (
+            f"download it again from {VOCABULARY_SOURCE}, or name the correct file with"
+            " --tokenizer PATH"
+        )
         raise NibbleError(
             ExitCode.MODEL, what=str(error), expected=VOCABULARY, action=action
         ) from None

@@ -15,7 +15,8 @@ from typing import Literal
 
 import psutil
 
-from nibble.engine.pulse import CALL, IDLE, STEP, Pulse
+from nibble.engine.contract import CALL, IDLE, STEP
+from nibble.engine.pulse import Pulse
 
 MAX_GAP_S = 10.0
 # A batch may take so much longer: 8,192 tokens 82 s. Slower prefill than this was only seen on

@@ -18,10 +18,11 @@ from typing import Any
 import psutil
 
 from nibble.engine.api import Api
-from nibble.engine.pulse import FOLDER, PROBE, read_pulses
+from nibble.engine.contract import HEALTH, PULSE_FOLDER
+from nibble.engine.pulse import read_pulses
+from nibble.engine.stack_dump import dump_stacks
 from nibble.machine.process_table import Process, engine_title, family
 from nibble.machine.processes import major_faults
-from nibble.machine.stack_dump import dump_stacks
 from nibble.serve.hang.rules import Look, Seen, Stall, Stalls, excuse
 
 _LOOKS = 12  # within the limit
@@ -69,7 +70,7 @@ class HangWatch:
 
     def environ(self) -> dict[str, str]:
         """For vLLM's processes."""
-        return {FOLDER: str(self._folder)}
+        return {PULSE_FOLDER: str(self._folder)}
 
     def hurry(self) -> None:
         """A drain has begun: who stops the server does not wait long for a process that is
@@ -103,7 +104,7 @@ class HangWatch:
         while self.limit_s and not over.wait(self._interval_s):
             if self._is_serving():
                 with contextlib.suppress(OSError):
-                    self._api.call(PROBE, timeout_s=self.limit_s)
+                    self._api.call(HEALTH, timeout_s=self.limit_s)
                     self._answers += 1
 
     def _look(self, engine_pid: int) -> Look:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, field_validator
 
+from nibble.engine import contract
 from nibble.settings.declare import option, token_count
 
 TURBOQUANT_DEFAULT = "turboquant_k8v4"
@@ -109,7 +110,7 @@ class EngineOptions(BaseModel):
         flag="--gemma4-attention",
         expected="triton, per-layer or flashinfer",
     )
-    nvfp4_activations: Literal["checkpoint", "bf16"] = option(
+    nvfp4_activations: contract.Activations = option(
         "checkpoint",
         "Engine",
         "Activations of NVFP4 layers: `checkpoint` (what the checkpoint declares) or `bf16`"
@@ -118,7 +119,7 @@ class EngineOptions(BaseModel):
         flag="--nvfp4-activations",
         expected="checkpoint or bf16",
     )
-    quantize_lm_head: Literal["off", "nvfp4"] = option(
+    quantize_lm_head: contract.HeadFormat = option(
         "off",
         "Engine",
         "Quantization of a BF16 output head during the load: `off` or `nvfp4`.",
@@ -126,7 +127,7 @@ class EngineOptions(BaseModel):
         flag="--quantize-lm-head",
         expected="off or nvfp4",
     )
-    linear_kernel: Literal["auto", "vllm", "nibble"] = option(
+    linear_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",
         "Kernel for NVFP4 weights with BF16 activations on a GPU: `vllm` (vLLM's choice),"
@@ -136,7 +137,7 @@ class EngineOptions(BaseModel):
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
     )
-    moe_kernel: Literal["vllm", "nibble"] = option(
+    moe_kernel: contract.Kernel = option(
         "vllm",
         "Engine",
         "Kernel for NVFP4 experts with BF16 activations on a GPU: `vllm` (vLLM's choice) or"
@@ -145,7 +146,7 @@ class EngineOptions(BaseModel):
         flag="--moe-kernel",
         expected="vllm or nibble",
     )
-    act_scale_mode: Literal["token", "batch-pow2", "batch"] = option(
+    act_scale_mode: contract.ScaleMode = option(
         "token",
         "Engine",
         "Group that shares one activation scale in CloverLM: each `token`, the whole `batch`"

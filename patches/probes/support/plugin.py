@@ -1,5 +1,5 @@
-"""nibble's vLLM plugin for probes: this checkout's sources where there are any, else the
-installed package.
+"""nibble's vLLM plugin for probes, with the operators of this checkout's sources where there are
+any, else of the installed package.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from nibble.machine.paths import root
 
 
 def plugin_layers() -> ModuleType:
-    """nibble_kernels.vllm_plugin.layers: what the plugin does to a layer's tensors. It imports
+    """nibble.engine.plugin.layers: what the plugin does to a layer's tensors. It imports
     torch and nothing of vLLM.
     """
     find_nibble_kernels()
-    from nibble_kernels.vllm_plugin import layers
+    from nibble.engine.plugin import layers
 
     return layers
 

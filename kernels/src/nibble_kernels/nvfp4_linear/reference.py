@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nibble_kernels.activation_quant.reference import nvfp4_quant
 from nibble_kernels.conversions.reference import e2m1_decode, e4m3_decode, unpack
-from nibble_kernels.nvfp4_quant.reference import nvfp4_quant
 from nibble_kernels.scale_layout import BLOCK
 
 ROWS_AT_A_TIME = 1024  # of the weight, so that no float32 copy of the whole is made

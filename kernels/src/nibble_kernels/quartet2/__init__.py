@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from nibble_kernels.activation_quant import empty_outputs
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_quant import empty_outputs
 from nibble_kernels.quartet2 import reference
 from nibble_kernels.scale_layout import BLOCK
 

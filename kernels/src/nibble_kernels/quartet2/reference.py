@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.conversions import e2m1_decode, e4m3_decode
-from nibble_kernels.quant_fp4 import quant_fp4
+from nibble_kernels.quartet2.quantize import quant_fp4
 from nibble_kernels.scale_layout import BLOCK
 
 LARGEST = 1536.0

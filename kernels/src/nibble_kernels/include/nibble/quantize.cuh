@@ -151,7 +151,7 @@ __device__ __forceinline__ Half half_of(const uint4& words) {
   return half;
 }
 
-// nvfp4_quant/reference.py
+// activation_quant/reference.py
 template <class Convert, class Precision>
 struct StaticScale {
   struct Parameters {
@@ -172,7 +172,7 @@ struct StaticScale {
   }
 };
 
-// quant_fp4/reference.py
+// quartet2/quantize/reference.py
 template <class Convert, class Precision, bool FourOverSix>
 struct TensorScale {
   struct Parameters {

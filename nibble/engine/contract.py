@@ -1,0 +1,388 @@
+"""What nibble tells its vLLM plugin, and what the plugin reports: the names and shapes of both.
+
+nibble's supervisor and the plugin (nibble/engine/plugin) run in different processes and meet in
+environment variables, a flag, files and JSON. Both import this module, so it uses the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
+
+VLLM_VERSION = "0.32.0"  # that the plugin is made for
+
+# --- how vLLM finds the plugin (entry points of pyproject.toml) -----------------------------------
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN, REPORT_PLUGIN = "nibble", "nibble_proof"
+ALLOWED_PLUGINS = "VLLM_PLUGINS"  # vllm 0.32 plugins/__init__.py: a list of those to load
+OPERATORS = "nibble_kernels"  # the package without which the plugin does nothing
+
+# --- variables ------------------------------------------------------------------------------------
+
+REPORT_FOLDER = "NIBBLE_PROOF"  # of the supervisor's, for reports and references
+PULSE_FOLDER = "NIBBLE_PULSE"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM's: results do not depend on the batch
+CHUNK_MIB = "VLLM_MQ_MAX_CHUNK_BYTES_MB"  # vLLM's, for requests; the plugin sizes answers by it too
+
+# --- options: the key "nibble" of vLLM's --additional-config --------------------------------------
+
+CONFIG_FLAG, CONFIG_KEY = "--additional-config", "nibble"
+
+Activations = Literal["checkpoint", "bf16"]
+HeadFormat = Literal["off", "nvfp4"]
+Kernel = Literal["vllm", "nibble"]
+ScaleMode = Literal["token", "batch-pow2", "batch"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16
+    head to NVFP4 at load.
+
+    linear_kernel and moe_kernel: vLLM's choice, or nibble's for NVFP4 weights with unquantized
+    activations on a GPU. act_scale_mode: what the scale of Quartet II's activations is made for
+    (nibble_kernels.quartet2).
+    """
+
+    nvfp4_activations: Activations = "checkpoint"
+    quantize_lm_head: HeadFormat = "off"
+    linear_kernel: Kernel = "vllm"
+    moe_kernel: Kernel = "vllm"
+    act_scale_mode: ScaleMode = "token"
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether activations stay in BF16 whatever the checkpoint says."""
+        return self.nvfp4_activations == "bf16"
+
+    @classmethod
+    def from_config(cls, additional: object) -> Options:
+        """Of a value of --additional-config. Raises ValueError for a key or value that does not
+        exist.
+        """
+        given = given_options(additional)
+        if isinstance(additional, Mapping) and additional.get(CONFIG_KEY, given) is not given:
+            raise ValueError(
+                f"{CONFIG_FLAG} {CONFIG_KEY} is {additional[CONFIG_KEY]!r}: expected an object"
+            )
+        types = get_type_hints(cls)
+        for name, value in given.items():
+            allowed = get_args(types.get(name))
+            if not allowed:
+                setting = f'{CONFIG_FLAG} {{"{CONFIG_KEY}": {{"{name}": "{value}"}}}}'
+                raise ValueError(f"{setting}: expected one of {', '.join(OPTIONS)}")
+            if value not in allowed:
+                raise ValueError(
+                    f"{CONFIG_FLAG} {CONFIG_KEY}.{name} is {value!r}: expected"
+                    f" {' or '.join(map(str, allowed))}"
+                )
+        return cls(**given)
+
+
+OPTIONS = tuple(field.name for field in fields(Options))
+
+
+def given_options(additional: object) -> Mapping[str, Any]:
+    """The plugin's options in a value of --additional-config, unchecked."""
+    found = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+# --- classes whose names appear in reports, in plans and in targets/*.toml ------------------------
+
+CPU_LINEAR, GPU_LINEAR = "CpuNvFp4LinearKernel", "NibbleNvFp4LinearKernel"
+CPU_EXPERTS = ("CpuModelOptNvFp4MoE", "CpuCompressedTensorsNvFp4MoE")
+GPU_EXPERTS = ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE")
+QUARTET2_LINEAR = "Quartet2LinearMethod"
+OUR_CLASSES = frozenset({CPU_LINEAR, GPU_LINEAR, *CPU_EXPERTS, *GPU_EXPERTS, QUARTET2_LINEAR})
+
+Class = TypeVar("Class", bound=type)
+
+
+def reported_as(name: str) -> Callable[[Class], Class]:
+    """Decorates a class of the plugin that is known by `name` here: a class of another name does
+    not load.
+    """
+
+    def check(decorated: Class) -> Class:
+        if decorated.__name__ != name:
+            raise TypeError(f"{decorated.__name__} is {name} in nibble/engine/contract.py")
+        return decorated
+
+    return check
+
+
+# --- CloverLM -------------------------------------------------------------------------------------
+
+CLOVERLM_MODEL_TYPE, CLOVERLM_ARCHITECTURE = "cloverlm", "CloverLMForCausalLM"
+QUARTET2 = "quartet2"  # --quantization
+TOKENMONSTER = "tokenmonster"  # --tokenizer-mode
+VOCABULARY = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
+VOCABULARY_SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
+
+# --- errors of a load, which the supervisor finds in vLLM's log -----------------------------------
+
+NOT_INITIALIZED = "Following weights were not initialized from checkpoint: "  # vLLM's own words,
+# vllm 0.32 model_loader/default_loader.py:564
+TENSOR_ERROR, SCALE_ERROR = "TensorError", "ScaleError"  # the latter of nibble_kernels.merge
+DOES_NOT_FIT, NOT_LOADED = "does not fit the model", "was not loaded"
+
+# --- files of REPORT_FOLDER -----------------------------------------------------------------------
+
+WORKER_REPORTS = "worker-*.json"
+REFERENCES = "references.json"  # Format of activations -> file of tensors
+REFERENCES_PENDING = "references.pending"  # while it exists, workers wait for REFERENCES
+
+Format = Literal["fp4", "bf16"]  # of the activations that a computed reference is made for
+
+
+def worker_report(pid: int) -> str:
+    """The name of one worker's report."""
+    return WORKER_REPORTS.replace("*", str(pid))
+
+
+def reporting_pid(file: Path) -> str:
+    """The process whose report this is."""
+    return file.stem.removeprefix(WORKER_REPORTS.partition("*")[0])
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+Part = Literal["linear", "moe", "routing", "attention", "weights"]
+WEIGHTED_PARTS: tuple[Part, ...] = ("linear", "moe")  # their `activations` are those served with
+
+
+class KernelsUsed(TypedDict):
+    """What a worker took, from its own structures once it is warm. The first three: what ran ->
+    in how many layers, such as {"nvfp4: MarlinNvFp4LinearKernel": 64}.
+
+    `operators`: device -> "compiled", or why plain torch computes nibble's operators there.
+    """
+
+    linear: dict[str, int]
+    moe: dict[str, int]
+    attention: dict[str, int]
+    kv_cache_dtype: list[str]
+    model_dtype: str
+    stage: int
+    architecture: str
+    quantization: str | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    block_size: int
+    cudagraph_mode: str
+    cudagraphs_captured: int
+    compilation_mode: str
+    sampler: str
+    operators: dict[str, str]
+    device: str
+
+
+class LayerCheck(TypedDict):
+    """The layers of one part and kind against reference.py: how many there are, were compared and
+    are wrong.
+
+    `activations`: forms that fit, such as "fp4, one scale" (see `formats_of`); `worst_error` is
+    "inf" where values are not finite; `wrong_layers` and `not_compared` are the first few, in
+    words.
+    """
+
+    part: str
+    kind: str
+    layers: int
+    compared: int
+    activations: list[str]
+    worst_error: float | str | None
+    wrong: int
+    wrong_layers: list[str]
+    not_compared: list[str]
+
+
+class Halves(TypedDict, total=False):
+    """Relative errors: medians of the first and second half of the tokens."""
+
+    early: float
+    late: float
+
+
+class PointComparison(Halves):
+    """What reaches the product `at`, and the reference's own rounding of it."""
+
+    at: str
+    noise: float
+
+
+class LayerDifference(Halves):
+    """What a layer adds to the stream, by how much it is too large, and its output's norm."""
+
+    factor: float
+    norm: float
+
+
+class LayerComparison(LayerDifference):
+    """`noise`: the reference's own rounding of the layer; `inside`: what reaches its products."""
+
+    noise: float
+    inside: list[PointComparison]
+
+
+class NormsComparison(TypedDict):
+    compared: int
+    wrong: list[str]
+
+
+class LogitsComparison(TypedDict):
+    error: float
+    factor: float
+    token: int
+    off: float
+    spread: float
+
+
+class Comparison(TypedDict):
+    """A worker's model against a computed reference. `cache`: the KV cache's format, bf16 or
+    fp8.
+    """
+
+    tokens: int
+    embedding: float
+    layers: list[LayerComparison]
+    cache: str
+    norms: NormsComparison
+    logits: LogitsComparison | None
+
+
+class NotCompared(TypedDict):
+    not_compared: str  # why
+
+
+class WorkerReport(TypedDict):
+    """One worker's `worker-PID.json`. `problem`: why some of it is missing, or nothing."""
+
+    rank: int
+    ran: KernelsUsed | None
+    checks: list[LayerCheck]
+    definition: Comparison | NotCompared | None
+    problem: str
+    seconds: float
+    node: NotRequired[str]  # added by the supervisor; empty for its own machine
+
+
+def formats_of(checks: Iterable[Mapping[str, Any]]) -> set[str]:
+    """In which formats the layers that are right take their activations: "fp4", "bf16", or
+    "plain" of unquantized ones.
+    """
+    return {
+        form.partition(",")[0]
+        for check in checks
+        if check["part"] in WEIGHTED_PARTS
+        for form in check["activations"]
+    }
+
+
+# --- tensors of a computed reference --------------------------------------------------------------
+
+INSIDE, NORM, NOISE = "inside", "norm", "noise"
+
+
+class InsidePoint(NamedTuple):
+    """A tensor `inside:LAYER:NUMBER:NAME,NAME`: what goes into the modules NAME of a layer."""
+
+    layer: int
+    number: int
+    names: list[str]
+
+    @property
+    def key(self) -> str:
+        return f"{INSIDE}:{self.layer}:{self.number}:{','.join(self.names)}"
+
+    @classmethod
+    def from_key(cls, key: str) -> InsidePoint | None:
+        """None for a tensor of another kind."""
+        kind, _, rest = key.partition(":")
+        if kind != INSIDE or rest.endswith(f":{NOISE}"):
+            return None
+        layer, number, names = rest.split(":")
+        return cls(int(layer), int(number), names.split(","))
+
+
+def inside_noise(layer: int) -> str:
+    """The key of the reference's own rounding of a layer's points, by number."""
+    return f"{INSIDE}:{layer}:{NOISE}"
+
+
+def norm_key(name: str) -> str:
+    """The key of a norm's weight."""
+    return f"{NORM}:{name}"
+
+
+def norm_name(key: str) -> str:
+    """Whose weight this is; empty for a tensor of another kind."""
+    kind, _, name = key.partition(":")
+    return name if kind == NORM else ""
+
+
+# --- files of PULSE_FOLDER ------------------------------------------------------------------------
+
+HEALTH = (
+    "/health?nibble"  # the supervisor's own question; the plugin keeps it out of the access log
+)
+IDLE, STEP, CALL = 0, 1, 2
+PulseKind = Literal["api", "engine"]
+STACKS_SIGNAL = signal.SIGUSR2  # has a process write the Python stacks of its threads
+
+
+def pulse_file(kind: PulseKind, pid: int | Literal["*"]) -> str:
+    return f"{kind}-{pid}"
+
+
+def stacks_file(pid: int) -> str:
+    return f"stacks-{pid}"
+
+
+class PulseRecord(NamedTuple):
+    """One process's file. `turns` grows with each step or answer, `doing` is IDLE, STEP (a step
+    of the model) or CALL (a utility).
+
+    `requests` are those it holds, `tokens` those of the batch that it waits for; `paused` while it
+    sleeps.
+    """
+
+    pid: int
+    doing: int
+    paused: bool
+    turns: int
+    requests: int
+    tokens: int
+
+    def write(self, file: Any) -> None:
+        """Into writable memory of PULSE_BYTES."""
+        _PULSE.pack_into(file, 0, _MAGIC, *self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PulseRecord | None:
+        """None for another layout."""
+        if len(data) != PULSE_BYTES:
+            return None
+        magic, pid, doing, paused, *counts = _PULSE.unpack(data)
+        return cls(pid, doing, bool(paused), *counts) if magic == _MAGIC else None
+
+
+_MAGIC = b"nblpuls1"
+_PULSE = struct.Struct("=8sIBBxxQQQ")
+PULSE_BYTES = _PULSE.size

@@ -1,0 +1,183 @@
+"""NVFP4 weights with unquantized activations on NVIDIA GPUs: nibble's decode kernels as linear
+layers and experts of vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nibble_kernels.library import load
+from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, wants_native
+from nibble_kernels.nvfp4_moe.gpu import PreparedExperts, nvfp4_weight_moe, prepare_experts
+from torch import Tensor
+from torch.nn import Parameter
+from vllm import envs
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.platforms import current_platform
+
+from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, reported_as
+from nibble.engine.plugin.experts import (
+    CompressedTensorsExperts,
+    Experts,
+    ModelOptExperts,
+    local_ids,
+    swiglu,
+)
+
+
+def runs_here() -> tuple[bool, str | None]:
+    """Whether our kernels are compiled for the GPU that is here, and what is missing."""
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(90):
+        return False, "it needs an NVIDIA GPU of compute capability 9.0 or later"
+    found = load().get("cuda", "not compiled")
+    return found == "compiled", f"nibble-kernels: CUDA {found}"
+
+
+def require_ours(kernel: str, use_a16: bool, backend: str) -> None:
+    """Raise ValueError where our kernel cannot run or would change a layer's arithmetic, or
+    beside another that was asked for.
+    """
+    supported, reason = runs_here()
+    if not supported:
+        raise ValueError(f"nibble's NVFP4 {kernel} cannot run: {reason}")
+    if not use_a16 and current_platform.has_device_capability(100):
+        raise ValueError(
+            f"nibble's NVFP4 {kernel} leaves activations in BF16, and this GPU multiplies them in"
+            " FP4; set nvfp4_activations to bf16"
+        )
+    if backend:
+        raise ValueError(f"{backend} and nibble's NVFP4 {kernel} were both asked for")
+
+
+@reported_as(GPU_LINEAR)
+class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
+    """nibble::nvfp4_weight_linear on a weight that is put in the order of its use once, when it is
+    loaded.
+
+    W4A16, also for a layer whose checkpoint has input scales, as vLLM's Marlin and Humming do it.
+    `weight_column_scale`, float32 [N], is applied where the layer has it. With
+    VLLM_BATCH_INVARIANT=1 a row's result does not depend on how many there are.
+    """
+
+    fuses_column_scale = True
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return runs_here()
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace codes and scales by those of prepare_weight. Raises ValueError for rows in no
+        multiple of 8.
+        """
+        codes = layer.weight.data
+        dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
+        prepared = prepare_weight(codes, layer.weight_scale.data, wants_native(dtype, codes.device))
+        layer.weight = Parameter(prepared.codes, requires_grad=False)
+        layer.weight_scale = Parameter(prepared.scales, requires_grad=False)
+        self.rows, self.native = prepared.rows, prepared.native
+        self.global_scale = float(layer.weight_global_scale)
+
+    def apply_weights(
+        self, layer: Any, x: Tensor, bias: Tensor | None = None, *, silu_mul: bool = False
+    ) -> Tensor:
+        """x [..., K] -> [..., N], or [..., N/2] with silu_mul."""
+        return nvfp4_weight_linear(
+            x,
+            PreparedWeight(layer.weight, layer.weight_scale, self.rows, self.native),
+            self.global_scale,
+            column_scale=getattr(layer, "weight_column_scale", None),
+            bias=bias,
+            silu_mul=silu_mul,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+
+
+class _GpuExperts(Experts):
+    """nibble::nvfp4_weight_moe on experts that are put in the order of their use once, when they
+    are loaded. W4A16.
+    """
+
+    where = "by nibble's GPU kernel"
+
+    def prepare(
+        self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
+    ) -> None:
+        """Replace codes and scales by those of prepare_experts. Raises ValueError for what the
+        kernel does not compute.
+        """
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError(
+                "VLLM_BATCH_INVARIANT rules out nibble's NVFP4 experts: the order of their sums"
+                " depends on the number of tokens"
+            )
+        asked = self.moe.moe_backend
+        require_ours("experts", self.use_a16, "" if asked == "auto" else f"--moe-backend {asked}")
+        dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
+        limits = [
+            name for name in ("limit", "alpha", "beta") if swiglu(layer, self.moe, name) is not None
+        ]
+        if layer.activation.value != "silu" or limits or layer.apply_router_weight_on_input:
+            raise ValueError(
+                f"experts with {layer.activation.value} are not supported {self.where}; expected"
+                " silu, without limits and with the router's weights on the output"
+            )
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"experts in {dtype} are not supported {self.where}; expected bfloat16"
+            )
+        native = wants_native(dtype, layer.w13_weight.device)
+        self.rows: dict[str, int] = {}
+        for name, scales in zip(("w13", "w2"), global_scales, strict=True):
+            codes, blocks = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+            experts = prepare_experts(codes.data, blocks.data, scales.data, native)
+            parts = {
+                "weight": experts.codes,
+                "weight_scale": experts.scales,
+                "global_scale": experts.global_scales,
+            }
+            for part, tensor in parts.items():
+                setattr(layer, f"{name}_{part}", Parameter(tensor, requires_grad=False))
+            self.rows[name] = experts.rows
+        self.native = native
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *shared: object,
+        **rest: object,
+    ) -> Tensor:
+        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32
+        moe_runner.py:617).
+        """
+        return nvfp4_weight_moe(
+            x,
+            topk_weights,
+            local_ids(layer, topk_ids),
+            self._experts(layer, "w13"),
+            self._experts(layer, "w2"),
+        )
+
+    def _experts(self, layer: Any, name: str) -> PreparedExperts:
+        codes, scales, factors = (
+            getattr(layer, f"{name}_{part}") for part in ("weight", "weight_scale", "global_scale")
+        )
+        return PreparedExperts(codes, scales, factors, self.rows[name], self.native)
+
+
+@reported_as(GPU_EXPERTS[0])
+class NibbleModelOptNvFp4MoE(_GpuExperts, ModelOptExperts):
+    """Experts of ModelOpt checkpoints by our GPU kernel."""
+
+
+@reported_as(GPU_EXPERTS[1])
+class NibbleCompressedTensorsNvFp4MoE(_GpuExperts, CompressedTensorsExperts):
+    """Experts of compressed-tensors checkpoints by our GPU kernel."""

@@ -1,0 +1,63 @@
+"""Puts the plugin's classes and functions in the place of vLLM's."""
+
+from __future__ import annotations
+
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors_moe,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_nvfp4 as compressed_tensors_linear,
+)
+
+from nibble.engine.plugin import (
+    cloverlm,
+    cpu_rope,
+    cpu_router,
+    dense,
+    fuse_silu,
+    kernels,
+    lm_head,
+    moe,
+    mtp,
+    pulse,
+    quartet2,
+    queues,
+    router_bias,
+    whole_load,
+)
+from nibble.engine.plugin.require import replace, required
+
+
+def install() -> None:
+    """Everything. Raises VllmMismatch."""
+    cloverlm.register_cloverlm()
+    quartet2.register_quartet2()
+    kernels.register_cpu_kernel()
+    _install_linear()
+    _install_experts()
+    lm_head.register_head()
+    mtp.register_draft_projection()
+    fuse_silu.follow_loading()
+    pulse.register()
+    queues.size_answer_queue()
+    router_bias.load_router_biases()
+    cpu_router.add_biases()
+    cpu_rope.rotate_heads_apart()
+    whole_load.check_loads()
+
+
+def _install_linear() -> None:
+    """Names are those that vLLM's modules import for themselves."""
+    for module in (modelopt, compressed_tensors_linear):
+        replace(module, "init_nvfp4_linear_kernel", kernels.nvfp4_linear_kernel, "use_a16")
+    required(modelopt, "LINEAR_METHOD_BUILDERS").update(dense.modelopt_builders())
+    replace(compressed_tensors, "CompressedTensorsW4A4Fp4", dense.CompressedTensorsW4A4Fp4)
+
+
+def _install_experts() -> None:
+    modelopt_moe, compressed_moe = moe.methods()
+    replace(modelopt, "ModelOptNvFp4FusedMoE", modelopt_moe)
+    replace(modelopt.ModelOptNvFp4Config, "FusedMoEMethodCls", modelopt_moe)
+    replace(compressed_tensors_moe, "CompressedTensorsW4A4Nvfp4MoEMethod", compressed_moe)

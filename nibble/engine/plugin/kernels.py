@@ -1,0 +1,79 @@
+"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU and where it is asked for,
+vLLM's choice elsewhere.
+"""
+
+from __future__ import annotations
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+from vllm.platforms import PlatformEnum, current_platform
+
+from nibble.engine.plugin.cpu import CpuNvFp4LinearKernel
+from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel, require_ours
+from nibble.engine.plugin.options import current_options
+from nibble.engine.plugin.require import required
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
+
+
+def register_cpu_kernel() -> None:
+    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32
+    kernels/linear/__init__.py:574).
+
+    vLLM's emulation comes second, for --linear-backend emulation.
+    """
+    required(linear, "init_nvfp4_linear_kernel", "use_a16")
+    required(linear, "_get_linear_backend", "quantization")
+    register = required(linear, "register_linear_kernel", "kernel_class", "platform", "kernel_type")
+    for kernel in (CpuNvFp4LinearKernel, linear.EmulationNvFp4LinearKernel):
+        register(kernel, PlatformEnum.CPU, "nvfp4")
+
+
+def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
+    """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines
+    1132 and 1179 there).
+    """
+    if current_options().linear_kernel == "nibble":
+        return _ours(use_a16)
+    if use_a16 and current_platform.is_cpu():
+        return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
+    if use_a16 and envs.VLLM_BATCH_INVARIANT:
+        return _batch_invariant()
+    return linear.init_nvfp4_linear_kernel(use_a16)
+
+
+def _ours(use_a16: bool) -> NvFp4LinearKernel:
+    """Our GPU kernel. Raises ValueError where it cannot be had."""
+    backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
+    require_ours("kernel", use_a16, "" if backend == "auto" else f"--linear-backend {backend}")
+    return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
+
+
+def _batch_invariant() -> NvFp4LinearKernel:
+    """Our GPU kernel, which adds in one order whatever the number of rows, for weights alone with
+    VLLM_BATCH_INVARIANT.
+
+    vLLM has none: it forces CUTLASS' or the emulation, and then refuses them (lines 1145 and 1188
+    there). As there, the variable comes before --linear-backend. Raises ValueError where our kernel
+    cannot run.
+    """
+    supported, reason = NibbleNvFp4LinearKernel.is_supported()
+    if not supported:
+        raise ValueError(
+            "VLLM_BATCH_INVARIANT with NVFP4 weights alone needs nibble's kernel, which cannot"
+            f" run: {reason}"
+        )
+    backend = linear._get_linear_backend(quantization="nvfp4_w4a16")
+    if backend != "auto":
+        logger.warning_once(
+            "VLLM_BATCH_INVARIANT overrides --linear-backend=%s: nibble's kernel", backend
+        )
+    return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
+
+
+def is_marlin(kernel: NvFp4LinearKernel) -> bool:
+    """Whether block scales go through Marlin's narrower format."""
+    return isinstance(kernel, MarlinNvFp4LinearKernel)

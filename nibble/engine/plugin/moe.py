@@ -1,0 +1,134 @@
+"""NVFP4 experts of ModelOpt and compressed-tensors checkpoints with the scales they were
+quantized with.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as vllm_compressed,
+)
+from vllm.model_executor.utils import is_weights_pre_processed
+from vllm.platforms import current_platform
+
+from nibble.engine.plugin.cuda import NibbleCompressedTensorsNvFp4MoE, NibbleModelOptNvFp4MoE
+from nibble.engine.plugin.layers import check_loaded, mark_unloaded, merge_experts
+from nibble.engine.plugin.options import current_options, weights_are_real
+from nibble.engine.plugin.require import required, required_of_instances
+
+LINEAR_IN_UP = ("silu", "gelu", "gelu_tanh")  # values of vLLM's MoEActivation; "relu2" has no up
+
+
+def methods() -> tuple[type, type]:
+    """The classes for ModelOpt and for compressed-tensors on this platform."""
+    _require_methods()
+    if current_platform.is_cpu():
+        from nibble.engine.plugin import cpu
+
+        return cpu.CpuModelOptNvFp4MoE, cpu.CpuCompressedTensorsNvFp4MoE
+    return ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod
+
+
+def _require_methods() -> None:
+    """What the classes below, and those of experts.py, call and read of vLLM's."""
+    required(FusedMoEMethodBase, "__init__", "self", "moe")
+    limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+    required_of_instances(FusedMoEConfig, "moe_backend", "has_bias", "is_act_and_mul", *limits)
+    required_of_instances(RoutedExperts, "activation", "expert_map", *limits)
+    theirs = modelopt.ModelOptNvFp4FusedMoE, vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod
+    required(theirs[0], "__init__", "self", "quant_config", "moe_config")
+    required(theirs[1], "__init__", "self", "moe", "layer_name", "use_a16")
+    for owner in theirs:
+        required(owner, "create_weights")
+        required(owner, "process_weights_after_loading", "self", "layer")
+        required_of_instances(owner, "moe", "use_a16", "nvfp4_backend")
+    required_of_instances(theirs[0], "per_token_activation")
+
+
+class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
+    """vLLM's method, which dequantizes up with gate's global scale (vllm 0.32 modelopt.py:1032)."""
+
+    def __new__(cls, quant_config: Any, moe_config: Any) -> Any:
+        """nibble's own experts where they are asked for."""
+        if current_options().moe_kernel == "nibble":
+            return NibbleModelOptNvFp4MoE(quant_config, moe_config)
+        return super().__new__(cls)
+
+    def __init__(self, quant_config, moe_config) -> None:
+        if current_options().weights_only:
+            quant_config = copy.copy(quant_config)
+            quant_config.quant_method = "W4A16_NVFP4"
+        self.is_real = weights_are_real()
+        super().__init__(quant_config=quant_config, moe_config=moe_config)
+
+    def create_weights(self, layer: Any, *args, **kwargs) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        mark_unloaded(
+            layer,
+            *(f"{w}_{scale}" for w in ("w13", "w2") for scale in ("weight_scale_2", "input_scale")),
+        )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.is_real and not is_weights_pre_processed():
+            check_loaded(layer, "w13_weight_scale_2", "w2_weight_scale_2")
+            if not self.use_a16 and not self.per_token_activation:
+                check_loaded(layer, "w13_input_scale", "w2_input_scale")
+            _merge(self, layer, "weight_scale_2", "input_scale")
+        super().process_weights_after_loading(layer)
+
+
+class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod):
+    """vLLM's method, which does the same with divisors."""
+
+    def __new__(cls, moe: Any, layer_name: str | None = None, use_a16: bool = False) -> Any:
+        """nibble's own experts where they are asked for."""
+        if current_options().moe_kernel == "nibble":
+            return NibbleCompressedTensorsNvFp4MoE(moe, layer_name, use_a16)
+        return super().__new__(cls)
+
+    def __init__(self, moe, layer_name: str | None = None, use_a16: bool = False) -> None:
+        use_a16 = use_a16 or current_options().weights_only
+        self.is_real = weights_are_real()
+        super().__init__(moe, layer_name, use_a16=use_a16)
+
+    def create_weights(self, layer: Any, *args, **kwargs) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        scales = ("weight_global_scale", "input_global_scale")
+        mark_unloaded(layer, *(f"{w}_{scale}" for w in ("w13", "w2") for scale in scales))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.is_real:
+            check_loaded(layer, "w13_weight_global_scale", "w2_weight_global_scale")
+            if not self.use_a16:
+                check_loaded(layer, "w13_input_global_scale", "w2_input_global_scale")
+            _merge(self, layer, "weight_global_scale", "input_global_scale", divisors=True)
+        super().process_weights_after_loading(layer)
+
+
+def _merge(method, layer: Any, global_name: str, input_name: str, divisors: bool = False) -> None:
+    merge_experts(
+        layer,
+        global_name,
+        None if method.use_a16 else input_name,
+        gated=method.moe.is_act_and_mul,
+        linear_in_up=_is_linear_in_up(method, layer),
+        marlin=method.nvfp4_backend == NvFp4MoeBackend.MARLIN,
+        divisors=divisors,
+    )
+
+
+def _is_linear_in_up(method, layer: Any) -> bool:
+    limits = (getattr(layer, "swiglu_limit", None), getattr(method.moe, "swiglu_limit", None))
+    biased = getattr(method.moe, "has_bias", False)  # up's bias would need the factor too
+    return (
+        layer.activation.value in LINEAR_IN_UP
+        and not biased
+        and all(limit is None for limit in limits)
+    )

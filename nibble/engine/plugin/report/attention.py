@@ -1,0 +1,200 @@
+"""Attention of a warm worker, on blocks of its own KV cache that nobody uses yet, against softmax
+in float32.
+
+The first request of a server takes blocks from the other end of the cache. A prompt and then one
+decode step are computed; what they read goes through the cache, so its format and scales are part
+of what is compared. One layer of each kind is always compared, further ones while there is time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from nibble.engine.plugin.report.compare import Result, compare
+from nibble.engine.plugin.report.formats import generator_of
+from nibble.engine.plugin.report.probes import Unknown
+
+BUDGET_S = 1.0  # for the layers beyond the first of their kind
+PROMPT_TOKENS = 37  # more than one block of 16 or 32, and not a whole number of them
+
+
+def attention_results(worker: Any) -> Iterator[tuple[Result, Iterable[Result]]]:
+    """For each layer that is compared, a blank result for it and its comparisons."""
+    until = time.monotonic() + BUDGET_S
+    layers, seen = worker.vllm_config.compilation_config.static_forward_context, set()
+    for groups in getattr(worker.model_runner, "attn_groups", ()):
+        for group in groups:
+            for name in group.layer_names:
+                layer, kind = layers[name], attention_kind(layers[name])
+                if kind not in seen or time.monotonic() < until:
+                    seen.add(kind)
+                    yield (
+                        Result("attention", kind, name),
+                        _compare(worker, group, name, layer, kind),
+                    )
+
+
+def attention_kind(layer: Any) -> str:
+    """Backend, heads, window and cache format."""
+    backend = (
+        layer.get_attn_backend().get_name()
+        if hasattr(layer, "get_attn_backend")
+        else type(layer).__name__
+    )
+    if not isinstance(layer, Attention):
+        return f"{backend} {type(layer).__name__}"
+    heads = f"{layer.num_heads} heads of {layer.head_size} on {layer.num_kv_heads}"
+    window = f", window {layer.sliding_window}" if layer.sliding_window else ""
+    return f"{backend} {heads}{window}, cache {layer.kv_cache_dtype}"
+
+
+def _compare(
+    worker: Any, group: AttentionGroup, name: str, layer: Any, kind: str
+) -> Iterator[Result]:
+    _check_known(worker, group, layer)
+    tokens = min(PROMPT_TOKENS, worker.vllm_config.model_config.max_model_len - 1)
+    q, k, v = random_heads(name, layer, tokens + 1)
+    form = "bf16" if layer.kv_cache_dtype in ("auto", "bfloat16", "float16") else "fp8"
+    right = {form: softmax_attention(layer, q, *stored(layer, k, v))}
+    for first, count in ((0, tokens), (tokens, 1)):
+        part = slice(first, first + count)
+        y = _forward(
+            worker, group, name, layer, [value[part].flatten(1) for value in (q, k, v)], first
+        )
+        yield compare(
+            "attention", kind, name, y, {form: value[part] for form, value in right.items()}
+        )
+
+
+def _check_known(worker: Any, group: AttentionGroup, layer: Any) -> None:
+    if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
+        raise Unknown("no reference for this attention")
+    impl, parallel = layer.impl, worker.vllm_config.parallel_config
+    extras = (
+        layer.has_sink,
+        getattr(impl, "alibi_slopes", None) is not None,
+        layer.kv_sharing_target_layer_name,
+    )
+    if any(extras) or getattr(impl, "logits_soft_cap", None):
+        raise Unknown("no reference for sinks, ALiBi, shared caches or capped logits")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise Unknown("the cache is split over ranks")
+    if not (
+        layer.kv_cache_dtype in ("auto", "bfloat16", "float16")
+        or layer.kv_cache_dtype in ("fp8", "fp8_e4m3")
+    ):
+        raise Unknown(f"no reference for a cache in {layer.kv_cache_dtype}")
+    if group.kernel_block_stride:
+        raise Unknown("the cache is packed")
+
+
+def random_heads(name: str, layer: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [tokens, heads, head size] in the model's dtype."""
+    sizes = (
+        (layer.num_heads, layer.head_size),
+        (layer.num_kv_heads, layer.head_size),
+        (layer.num_kv_heads, layer.head_size_v),
+    )
+    generator = generator_of(name)
+    return tuple(torch.randn(tokens, *size, generator=generator).to(layer.dtype) for size in sizes)  # type: ignore[return-value]
+
+
+def stored(layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What k and v are once the cache had them, in float32."""
+    if layer.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+        return k.float(), v.float()
+    scales = (layer._k_scale_float, layer._v_scale_float)
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return tuple(
+        (x.float() / s).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * s
+        for x, s in zip((k, v), scales, strict=True)
+    )  # type: ignore[return-value]
+
+
+def softmax_attention(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sequence in float32 [tokens, heads * head size]."""
+    repeat = layer.num_heads // layer.num_kv_heads
+    keys, values = (x.repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (k, v))
+    scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * layer.impl.scale
+    place = torch.arange(len(q))
+    distance = place[:, None] - place[None]
+    hidden = (distance < 0) | (distance >= (layer.sliding_window or math.inf))
+    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ values).transpose(0, 1).flatten(1)
+
+
+def _forward(
+    worker: Any, group: AttentionGroup, name: str, layer: Any, qkv: list[Tensor], computed: int
+) -> Tensor:
+    """The layer on the tokens after `computed` others, through its backend's own metadata."""
+    device, count = worker.device, len(qkv[0])
+    metadata = one_request(worker, group, computed, count)
+    context = {
+        "attn_metadata": {name: group.build_metadata(metadata, 0)},
+        "slot_mapping": {name: metadata.slot_mapping},
+    }
+    with pass_of_this_worker(worker.vllm_config, count, **context):
+        return layer(*(value.to(device) for value in qkv))
+
+
+def pass_of_this_worker(
+    config: VllmConfig, tokens: int, **context: Any
+) -> AbstractContextManager[None]:
+    """The context of a forward pass. Of a mixture of experts vLLM would ask all data parallel
+    replicas for their tokens (vllm 0.32 forward_context.py:317) and wait for ever: they check other
+    layers, or, on other machines, nothing.
+    """
+    replicas = config.parallel_config.data_parallel_size
+    everywhere = torch.full((replicas,), tokens, dtype=torch.int32)
+    given = {"attn_metadata": None, **context}
+    return set_forward_context(
+        vllm_config=config, num_tokens=tokens, num_tokens_across_dp=everywhere, **given
+    )
+
+
+def one_request(
+    worker: Any, group: AttentionGroup, computed: int, count: int, room: int = PROMPT_TOKENS + 1
+) -> CommonAttentionMetadata:
+    """`count` new tokens of a request that has `computed` in the cache's last blocks, which are
+    taken for `room` tokens.
+    """
+    device, size, length = worker.device, group.kv_cache_spec.block_size, computed + count
+    config = worker.model_runner.kv_cache_config
+    needed = math.ceil(room / size)
+    if config.num_blocks <= needed + 1:  # block 0 is vLLM's own
+        raise Unknown("the KV cache has no blocks to spare")
+    width = math.ceil(worker.vllm_config.model_config.max_model_len / size)
+    blocks = torch.zeros(1, max(width, needed), dtype=torch.int32)
+    blocks[0, :needed] = torch.arange(config.num_blocks - needed, config.num_blocks)
+    places = torch.arange(computed, length)
+    slots = blocks[0, places // size].long() * size + places % size
+    starts, lengths = (
+        torch.tensor([0, count], dtype=torch.int32),
+        torch.tensor([length], dtype=torch.int32),
+    )
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to(device),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=1,
+        num_actual_tokens=count,
+        max_query_len=count,
+        max_seq_len=length,
+        block_table_tensor=blocks.to(device),
+        slot_mapping=slots.to(device),
+        positions=places.to(device),
+        is_prefilling=torch.tensor([computed == 0]),
+        causal=True,
+    )

@@ -1,0 +1,131 @@
+"""Which kernels a worker took, read from its own structures once it is warm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import nibble_kernels
+import torch
+from vllm.compilation.counter import compilation_counter
+from vllm.distributed import get_pp_group
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from nibble.engine.contract import KernelsUsed
+from nibble.engine.plugin.experts import Experts
+from nibble.engine.plugin.layers import kernel_of
+
+
+def what_ran(worker: Any) -> KernelsUsed:
+    """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value
+    for each other part.
+
+    The supervisor compares it with its plan and the workers with each other: `stage` says which
+    hold the same layers.
+    """
+    runner, config = worker.model_runner, worker.vllm_config
+    models = list(models_of(runner))
+    layers = config.compilation_config.static_forward_context.values()
+    attention = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
+    compilation = config.compilation_config
+    return {
+        "linear": _counted(_linear(module) for model in models for module in model.modules()),
+        "moe": _counted(_moe(module) for model in models for module in model.modules()),
+        "attention": _counted(layer.get_attn_backend().get_name() for layer in attention),
+        "kv_cache_dtype": sorted({_kv_dtype(layer) for layer in attention if _has_cache(layer)}),
+        "model_dtype": _short(config.model_config.dtype),
+        "stage": get_pp_group().rank_in_group,
+        "architecture": config.model_config.architecture,
+        "quantization": config.model_config.quantization,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "block_size": config.cache_config.block_size,
+        "cudagraph_mode": compilation.cudagraph_mode.name,
+        "cudagraphs_captured": compilation_counter.num_cudagraph_captured,
+        "compilation_mode": compilation.mode.name,
+        "sampler": _sampler(runner),
+        "operators": nibble_kernels.implementations(),
+        "device": worker.device.type,
+    }
+
+
+def models_of(runner: Any) -> Iterator[torch.nn.Module]:
+    """The model, and what drafts for it where that is a model of its own (vllm 0.32: drafter in
+    V1, speculator in V2).
+    """
+    yield runner.get_model()
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model = getattr(drafter, "model", None)
+    if isinstance(model, torch.nn.Module):
+        yield model
+
+
+def _linear(module: Any) -> str | None:
+    """`nvfp4: MarlinNvFp4LinearKernel` of a linear layer or head; None for other modules and
+    unquantized layers.
+    """
+    if not isinstance(module, LinearBase | ParallelLMHead):
+        return None
+    kernel, method = kernel_of(module), module.quant_method
+    if kernel is None:
+        name = type(getattr(module, "scheme", None) or method).__name__
+        return None if name.startswith("Unquantized") else f"other: {name}"
+    scheme = "nvfp4" if isinstance(kernel, NvFp4LinearKernel) else "other"
+    return f"{scheme}: {type(kernel).__name__}"
+
+
+def _moe(module: Any) -> str | None:
+    """`nvfp4: MARLIN MarlinExperts`: the backend's name where the method has one, and what
+    computes.
+    """
+    if not isinstance(module, RoutedExperts):
+        return None
+    method = module.quant_method
+    backends = {
+        name: value
+        for name, value in vars(method).items()
+        if name.endswith("_backend") and hasattr(value, "name")
+    }
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None) or method
+    scheme = "nvfp4" if "nvfp4_backend" in backends or isinstance(method, Experts) else "other"
+    names = [value.name for value in backends.values()] + [type(experts).__name__]
+    return f"{scheme}: {' '.join(names)}"
+
+
+def _has_cache(layer: Any) -> bool:
+    """Whether it keeps keys and values; state-space and linear attention keep states of other
+    kinds.
+    """
+    return hasattr(layer, "kv_cache_dtype") and isinstance(layer.kv_cache, torch.Tensor)
+
+
+def _kv_dtype(layer: Any) -> str:
+    """What the cache holds: the name vLLM was given for a format of its own, else the tensor's
+    type.
+    """
+    named = layer.kv_cache_dtype
+    return named if named not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache.dtype)
+
+
+def _sampler(runner: Any) -> str:
+    """What draws with top-k and top-p: `forward_cpu` (V1's form for this platform), `flashinfer`
+    or `native` (V2's).
+    """
+    sampler = getattr(runner, "sampler", None)
+    chosen = getattr(getattr(sampler, "topk_topp_sampler", None), "forward", None)
+    if chosen is not None:
+        known = {"forward_cuda": "flashinfer", "forward_native": "native"}
+        return known.get(chosen.__name__, str(chosen.__name__))
+    return "flashinfer" if getattr(sampler, "use_flashinfer", False) else "native"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _counted(names: Any) -> dict[str, int]:
+    return dict(sorted(Counter(name for name in names if name is not None).items()))

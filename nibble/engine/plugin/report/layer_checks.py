@@ -1,0 +1,129 @@
+"""The layers of a warm worker against what `reference.py` says: linear layers, experts, routing
+and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from nibble.engine.contract import LayerCheck
+from nibble.engine.plugin.report.attention import attention_results, pass_of_this_worker
+from nibble.engine.plugin.report.compare import Result, compare, group
+from nibble.engine.plugin.report.formats import generator_of
+from nibble.engine.plugin.report.kernels_used import models_of
+from nibble.engine.plugin.report.probes import PROBES, Probe, Unknown
+
+ROUTING_ROWS = 16
+PLAIN_ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "CPURouter")
+
+
+@torch.inference_mode()
+def run_checks(worker: Any) -> list[LayerCheck]:
+    """One entry for each kind of layer: see compare.group."""
+    config, results = worker.vllm_config, []
+    with set_current_vllm_config(config), pass_of_this_worker(config, 1):
+        for probe in PROBES.found:
+            results += _guarded(
+                Result(probe.part, probe.kind, probe.name), _weights(probe, worker.device)
+            )
+        for name, runner in _runners(worker):
+            kind = type(runner.router).__name__
+            results += _guarded(
+                Result("routing", kind, name), _routing(name, kind, runner, worker.device)
+            )
+    with set_current_vllm_config(config):
+        for blank, found in attention_results(worker):
+            results += _guarded(blank, found)
+    unknown = [Result("weights", kind, kind, problem="no reference") for kind in PROBES.unknown]
+    return group([*results, *unknown])
+
+
+def _guarded(blank: Result, found: Iterable[Result]) -> list[Result]:
+    """All of `found`; what cannot be compared is told and ends nothing."""
+    try:
+        return list(found)
+    except Exception as error:
+        why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
+        return [Result(blank.part, blank.kind, blank.name, problem=" ".join(why.split())[:200])]
+
+
+def _weights(probe: Probe, device: torch.device) -> Iterator[Result]:
+    """The layer as it serves, one row at first and then all of them: kernels for few rows differ
+    from those for many.
+    """
+    for rows in sorted({1, len(probe.x)}):
+        x, method = probe.x[:rows].to(device), probe.module.quant_method
+        if probe.routing is None:
+            y = method.apply(probe.module, x, None)
+        elif method.is_monolithic:
+            raise Unknown("the kernel routes by itself")
+        else:
+            weights, ids = (value[:rows].to(device) for value in probe.routing)
+            y = probe.module.forward_modular(x=x.clone(), topk_weights=weights, topk_ids=ids)
+        if not isinstance(y, Tensor):
+            raise Unknown("the kernel leaves the sum over experts to a later one")
+        yield compare(
+            probe.part,
+            probe.kind,
+            probe.name,
+            y,
+            {form: right[:rows] for form, right in probe.expected.items()},
+        )
+
+
+def _runners(worker: Any) -> Iterator[tuple[str, Any]]:
+    for model in models_of(worker.model_runner):
+        yield from (
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, MoERunner)
+        )
+
+
+def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterator[Result]:
+    """The router's choice among random logits, as weights [rows, experts] with zeros for experts
+    that were not chosen.
+    """
+    router, moe = runner.router, runner.moe_config
+    others = ("custom_routing_function", "_hash_indices_table", "eplb_state", "bias_vl")
+    is_plain = kind in PLAIN_ROUTERS and not getattr(router, "use_grouped_topk", False)
+    if not is_plain or any(getattr(router, other, None) is not None for other in others):
+        raise Unknown("no reference for this routing")
+    if (
+        getattr(router, "routed_scaling_factor", 1.0) != 1.0
+        or runner.routed_experts.quant_method.is_monolithic
+    ):
+        raise Unknown("no reference for this routing")
+    experts = router.global_num_experts
+    generator = generator_of(f"{name} logits")
+    logits = torch.randn(ROUTING_ROWS, experts, generator=generator, dtype=torch.float32).to(
+        moe.router_logits_dtype
+    )
+    hidden = torch.randn(ROUTING_ROWS, moe.hidden_dim, generator=generator).to(moe.in_dtype)
+    indices = runner.routed_experts.quant_method.topk_indices_dtype
+    weights, ids = router.select_experts(hidden.to(device), logits.to(device), indices)
+    found = torch.zeros(ROUTING_ROWS, experts).scatter_(1, ids.long().cpu(), weights.float().cpu())
+    yield compare("routing", kind, name, found, {"plain": route(router, logits.float())})
+
+
+def route(router: Any, logits: Tensor) -> Tensor:
+    """Weights [rows, experts] of softmax or sigmoid scores, chosen by score plus bias, in
+    float32.
+    """
+    function = {"softmax": lambda values: values.softmax(-1), "sigmoid": torch.sigmoid}.get(
+        router.scoring_func
+    )
+    if function is None:
+        raise Unknown(f"no reference for scores by {router.scoring_func}")
+    scores, bias = function(logits), getattr(router, "e_score_correction_bias", None)
+    chosen = (
+        (scores if bias is None else scores + bias.float().cpu()).topk(router.top_k, dim=-1).indices
+    )
+    weights = torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
+    return weights / weights.sum(-1, keepdim=True) if router.renormalize else weights

@@ -1,0 +1,201 @@
+"""Random inputs and the outputs that a layer's weights, as the checkpoint has them, give by
+`reference.py`.
+
+Kernels repack weights once these are loaded, so the right answer is computed before that and kept:
+a few rows a layer. One layer of each kind is always taken, further ones while there is time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nibble_kernels.nvfp4_linear import reference as linear_reference
+from nibble_kernels.nvfp4_moe import reference as moe_reference
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
+
+from nibble.engine.contract import Part
+from nibble.engine.plugin.report.formats import (
+    activation_arguments,
+    codes_of,
+    global_scales,
+    random_input,
+    random_routing,
+)
+
+# of the first layer of a kind: more than decode kernels take (nvfp4_linear/README.md); of further
+# layers one
+ROWS = 24
+EXPERT_ROWS = 6
+BUDGET_S = 2.0  # for the layers beyond the first of their kind
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A layer, its input [rows, K] in the model's dtype, and its right outputs [rows, N] in
+    float32; on the CPU.
+
+    `expected` has "plain" of an unquantized layer, else "bf16" and, where the checkpoint has scales
+    for activations, forms with these in FP4: kernels for weights alone may serve such a layer too.
+    `routing` are top-k weights and ids of experts.
+    """
+
+    name: str
+    part: Part
+    kind: str
+    module: Any
+    x: Tensor
+    expected: dict[str, Tensor]
+    routing: tuple[Tensor, Tensor] | None = None
+
+
+class Probes:
+    """The probes of this process; those of a draft model join those of the model."""
+
+    def __init__(self) -> None:
+        self.found: list[Probe] = []
+        self.unknown: dict[str, int] = {}  # kind, and why it was not taken -> layers
+        self._kinds: set[str] = set()
+
+    def remember(self, model: torch.nn.Module) -> None:
+        """Take layers of a model whose weights are loaded and not yet prepared for kernels."""
+        until = time.monotonic() + BUDGET_S
+        for name, module in model.named_modules():
+            kind = kind_of(module)
+            is_known = kind in self._kinds
+            if kind is None or (is_known and time.monotonic() > until):
+                continue
+            try:
+                self.found.append(make_probe(name, kind, module, 1 if is_known else ROWS))
+            except Exception as error:  # a format that this code does not know must not end a start
+                why = (
+                    str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
+                )
+                self.unknown[f"{kind}: {why}"] = self.unknown.get(f"{kind}: {why}", 0) + 1
+            else:
+                self._kinds.add(kind)
+
+    def forget(self) -> None:
+        """Free everything."""
+        self.__init__()
+
+
+PROBES = Probes()
+
+
+class Unknown(Exception):
+    """Why a layer has no reference here."""
+
+
+def kind_of(module: Any) -> str | None:
+    """What makes two layers the same to a kernel: their method, shapes and dtypes. None for what
+    is no layer of weights.
+    """
+    if not isinstance(module, LinearBase | ParallelLMHead | RoutedExperts):
+        return None
+    method = type(getattr(module, "scheme", None) or module.quant_method).__name__
+    tensors = module.named_parameters(recurse=False)
+    sizes = [
+        f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        for name, value in tensors
+        if "weight" in name
+    ]
+    return " ".join([method, *sizes])
+
+
+@torch.inference_mode()
+def make_probe(name: str, kind: str, module: Any, rows: int) -> Probe:
+    """The probe of a layer. Raises Unknown for a format without a reference."""
+    if isinstance(module, RoutedExperts):
+        return _experts(name, kind, module)
+    if type(module.quant_method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return _unquantized(name, kind, module, rows)
+    return _nvfp4(name, kind, module, rows)
+
+
+def _unquantized(name: str, kind: str, module: Any, rows: int) -> Probe:
+    weight = module.weight.data
+    x = random_input(name, rows, weight.shape[1], None).to(weight.dtype)
+    there = x.to(weight.device).float()
+    y = torch.cat(
+        [there @ part.float().T for part in weight.split(linear_reference.ROWS_AT_A_TIME)], dim=-1
+    )
+    return Probe(name, "linear", kind, module, x, {"plain": y.cpu()})
+
+
+def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
+    scales = global_scales(module, "weight")
+    if scales is None or type(module.quant_method).__module__.endswith("quartet2"):
+        raise Unknown("no reference for this format")
+    codes, blocks = codes_of(module, "weight"), module.weight_scale.data
+    widths = torch.tensor(module.logical_widths, device=codes.device)
+    # Of q, k and v each their own
+    factors = scales.reshape(-1).expand(len(widths)).repeat_interleave(widths)
+    inputs = global_scales(module, "input")
+    largest = inputs.max() if inputs is not None else None
+    x = random_input(name, rows, codes.shape[1] * 2, largest)
+
+    def right(inverse: Tensor | None) -> Tensor:
+        one = torch.ones((), device=codes.device)
+        values = x.to(codes.device).float()
+        return linear_reference.nvfp4_linear(
+            values, codes, blocks, one, factors, None, inverse
+        ).cpu()
+
+    expected = {"bf16": right(None)} | ({"fp4": right(1 / largest)} if largest is not None else {})
+    return Probe(name, "linear", kind, module, x, expected)
+
+
+def _experts(name: str, kind: str, module: Any) -> Probe:
+    g13, g2 = global_scales(module, "w13_weight"), global_scales(module, "w2_weight")
+    if g13 is None or g2 is None or not hasattr(module, "w13_weight_scale"):
+        raise Unknown("no reference for this format")
+    parallel = module.moe_config.moe_parallel_config
+    if parallel.ep_size > 1 or parallel.dp_size > 1 or module.moe_config.has_bias:
+        raise Unknown("experts of several ranks, or with biases")
+    w13, w2 = codes_of(module, "w13_weight"), codes_of(module, "w2_weight")
+    experts = w13.shape[0]
+    inputs = [global_scales(module, "w13_input"), global_scales(module, "w2_input")]
+    x = random_input(
+        name, EXPERT_ROWS, w13.shape[2] * 2, inputs[0].max() if inputs[0] is not None else None
+    )
+    weights, ids = random_routing(name, EXPERT_ROWS, experts, module.moe_config.experts_per_token)
+
+    def right(scale13: Tensor | None, scale2: Tensor | None) -> Tensor:
+        to = w13.device
+        return (
+            moe_reference.nvfp4_moe(
+                x.to(to),
+                weights.to(to),
+                ids.to(to),
+                w13,
+                module.w13_weight_scale.data,
+                g13.reshape(experts, -1),
+                w2,
+                module.w2_weight_scale.data,
+                g2.reshape(-1),
+                scale13,
+                scale2,
+                module.apply_router_weight_on_input,
+                *activation_arguments(module),
+            )
+            .float()
+            .cpu()
+        )
+
+    expected = {"bf16": right(None, None)}
+    if inputs[0] is not None and inputs[1] is not None:
+        # Kernels take each expert's own scale (the larger of gate's and up's) or the largest of
+        # all.
+        each = [inputs[0].reshape(experts, -1).amax(1), inputs[1].reshape(experts, -1).amax(1)]
+        expected["fp4"] = right(*each)
+        expected["fp4, one scale"] = right(*(scale.max().expand(experts) for scale in each))
+    return Probe(name, "moe", kind, module, x, expected, (weights, ids))
