@@ -153,7 +153,7 @@ def test_a_node_whose_workers_tell_nothing_ends_the_start_and_is_named(
     made = make(
         tmp_path / "replicas", {"ran": RAN}, {"ran": RAN}, elsewhere={"b": []}, data_parallel_size=4
     )
-    with pytest.raises(NibbleError, match="no worker on node b told"):
+    with pytest.raises(NibbleError, match="no worker on node b reported"):
         run(made)
 
 
