@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Entry point, natively and in the image: serve (default) and every other verb of nibble; anything else is executed as given.
 set -euo pipefail
-trap 'echo "[nibble] stop signal before the start: stopped; nothing was being served" >&2; exit 0' TERM INT HUP
+trap 'echo "[nibble] stop signal before the start: stopped; no server was running" >&2; exit 0' TERM INT HUP
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 

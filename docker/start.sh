@@ -2,7 +2,7 @@
 # First thing in every container: folders of the cache volume, and host caches mounted where old guides put them.
 # Then the entry point, which is the same as outside a container.
 set -euo pipefail
-trap 'echo "[nibble] stop signal before the start: stopped; nothing was being served" >&2; exit 0' TERM INT HUP
+trap 'echo "[nibble] stop signal before the start: stopped; no server was running" >&2; exit 0' TERM INT HUP
 umask 002 # group 0 keeps write access when the container later runs as another user
 
 cache="${NIBBLE_CACHE_DIR:-/var/cache/nibble}"

@@ -112,7 +112,7 @@ def answer_one_token(api: Api, name: str, required: bool = True) -> None:
     status, answer = api.call("/v1/completions", body, _FIRST_TOKEN_TIMEOUT_S)
     if status != 200 and (required or status != 404):
         text = " ".join(answer.decode(errors="replace").split())[:300]
-        what = f"the first request, one token from {name}, got {status}: {text}"
+        what = f"the first request, one token from {name}, got status {status}: {text}"
         raise NibbleError(ExitCode.CANARY, what=what, expected="200", action="see the log above")
 
 

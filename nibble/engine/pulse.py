@@ -1,4 +1,4 @@
-"""Reads how far vLLM's processes are from what nibble's plugin writes in them."""
+"""Reads how far vLLM's processes are from what nibble's plugin writes (plugin/pulse.py)."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         return
     if not _told:
         line = (
-            f"[nibble] {signal.Signals(signum).name} before the start: stopped; nothing was being"
-            " served\n"
+            f"[nibble] {signal.Signals(signum).name} before the start: stopped; no server was"
+            " running\n"
         )
         os.write(sys.stderr.fileno() if sys.stderr else 2, line.encode())
     _told = signum

@@ -294,7 +294,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiled_kernels_with_their_plugin_are_ok(plugin: None) -> None:
     check = kernels_check(KERNELS, lambda: {"cpu": "compiled"}, {})
-    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM finds its plugin")
+    assert (check.status, check.what) == ("ok", "0.1.0; cpu: compiled; vLLM finds nibble's plugin")
 
 
 def test_kernels_in_plain_torch_are_a_warning_with_the_reason(plugin: None) -> None:

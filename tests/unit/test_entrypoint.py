@@ -128,7 +128,7 @@ def test_a_signal_to_the_script_itself_is_0_with_one_line(folder: Path) -> None:
     )
     time.sleep(0.5)
     process.terminate()
-    assert process.communicate(timeout=5)[1].count("nothing was being served") == 1
+    assert process.communicate(timeout=5)[1].count("no server was running") == 1
     assert process.returncode == 0
 
 

@@ -224,7 +224,7 @@ def test_a_stop_signal_before_the_start(words: list[str], when: str, code: int, 
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=10)
     assert process.returncode == code
-    assert err.count("SIGTERM before the start: stopped; nothing was being served") == lines
+    assert err.count("SIGTERM before the start: stopped; no server was running") == lines
     assert ("cleaned up" in out) == (code == 0)
 
 

@@ -283,7 +283,7 @@ def test_a_signal_during_load_is_0_also_where_vllm_ignores_it(
 
 
 def test_a_refused_first_request_is_a_failed_canary_and_leaves_no_process(run: Run) -> None:
-    with pytest.raises(NibbleError, match="answered 500") as caught:
+    with pytest.raises(NibbleError, match="got status 500") as caught:
         run(answer=500)
     assert caught.value.code == ExitCode.CANARY
     assert not [one for one in processes() if one.parent == os.getpid()]

@@ -58,7 +58,7 @@ def test_a_backend_that_does_not_add_in_one_order_is_refused_before_a_load(
     model: Path, words: tuple[str, ...], target: str, takes: str
 ) -> None:
     error = refused(model, *words, target=target)
-    assert f"takes {takes} for the NVFP4 layers" in error.what
+    assert f"needs {takes} for the NVFP4 layers" in error.what
     assert "--linear-backend auto" in error.action and "VLLM_BATCH_INVARIANT" in error.action
     plan(model, *words, target=target, invariant="0")
 

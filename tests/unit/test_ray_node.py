@@ -193,7 +193,7 @@ def test_a_node_does_not_offer_more_gpus_than_it_has(monkeypatch: pytest.MonkeyP
     """Ray would believe it, and vLLM's ranks look for GPUs that are not there."""
     here = replace(detect({}), gpus=(Gpu(0, "H200", (9, 0), 1 << 30, 1 << 30, "GPU-0"),) * 2)
     monkeypatch.setattr(ray_node, "detect", lambda environ: here)
-    with pytest.raises(NibbleError, match="NUM_GPUS is 3 and 2 GPUs are here") as caught:
+    with pytest.raises(NibbleError, match="NUM_GPUS is 3, but this machine has 2 GPUs") as caught:
         ray_node._gpus(settings(NUM_GPUS="3"), {})
     assert caught.value.code == ExitCode.CONFIG
     assert [ray_node._gpus(settings(**one), {}) for one in ({"NUM_GPUS": "1"}, {})] == [1, 2]
@@ -257,7 +257,7 @@ def test_an_interface_that_is_not_here_is_refused_by_name() -> None:
 
 
 def test_a_head_whose_address_is_another_machines_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(NibbleError, match="no address of this machine") as caught:
+    with pytest.raises(NibbleError, match="is not an address of this machine") as caught:
         ray_node.ray_head(settings(HEAD_IP="198.51.100.7"), {"NIBBLE_CACHE_DIR": str(tmp_path)})
     assert caught.value.code == ExitCode.CLUSTER
 

@@ -160,15 +160,15 @@ def kernels_check(
         )
     if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
         return Check(
-            "kernels", "fail", f"{what}; vLLM does not find its plugin", "run `make setup`"
+            "kernels", "fail", f"{what}; vLLM does not find nibble's plugin", "run `make setup`"
         )
     if allowed is not None and PLUGIN not in allowed.split(","):
         fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS excludes its plugin", fix)
+        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS excludes nibble's plugin", fix)
     if any(how != "compiled" for how in found.values()):
         fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
         return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
-    return Check("kernels", "ok", f"{what}; vLLM finds its plugin")
+    return Check("kernels", "ok", f"{what}; vLLM finds nibble's plugin")
 
 
 @functools.cache
