@@ -19,7 +19,8 @@ ANSWER_TOKENS = 16
 PROBE_TOKENS = 192
 PROBE_LIMIT = 1100  # a model's own window is met where this is enough
 PROBE_TEXT = (
-    "The harbour town of Elvik has two lighthouses. The older one, built in 1794 of red granite,"
+    "The harbour town of Elvik has two lighthouses. The older one, built"  # style: ignore
+    " in 1794 of red granite,"
     " stands on the northern pier; the younger one was finished in 1921 and uses a Fresnel lens of"
     " the third order. Every morning at 5:40 the ferry leaves for the island of Runde with mail, 36"
     " crates of bread and about 120 passengers. In winter the crossing takes fifty-five minutes, in"
@@ -28,7 +29,8 @@ PROBE_TEXT = (
     " force 4; water 7.5 degrees; two orcas near the reef, a calf between them. The school teaches"
     " navigation to children from the age of ten. def bearing(dx, dy): return atan2(dx, dy) is the"
     " first line of code that they write. Those who pass the examination get a brass compass, a"
-    " chart of the fjord and a free ticket. Nobody remembers who began that custom, but the list of"
+    " chart of the fjord and a free ticket. Nobody remembers who"
+    " began that custom, but the list of"
     " names in the library goes back to 1863. "
 )
 

@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_its_name(
     file = write_vocabulary(tmp_path / "v.vocab")
     file.write_bytes(damaged(file.read_bytes())[what])
     with pytest.raises(
-        VocabularyError, match=r"v\.vocab is no TokenMonster vocabulary that can be read"
+        VocabularyError, match=r"v\.vocab is not a readable TokenMonster vocabulary"
     ):
         load(file)
 

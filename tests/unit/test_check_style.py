@@ -47,7 +47,7 @@ def found(path: str, text: str) -> list[str]:
         "Each rank has a folder of its own.",
         "It took 104 s for 234 s.",
         "It served 500 tokens/s for 375 tokens/s.",
-        "It ended without an exit code.",
+        "It ended without a word.",
         "One lease gives both figures.",
         "See peers.md 6.1.",
         "See patches.md 3.2.",

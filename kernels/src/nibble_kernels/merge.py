@@ -87,7 +87,7 @@ def _merge_unequal(
 
 def fold(scales: Tensor, ratio_of: tuple[float, float]) -> Tensor | None:
     """Block scales that mean with ratio_of[1] what `scales` mean with ratio_of[0]; None where
-    one is no E4M3 value.
+    one is not an E4M3 value.
     """
     own, common = ratio_of
     if own == common:

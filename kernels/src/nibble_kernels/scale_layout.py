@@ -2,7 +2,7 @@
 ("tiled").
 
 Offset of the scale of (row, block), blocks padded to a multiple of 4 and rows to one of 128
-(formats.md 6.4):
+(cuBLAS 13 documentation, 1D block scaling factors layout):
 
     (row // 128 * (blocks / 4) + block // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + block % 4
 """

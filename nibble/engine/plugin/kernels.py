@@ -16,7 +16,7 @@ from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel, require_ours
 from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.require import required
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
 
 def register_cpu_kernel() -> None:

@@ -31,7 +31,7 @@ from nibble.engine.plugin.kernels import nvfp4_linear_kernel
 from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.require import required
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 DEFAULT_NAME = "lm_head"
 
 

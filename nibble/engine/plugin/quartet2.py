@@ -1,5 +1,5 @@
 """--quantization quartet2: NVFP4 as Quartet II has it, weights quantized once, activations at each
-step (formats.md 2, 7).
+step.
 
 W4A4 through vLLM's CUTLASS FP4 product where the GPU has one; elsewhere the activations are rounded
 to what their codes stand for, and a kernel for NVFP4 weights multiplies that, which is the same
@@ -119,7 +119,9 @@ class Quartet2LinearMethod(LinearMethodBase):
     ) -> None:
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         if columns % BLOCK:
-            raise ValueError(f"{layer.prefix}: {columns} columns a rank are no multiple of {BLOCK}")
+            raise ValueError(
+                f"{layer.prefix}: {columns} columns a rank are not a multiple of {BLOCK}"
+            )
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition, layer.output_size_per_partition = columns, rows
         layer.params_dtype = params_dtype
@@ -180,7 +182,7 @@ class Quartet2LinearMethod(LinearMethodBase):
             return self.kernel.apply_weights(
                 layer, nvfp4_dequantize(codes, scales, g, x.dtype), bias
             )
-        # On the CPU the kernel's sums come out in float32, so that G costs no rounding of its own.
+        # On the CPU the kernel's sums come out in float32, so that G costs no rounding.
         dtype = torch.float32 if current_platform.is_cpu() else x.dtype
         y = self.kernel.apply_weights(
             layer, nvfp4_dequantize(codes, scales, torch.ones_like(g), dtype), None

@@ -90,7 +90,7 @@ def check_loads() -> None:
 
 
 def _shares_with_target(model_config: Any) -> bool:
-    """Whether this is a draft that is no full model: those share nothing (vllm 0.32
+    """Whether this is a draft that is not a full model: those share nothing (vllm 0.32
     v1/spec_decode/draft_model.py:115).
     """
     config = get_current_vllm_config_or_none()

@@ -246,8 +246,8 @@ def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[
 
 
 def _elements(parameter: Any, regions: set[Region]) -> Counter[int]:
-    """Expert -> how many of its elements were written. A region that is no view by experts
-    counts for its first.
+    """Expert -> how many of its elements were written. A region that is not a view by
+    experts counts for its first.
     """
     step, found = parameter.stride(0), Counter[int]()
     for offset, sizes, strides in regions:

@@ -169,7 +169,7 @@ def nvfp4_weight_linear(
     """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses
     when it runs.
 
-    Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of its own size in x's
+    Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of the same size in x's
     type, exactly, and torch multiplies; the global scale, column factors and bias come after the
     sum there, too. With batch_invariant that happens for no number of rows. silu · mul then has
     gate and up in x's type.

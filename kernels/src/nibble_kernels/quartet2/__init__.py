@@ -43,7 +43,7 @@ def quartet2_quant(
     about code * scale * G.
 
     G is [M, 1] in mode `token` and [] otherwise. amax, float32 and of G's shape, takes the place of
-    x's own: of all ranks, or of the rows that are no padding. Scales as in nvfp4_quant. Raises
+    x's own: of all ranks, or of the rows without padding. Scales as in activation_quant. Raises
     ValueError for another mode or shape.
     """
     if mode not in MODES:

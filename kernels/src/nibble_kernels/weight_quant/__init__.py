@@ -88,8 +88,8 @@ def _six(weight: Tensor, _amax: Tensor, global_scale: Tensor) -> tuple[Tensor, T
 
 
 def _four_over_six(weight: Tensor, amax: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed codes and scales of float32 rows, each block's largest element at 6, or at 4 where
-    that errs less.
+    """Packed codes and scales of float32 rows, each block's largest element at 6, or at 4 if the
+    error is smaller.
     """
     block_amax = weight.unflatten(-1, (-1, BLOCK)).abs().amax(-1)
     found = []

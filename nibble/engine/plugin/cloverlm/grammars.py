@@ -1,7 +1,7 @@
 """Structured answers: TokenMonster's tokens for the programs that mask what a grammar, a schema or
 a regex does not allow.
 
-A token is the bytes that it adds. Those that add none of their own, `<eot>` apart, are never
+A token is the bytes that it adds. Tokens that add no bytes, except `<eot>`, are never
 allowed, so that what was matched is what the answer says.
 """
 

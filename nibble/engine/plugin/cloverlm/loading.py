@@ -1,6 +1,4 @@
-"""CloverLM's tensors into the model: BF16, or packed NVFP4 with scales in 128x4 tiles
-(formats.md 1.2).
-"""
+"""CloverLM's tensors into the model: BF16, or packed NVFP4 with scales in 128x4 tiles."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def load_model(model: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             continue
         name = stored.replace(f"{HEAD}.", "linear.")
         if name not in parameters:
-            raise ValueError(f"{stored} is no tensor of a CloverLM model with this config.json")
+            raise ValueError(f"{stored} is not a tensor of a CloverLM model with this config.json")
         _load_parameter(model, name, parameters[name], tensor)
         loaded.add(name)
     missing = sorted(projections) or sorted(set(parameters) - loaded)

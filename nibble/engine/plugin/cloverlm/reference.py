@@ -1,5 +1,4 @@
-"""CloverLM's forward pass in float64 (formats.md 1.1): the specification that model.py is held
-against.
+"""CloverLM's forward pass in float64: the specification that tests compare model.py with.
 
 X = E[id]
 per block:  q, k, v = Wq X, Wk X, Wv X;  q, k turned by position, then to length 1;  q times its

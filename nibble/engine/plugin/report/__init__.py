@@ -1,9 +1,9 @@
 """What each worker proves about itself before it serves: which kernels it took, and that they
 compute what they should.
 
-A vLLM plugin of its own (entry point `nibble_proof`). It does something only where NIBBLE_PROOF
+A separate vLLM plugin (entry point `nibble_proof`). It does something only where NIBBLE_PROOF
 names a folder, as nibble's supervisor has it: once a worker is warm, the folder has its report,
-`worker-PID.json`. Nothing here ends a worker; whoever reads the reports judges them.
+`worker-PID.json`. Nothing here ends a worker; the supervisor judges the reports.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Attention of a warm worker, on blocks of its own KV cache that nobody uses yet, against softmax
-in float32.
+"""Compares attention of a warm worker, on unused blocks of its KV cache, with softmax in float32.
 
 The first request of a server takes blocks from the other end of the cache. A prompt and then one
 decode step are computed; what they read goes through the cache, so its format and scales are part

@@ -54,8 +54,8 @@ def what_ran(worker: Any) -> KernelsUsed:
 
 
 def models_of(runner: Any) -> Iterator[torch.nn.Module]:
-    """The model, and what drafts for it where that is a model of its own (vllm 0.32: drafter in
-    V1, speculator in V2).
+    """The model, and what drafts for it where that is a separate model (vllm 0.32: drafter in V1,
+    speculator in V2).
     """
     yield runner.get_model()
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
@@ -104,9 +104,7 @@ def _has_cache(layer: Any) -> bool:
 
 
 def _kv_dtype(layer: Any) -> str:
-    """What the cache holds: the name vLLM was given for a format of its own, else the tensor's
-    type.
-    """
+    """What the cache holds: the name of vLLM's format where it has one, else the tensor's type."""
     named = layer.kv_cache_dtype
     return named if named not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache.dtype)
 

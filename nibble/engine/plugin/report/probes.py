@@ -97,7 +97,7 @@ class Unknown(Exception):
 
 def kind_of(module: Any) -> str | None:
     """What makes two layers the same to a kernel: their method, shapes and dtypes. None for what
-    is no layer of weights.
+    is not a layer of weights.
     """
     if not isinstance(module, LinearBase | ParallelLMHead | RoutedExperts):
         return None

@@ -32,7 +32,7 @@ SPECIAL = 64
 
 
 class VocabularyError(ValueError):
-    """A file that is no vocabulary, or one of a kind that is not read here."""
+    """A file that is not a vocabulary, or of a kind that nibble does not read."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def load(path: Path) -> Vocabulary:
         return _parse(_Reader(path.read_bytes()))
     except (struct.error, IndexError, ValueError) as error:
         raise VocabularyError(
-            f"{path} is no TokenMonster vocabulary that can be read: {error}"
+            f"{path} is not a readable TokenMonster vocabulary: {error}"
         ) from None
 
 
