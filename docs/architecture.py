@@ -110,7 +110,7 @@ def draw(sizes: Counter[str], between: Counter[tuple[str, str]]) -> str:
             f'<text class="n" x="{LEFT + BOX - 12}" y="{middle + 5}">{sizes[room]} modules</text>',
         ]
     edge = LEFT + BOX
-    for (upper, lower), number in sorted(between.items(), key=lambda one: -one[1]):
+    for (upper, lower), number in sorted(between.items(), key=lambda one: (-one[1], one[0])):
         start, end = rows[upper] + ROW / 2 + 5, rows[lower] + ROW / 2 - 5
         reach = edge + 22 + (end - start) * 0.62
         width = min(9.0, 0.8 + number**0.5 * 0.9)
