@@ -231,6 +231,9 @@ def child_environ(
     """`base` and what the gate inside vLLM needs; the key travels here and never in an argument."""
     added = {
         "PYTHONUNBUFFERED": "1",
+        # vLLM starts `python -m vllm.model_executor.models.registry` in this folder (vllm 0.32
+        # models/registry.py:1595): a folder `nibble` here must not hide the package.
+        "PYTHONSAFEPATH": "1",
         "NIBBLE_GATE_STATE": str(gate),
         "NIBBLE_GATE_INTERNAL": internal_token,
     }
@@ -238,9 +241,8 @@ def child_environ(
         added["NIBBLE_API_KEY"] = key
     try:
         metadata.distribution("nibble-appliance")
-    except (
-        metadata.PackageNotFoundError
-    ):  # run from a checkout: vLLM must find nibble.engine.gate.asgi all the same
-        here = str(Path(__file__).resolve().parent.parent)
+    except metadata.PackageNotFoundError:
+        # Run from a checkout: vLLM must find nibble.engine.gate.asgi all the same.
+        here = str(Path(__file__).resolve().parents[2])
         added["PYTHONPATH"] = os.pathsep.join(filter(None, [here, base.get("PYTHONPATH")]))
     return {**base, **added}

@@ -150,7 +150,7 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     # -P: not what lies in the working directory; from a checkout nibble is found by its own place.
     path = os.pathsep.join(
-        filter(None, [str(Path(__file__).resolve().parent.parent), environ.get("PYTHONPATH")])
+        filter(None, [str(Path(__file__).resolve().parents[2]), environ.get("PYTHONPATH")])
     )
     with place.log.path.open("ab") as log:
         return subprocess.Popen(

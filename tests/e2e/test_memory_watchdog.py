@@ -125,7 +125,7 @@ def test_admission_stops_comes_back_and_then_the_engine_is_stopped_and_the_super
     answer = connection.getresponse()
     assert (answer.status, answer.headers["Retry-After"]) == (503, "10")
     assert re.search(
-        r"does not admit new requests: memory is short: 0\.\d+ GiB, 0\.781 GiB are kept",
+        r"does not admit new requests: memory is short: 0\.\d+ GiB, 0\.781 GiB are reserved",
         answer.read().decode(),
     )
     assert not server.is_ready() and server.ask("/ready")[0] == 503

@@ -139,4 +139,4 @@ def test_all_modules_load_in_one_process(installed: Path) -> None:
     environ = os.environ | {"PYTHONPATH": str(installed)}
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, check=True, env=environ, capture_output=True, text=True)
-    assert int(done.stdout) > 20
+    assert int(done.stdout) >= 20

@@ -369,6 +369,15 @@ def test_the_signal_handlers_of_the_caller_come_back(run: Run) -> None:
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+def test_a_folder_called_nibble_where_the_server_starts_does_not_hide_the_package(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nibble" / "engine").mkdir(parents=True)
+    environ = engine.child_environ(dict(os.environ), Path("/tmp/gate"), "token", None)
+    words = [sys.executable, "-c", "import nibble.engine.contract"]
+    subprocess.run(words, check=True, env=environ, cwd=tmp_path)
+
+
 def test_the_key_reaches_the_gate_through_the_environment_only() -> None:
     environ = engine.child_environ({"PATH": "/bin"}, Path("/tmp/gate"), "token", "nbl-secret")
     assert environ["NIBBLE_API_KEY"] == "nbl-secret"

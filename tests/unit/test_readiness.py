@@ -113,7 +113,7 @@ def test_a_refused_first_token_is_a_failed_canary_with_the_servers_words(
     server: Fake, api: Api
 ) -> None:
     server.answers["/v1/completions"] = (500, '{"error": "out of\n luck"}')
-    with pytest.raises(NibbleError, match=r'answered 500: \{"error": "out of luck"\}') as caught:
+    with pytest.raises(NibbleError, match=r'got status 500: \{"error": "out of luck"\}') as caught:
         answer_one_token(api, "default")
     assert caught.value.code == ExitCode.CANARY
 
