@@ -61,7 +61,7 @@ def explain(plan: Plan, name: str, as_json: bool) -> None:
         return
     console = wide_console()
     if not rows:
-        console.print(f"{shown}: unset everywhere; vLLM decides")
+        console.print(f"No layer sets {shown}; vLLM decides")
         return
     chosen = (plan.args if shown.startswith("--") else plan.env).get(shown)
     value = "vLLM's default" if chosen is None else chosen.to_json()["value"]
@@ -115,6 +115,6 @@ def _unknown(name: str, known: list[str]) -> NibbleError:
     return NibbleError(
         ExitCode.USAGE,
         what=f"{name} is neither a flag of `vllm serve` nor a variable of this plan",
-        expected="such a name",
+        expected="one of them",
         action=closest(name, known),
     )

@@ -25,8 +25,10 @@ def fetch_files(plan: Plan, folder: Path | None, fetch: Fetch) -> LocalFiles:
     names = on_hub(plan.args)
     if (name := names.get("--speculative-config")) is not None:
         draft = plan.args["--speculative-config"].value
-        is_model = folder is not None and name == plan.settings.model
-        others[name] = folder if is_model and folder else fetch(name, draft.get("revision"))
+        if folder is not None and name == plan.settings.model:
+            others[name] = folder
+        else:
+            others[name] = fetch(name, draft.get("revision"))
     if (name := names.get("--tokenizer")) is not None:
         others[name] = fetch(name, None)
     return LocalFiles(folder, others)
