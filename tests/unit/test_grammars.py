@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Misbehaving:
         with self.log.open("a") as log:
             log.write(act + "\n")
         actions: dict[str, Callable[[], Any]] = {
-            "spin": lambda: [None for _ in iter(int, 1)],
+            "spin": lambda: deque(iter(int, 1), maxlen=0),  # forever, in no memory
             "eat": lambda: [bytearray(16 << 20) for _ in range(1 << 20)],
             "crash in C": lambda: ctypes.memset(ctypes.CDLL(None).malloc(1), 0, 1 << 40),
             "abort": os.abort,
@@ -167,10 +168,8 @@ def test_the_limit_of_time(log: Path) -> None:
     began = time.monotonic()
     problem = problem_of("spin")
     assert problem is not None
-    assert (problem.status, "more than 0.5 s" in problem) in {
-        (400, True),
-        (503, False),
-    }  # 503: a starved machine
+    # 503: a starved machine
+    assert problem.status == 503 or "more than 0.5 s" in problem, problem
     assert time.monotonic() - began < 20  # it would spin without end
 
 
