@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nibble.checkpoint.layers import LayerMemory, Layers
+from nibble.checkpoint.layer_memory import LayerMemory, Layers
 
 MIN_KERNEL_BLOCK = 16  # FlashAttention, FlashInfer and Triton take multiples of it
 MLA_HYBRID_BLOCK = 128  # vllm 0.32 platforms/interface.py:1080

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
-from nibble.checkpoint.layers import DEFAULT_HEAD_DIM, head_dim, kv_heads
+from nibble.checkpoint.heads import DEFAULT_HEAD_DIM, head_dim, kv_heads
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
 from nibble.checkpoint.weights import PACKING, SCALE, kind_of
 from nibble.errors import ExitCode

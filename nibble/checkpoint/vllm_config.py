@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nibble.checkpoint.modelopt import MODELOPT
 from nibble.checkpoint.nvfp4 import EXPERT
-from nibble.checkpoint.scheme import MODELOPT, Scheme
+from nibble.checkpoint.scheme import Scheme
 
 Config = Mapping[str, Any]
 # What vLLM 0.32 knows in hf_quant_config.json alone, and the keys it wants there of NVFP4.

@@ -12,7 +12,7 @@ from tiny_checkpoint import Tensors, linear, tensors, write_checkpoint
 from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint import Scheme, read_checkpoint
-from nibble.checkpoint.scheme import detect_scheme
+from nibble.checkpoint.detect_scheme import detect_scheme
 
 INPUTS = {
     "num_bits": 4,

@@ -19,8 +19,9 @@ from tiny_model import MODELOPT_NVFP4, QWEN3
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.heads import head_dim, kv_heads
 from nibble.checkpoint.layer_tensors import FILE, families, layer_problems
-from nibble.checkpoint.layers import FAMILIES, head_dim, kv_heads
+from nibble.checkpoint.layers import FAMILIES
 from nibble.checkpoint.nvfp4 import Problem
 from nibble.errors import ExitCode
 
