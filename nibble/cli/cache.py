@@ -156,7 +156,7 @@ def verify(environ: Mapping[str, str]) -> list[Verified]:
 
 
 def _verified(entry: Entry) -> Verified:
-    from nibble.serve.compile_cache import damage
+    from nibble.serve.compile_record import damage
 
     name = entry.folder.name
     if problems := tuple(damage(entry.folder)):

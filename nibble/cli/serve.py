@@ -1,4 +1,4 @@
-"""`nibble serve` and `nibble pull`: from the request to plan, model on disk, checks and vLLM."""
+"""`nibble serve`: from the request to plan, model on disk, checks and vLLM."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.cli.common import say
-from nibble.cli.pull_progress import shown
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.dry_run import plan_pull, refuse_what_does_not_fit
-from nibble.hub.pull import OnProgress, Progress, PullResult, as_lines, pull
-from nibble.machine.paths import demo_models, root
+from nibble.hub.pull import OnProgress, Progress, as_lines, pull
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.plan.environment import on_hub
 from nibble.plan.files import Fetch, fetch_files
@@ -27,7 +24,6 @@ from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
-from nibble.recipes.recipe import load_recipe
 from nibble.serve.api_key import KeyDecision, resolve_api_key
 from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
 from nibble.serve.compile_cache import Use
@@ -257,46 +253,6 @@ class _Run:
         return launch(
             self.plan, environ, self.key, limits, success, ready, self.times, watch, self.references
         )
-
-
-def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    """Fetch a model, or only look with --dry-run; (the result, whether --json is set)."""
-    asked = read_wishes(words, environ, ("--json", "--dry-run"))
-    settings = asked.settings
-    if settings.model is None:
-        raise NibbleError(
-            ExitCode.USAGE,
-            what="`nibble pull` needs a model",
-            expected="MODEL or an argument",
-            action="write `nibble pull ORG/NAME`",
-        )
-    as_json = "--json" in asked.command.rest
-    if demo := demo_models().get(settings.model):
-        say(f"{settings.model} comes with nibble and needs no download")
-        return _told(pull(str(demo), None, environ)), as_json
-    recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
-    revision = settings.revision or (recipe.revision if recipe else "") or None
-    if "--dry-run" in asked.command.rest:
-        plan = plan_pull(settings.model, revision, hub_environ(asked))
-        for line in () if as_json else plan.lines():
-            print(line)
-        refuse_what_does_not_fit(plan)
-        return plan.to_json() if as_json else {}, as_json
-    with shown(say) as on_progress:
-        result = pull(settings.model, revision, hub_environ(asked), on_progress)
-    if result.revision and not revision:
-        say(
-            f"{settings.model} is at {result.revision}; pin it with"
-            f" NIBBLE_REVISION={result.revision}"
-        )
-    return _told(result), as_json
-
-
-def _told(result: PullResult) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in asdict(result).items()
-    }
 
 
 def on_disk(plan: Plan, asked: Asked, said: set[str]) -> Plan:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nibble.engine.flags import OWNED, write_flag
-from nibble.engine.schema import Schema, closest, drift, live_schema, load_schema
+from nibble.engine.live_schema import drift, live_schema
+from nibble.engine.schema import Schema, closest, load_schema
 from nibble.errors import NibbleError
 from nibble.machine.targets import TARGET_NAMES
 from nibble.recipes.recipe import (

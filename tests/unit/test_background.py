@@ -36,9 +36,9 @@ def as_another_user(what: str, place: Place, uid: int = 65534) -> tuple[int, str
     code = (
         "import os, sys; from pathlib import Path; from nibble.cli import app as cli\n"
         "from nibble.serve.background import Place, show_logs, stop\n"
-        "from nibble.cli.app import _guarded; p = Place(Path(sys.argv[1]), 8123)\n"
+        "from nibble.cli.failures import guarded; p = Place(Path(sys.argv[1]), 8123)\n"
         f"os.environ.pop('HOME', None); os.setgid({uid}); os.setuid({uid})\n"
-        f"sys.exit(_guarded(lambda: {what}))"
+        f"sys.exit(guarded(lambda: {what}))"
     )
     command = [sys.executable, "-c", code, place.cache]
     done = subprocess.run(

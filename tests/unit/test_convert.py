@@ -21,7 +21,8 @@ from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import Wishes, convert
 from nibble.checkpoint.convert.config import ignore_list
 from nibble.checkpoint.convert.layouts import reciprocal
-from nibble.cli.app import _guarded, app
+from nibble.cli.app import app
+from nibble.cli.failures import guarded
 from nibble.errors import ExitCode, NibbleError
 
 H, EXPERTS = 128, 4
@@ -552,7 +553,7 @@ def test_a_weight_that_is_not_finite_is_exit_4_with_the_tensors_name(
 def test_words_that_do_not_fit_are_one_line(
     words: list[str], code: int, bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _guarded(
+    found = guarded(
         lambda: app(["convert", str(bf16), str(tmp_path / "x"), *words], standalone_mode=False)
     )
     assert found == code

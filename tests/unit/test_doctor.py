@@ -24,14 +24,16 @@ from nibble.cli.doctor.checks import (
     folder_check,
     hardware_checks,
     hub_check,
+    memory_check,
+)
+from nibble.cli.doctor.show import show_report
+from nibble.cli.doctor.software import (
     implementations,
     installed,
     kernels_check,
-    memory_check,
     patch_checks,
     python_checks,
 )
-from nibble.cli.doctor.show import show_report
 from nibble.engine.patching.apply import apply_series
 from nibble.engine.patching.series import load_series
 from nibble.engine.patching.status import Line, keep_report, read_report

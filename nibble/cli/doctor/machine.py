@@ -24,7 +24,8 @@ from nibble.plan.compile_cache import FOLDER
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.shared_memory import VARIABLE as QUEUE_CHUNK
-from nibble.serve.compile_cache import Entry, damage, entries
+from nibble.serve.compile_cache import Entry, entries
+from nibble.serve.compile_record import damage
 from nibble.serve.preflight.machine import run_checks
 
 CGROUP = Path("/sys/fs/cgroup")
