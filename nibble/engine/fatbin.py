@@ -31,14 +31,8 @@ ARCHITECTURE_SPECIFIC, FAMILY_SPECIFIC = 0x100000, 0x200000
 FILE_SYMBOL = 4  # STT_FILE
 _SYMBOL = struct.Struct("<IBBHQQ")  # Elf64_Sym: name, info, other, section, value, size
 _DAMAGE = (  # what pyelftools and struct raise over damaged files
-    ELFError,
-    struct.error,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
+    ELFError, struct.error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)

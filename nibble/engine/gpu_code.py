@@ -34,12 +34,9 @@ OLDEST_CUDA = 13
 # targets only, or vLLM builds them so (vllm 0.32 CMakeLists.txt: 618 Marlin, 790-870 scaled_mm,
 # 995-1050 FP4, 1318 Marlin MoE).
 FP4 = (
-    "nvfp4_quant_kernels",
-    "activation_nvfp4_quant_fusion_kernels",
-    "nvfp4_experts_quant",
-    "nvfp4_blockwise_moe_kernel",
-    "nvfp4_kv_cache_kernels",
-)
+    "nvfp4_quant_kernels", "activation_nvfp4_quant_fusion_kernels", "nvfp4_experts_quant",
+    "nvfp4_blockwise_moe_kernel", "nvfp4_kv_cache_kernels",
+)  # fmt: skip
 MARLIN_FP4 = ("sm80_kernel_bfloat16_fe2m1f_bfloat16", "sm80_kernel_float16_fe2m1f_float16")
 FAMILY_CODE: Mapping[int, Mapping[str, tuple[str, ...]]] = {
     12: {

@@ -15,16 +15,8 @@ Phase = Literal[
     "start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready"
 ]
 PHASES: tuple[Phase, ...] = (
-    "start",
-    "download",
-    "load",
-    "compile",
-    "autotune",
-    "capture",
-    "warm-up",
-    "canary",
-    "ready",
-)
+    "start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

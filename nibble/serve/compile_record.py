@@ -16,19 +16,10 @@ READ_BYTES = 4 << 20
 # Rewritten while a server runs or by the next one, or kept by the driver;
 # of JSON among them only that it can be read is certain.
 REWRITTEN = (
-    "*/modelinfos/*",
-    "*/startup_plan/*",
-    "*/flashinfer_autotune_cache/*",
-    "*/gpu_p2p_access_cache*",
-    "*.autotune.json",
-    "*.best_config",
-    "*.log",
-    "*.lock",
-    "*/.ninja_log",
-    "*/.ninja_deps",
-    "cuda/*",
-    "*/__pycache__/*",
-)
+    "*/modelinfos/*", "*/startup_plan/*", "*/flashinfer_autotune_cache/*",
+    "*/gpu_p2p_access_cache*", "*.autotune.json", "*.best_config", "*.log", "*.lock",
+    "*/.ninja_log", "*/.ninja_deps", "cuda/*", "*/__pycache__/*",
+)  # fmt: skip
 # On the way into the cache; gone or renamed at any moment.
 PASSING = ("*.tmp", "*.tmp.*", "*/tmp.*", "*/.tmp*", "*.incomplete")
 # What a damaged record may raise when it is read.

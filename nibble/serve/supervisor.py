@@ -281,8 +281,8 @@ class Supervisor:
         self._display.stop()
         self._admission.set("draining", "drain")
         self._display.say(
-            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; nothing was"
-            " being served"
+            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; no server was"
+            " running"
         )
         self._engine.terminate()
         until_it_ends(self._next, self._drain_log, time.monotonic() + LOADING_STOP_S)

@@ -36,16 +36,10 @@ COMMANDS = {
     "kernel-log.txt": ["dmesg", "--ctime", "--level", "err,warn"],
 }
 MACHINE_FILES = (
-    "/proc/meminfo",
-    "/proc/cpuinfo",
-    "/proc/mounts",
-    "/proc/self/limits",
-    "/proc/self/cgroup",
-    "/etc/os-release",
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/cpu.max",
+    "/proc/meminfo", "/proc/cpuinfo", "/proc/mounts", "/proc/self/limits", "/proc/self/cgroup",
+    "/etc/os-release", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max",
     "/proc/pressure/memory",
-)
+)  # fmt: skip
 COMMAND_TIMEOUT_S = 30
 
 

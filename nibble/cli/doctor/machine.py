@@ -65,10 +65,7 @@ def jit_check(target: Target, environ: Mapping[str, str]) -> Check:
     fix = "install CUDA's compiler (12.9 or newer) and ninja, or use a nibble image"
     if not has_flashinfer_compiler(environ):
         return Check(
-            name,
-            "warning",
-            "without nvcc and ninja FlashInfer cannot compile its kernels",
-            fix,
+            name, "warning", "without nvcc and ninja FlashInfer cannot compile its kernels", fix
         )
     version = nvcc_version(environ)
     shown = (

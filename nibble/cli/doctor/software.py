@@ -159,9 +159,7 @@ def _series_check(tree: Tree, series: Series, states: Mapping[str, PatchState]) 
 def _probes_check(table: Sequence[Line]) -> Check:
     if not table:
         return Check(
-            "probes",
-            "ok",
-            "not run on this vLLM with these patches: run `nibble patches check`",
+            "probes", "ok", "not run on this vLLM with these patches: run `nibble patches check`"
         )
     if wrong := [line for line in table if not line.in_order]:
         what = "; ".join(f"{line.id} {line.word}: {line.detail}" for line in wrong)

@@ -26,25 +26,11 @@ PREFILL_TOKENS_PER_S = 100.0
 # times the limit.
 EXCUSED_FACTOR = 10.0
 BUSY_SHARE = 0.1  # of one CPU core
-_COMPILERS = frozenset(
-    (
-        *("nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink", "ninja", "cmake"),
-        *(
-            "cc1",
-            "cc1plus",
-            "gcc",
-            "g++",
-            "c++",
-            "cc",
-            "clang",
-            "clang++",
-            "ld",
-            "ld.lld",
-            "as",
-            "collect2",
-        ),
-    )
-)
+_COMPILERS = frozenset((
+    "nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink", "ninja", "cmake",
+    "cc1", "cc1plus", "gcc", "g++", "c++", "cc", "clang", "clang++", "ld", "ld.lld", "as",
+    "collect2",
+))  # fmt: skip
 # Files whose frames only a compilation has: a compiled graph and a kernel's launch run through
 # others of these packages.
 _COMPILING = re.compile(
