@@ -300,6 +300,6 @@ def test_with_tls_only_a_certificate_of_the_clusters_authority_gets_an_answer(
             with pytest.raises(AgentError) as caught:
                 call("127.0.0.1", "/model", TOKEN, {}, environ=stranger)
             assert caught.value.status == 0
-            assert "none of nibble's nodes" not in str(caught.value)
+            assert "not a nibble node" not in str(caught.value)
     finally:
         agent.close()

@@ -446,7 +446,7 @@ def test_the_gate_gets_the_request_limits_and_the_body_limit_fits_the_model(tmp_
     (sees / "config.json").write_text(json.dumps({**config, "vision_config": {"hidden_size": 8}}))
     found = plan(text, "--target", "cpu")
     assert found.env["NIBBLE_MAX_BODY_BYTES"].value == str(32 << 20)
-    assert "text alone" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
+    assert "only text" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
     assert "NIBBLE_MAX_MESSAGES" not in found.env  # the default is the gate's, too
     assert found.args["--h11-max-incomplete-event-size"].value == 65536
     assert found.args["--h11-max-header-count"].value == 128
