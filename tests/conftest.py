@@ -14,10 +14,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import changes
-import containers
 import pytest
-import serving
+
+from tests.support import changes
+from tests.support.docker import containers
+from tests.support.servers import serving
 
 # Cheap first: a mistake shows before anything is built. Then what has few or long groups, and short
 # ones last, so that both processes end together.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, Node, greedy, network, node
-from images import *  # noqa: F403 - fixtures
+
+from tests.support.cluster.cluster_nodes import DEMO, Node, greedy, network, node
+from tests.support.docker.images import *  # noqa: F403 - fixtures
 
 
 @pytest.fixture(scope="session")

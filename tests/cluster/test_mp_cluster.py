@@ -7,7 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, NAMED_S, TOKEN, ControlPort, Node, Stream, greedy, node
+
+from tests.support.cluster.cluster_nodes import (
+    DEMO,
+    NAMED_S,
+    TOKEN,
+    ControlPort,
+    Node,
+    Stream,
+    greedy,
+    node,
+)
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_nodes import DEMO, TOKEN, Node, Serve, greedy, node
+
+from tests.support.cluster.cluster_nodes import DEMO, TOKEN, Node, Serve, greedy, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cluster_nodes import DEMO, SUBNET, node
-from images import ROOT
+
+from tests.support.cluster.cluster_nodes import DEMO, SUBNET, node
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 WORDS = ("serve", DEMO, "--max-model-len", "1024")

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from changed_code import (
+
+from tests.support.cluster.two_hosts import ADDRESSES, Host, Process, two_hosts
+from tests.support.paths import ROOT
+from tests.support.releases.changed_code import (
     KERNEL,
     changed_kernels,
     changed_nibble,
     changed_patches,
     without_comparisons,
 )
-from serving import ROOT
-from two_hosts import ADDRESSES, Host, Process, two_hosts
 
 pytestmark = pytest.mark.vllm
 DEMO, NVFP4 = (str(ROOT / "models" / f"nibble-demo{form}") for form in ("", "-nvfp4"))

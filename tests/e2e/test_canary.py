@@ -18,12 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from coherent_model import write_coherent_model
-from fault_table import CAUGHT, COLUMNS, INCOHERENT, REFERENCES
-from faults import ALL_FAULTS, Faulty, install
-from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
-from serving import ROOT, Server
 
 from nibble.canary.references import MEAN_LIMIT, References, read_references, write_references
 from nibble.canary.verification import references_of
@@ -31,6 +26,12 @@ from nibble.checkpoint.convert import convert
 from nibble.checkpoint.plain_values import SMALL_BYTES
 from nibble.hub.files import CANARY_FILE
 from nibble.machine.hardware import detect
+from tests.support.canary.fault_table import CAUGHT, COLUMNS, INCOHERENT, REFERENCES
+from tests.support.canary.faults import ALL_FAULTS, Faulty, install_faults
+from tests.support.models.coherent_model import write_coherent_model
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "512")
@@ -65,7 +66,7 @@ SERVED = ["demo", pytest.param("larger", marks=pytest.mark.slow)]
 
 def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
     server = Server(
-        folder / "server", ["serve", model, *FLAGS], **install(folder / "faults"), **environ
+        folder / "server", ["serve", model, *FLAGS], **install_faults(folder / "faults"), **environ
     )
     return Faulty(server, folder / "faults")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server
+
+from tests.support.servers.serving import Server
 
 pytestmark = pytest.mark.vllm
 Start = Callable[..., Server]

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from serving import Server
 from test_two_ranks import RANK_1, Ranks
+
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 HEARD_S = 5.0

@@ -22,9 +22,11 @@ from typing import Any
 import hypothesis
 import pytest
 import schemathesis
-from malformed import Malformed, malformed
-from serving import ROOT, Server
-from slow_model import make_slow_model
+
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.servers.malformed import Malformed, malformed
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 Record = Callable[[str, object], None]

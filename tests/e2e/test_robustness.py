@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from malformed import NOT_HTTP, Malformed, malformed
-from serving import ROOT, Server, Stream
-from slow_model import make_slow_model
 
 from nibble.machine.hardware import detect
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.servers.malformed import NOT_HTTP, Malformed, malformed
+from tests.support.servers.serving import Server, Stream
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from changes import OPERATORS
 
 from nibble.engine.patching.apply import patch_states
 from nibble.engine.patching.series import load_series
@@ -20,6 +19,7 @@ from nibble.engine.patching.status import installed_tree
 from nibble.engine.patching.tree import open_tree
 from nibble.machine.paths import root
 from setup import main
+from tests.support.changes import OPERATORS
 
 
 def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(

@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from changes import CONTAINERS
-from containers import HARDENED, Answer, Container, docker, run_once, running, volume
-from served_containers import KEY, chat, trouble
 
 from nibble.engine.patching.run import probe_names
 from nibble.engine.patching.series import load_series
 from nibble.machine.paths import root
+from tests.support.changes import CONTAINERS
+from tests.support.docker.containers import (
+    HARDENED,
+    Answer,
+    Container,
+    docker,
+    run_once,
+    running,
+    volume,
+)
+from tests.support.docker.served_containers import KEY, chat, trouble
 
 pytestmark = pytest.mark.docker
 

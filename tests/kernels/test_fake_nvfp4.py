@@ -5,14 +5,15 @@ is that of its own input.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-FILE = Path(__file__).resolve().parents[2] / "models" / "fake_nvfp4.py"
+from tests.support.paths import ROOT
+
+FILE = ROOT / "models" / "fake_nvfp4.py"
 
 
 @pytest.fixture(scope="module")

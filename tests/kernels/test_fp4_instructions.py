@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from changes import OPERATORS
-from conftest import KERNELS
-from cuda_tools import NVCC, disassembler
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS
+from tests.support.releases.cuda_tools import NVCC, disassembler
 
 PACKAGE = KERNELS / "src/nibble_kernels"
 SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("**/*.cu"))

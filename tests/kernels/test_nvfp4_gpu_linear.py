@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import (
+from torch import Tensor
+
+from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
     assert_same_bits,
     packed_weight,
     values_of,
 )
-from torch import Tensor
 
 EVERY_SCALE = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
 SHAPES = [(16, 32), (24, 176), (136, 1056)]  # rows and columns of the weight

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import packed_weight, values_of
 from torch import Tensor
+
+from tests.support.kernels.kernel_cases import packed_weight, values_of
 
 GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 NOT_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cloverlm_models import VECTORS
 from torch import Tensor
+
+from tests.support.models.cloverlm_models import VECTORS
 
 MODES = ("token", "batch-pow2", "batch")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
-from kernel_cases import activations, assert_same_bits
+
+from tests.support.kernels.kernel_cases import activations, assert_same_bits
 
 
 def quantize_all(

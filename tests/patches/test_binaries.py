@@ -14,11 +14,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import cuda_tools
 import elftools
 import pytest
-from changes import PATCHING
-from trees import pristine
 
 from nibble.engine.fatbin import Code, gpu_objects
 from nibble.engine.gpu_code import CORE, check_binaries
@@ -26,6 +23,9 @@ from nibble.engine.patching.tree import open_tree
 from nibble.errors import NibbleError
 from nibble.machine.paths import root
 from nibble.machine.targets import load_target
+from tests.support.changes import PATCHING
+from tests.support.releases import cuda_tools
+from tests.support.releases.trees import pristine
 
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
 

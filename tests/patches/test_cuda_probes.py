@@ -11,15 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import cuda_tools
 import pytest
-import trees
-from changes import PATCHING
-from gpu_modules import module, write_tree
 
 from nibble.engine.patching import run
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import root
+from tests.support.changes import PATCHING
+from tests.support.releases import cuda_tools, trees
+from tests.support.releases.gpu_modules import module, write_tree
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*PATCHING)]
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")

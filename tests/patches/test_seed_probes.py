@@ -10,24 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trees
-from changes import PATCHING
 
 from nibble.engine.patching import run
 from nibble.engine.patching.probe import Finding
 from nibble.engine.patching.tree import Tree, open_tree
+from tests.support.changes import PATCHING
+from tests.support.releases import trees
+from tests.support.releases.probes import support
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*PATCHING)]
 LAYERS = "vllm/model_executor/layers"
 GLM = "vllm/model_executor/models/glm4_moe.py"
 MODELOPT = f"{LAYERS}/quantization/modelopt.py"
 COMPRESSED = f"{LAYERS}/quantization/compressed_tensors"
-
-
-def support(name: str) -> Any:
-    """A support module of the probes."""
-    run.load("support")
-    return run.load(f"support.{name}")
 
 
 def look(tree: Tree, name: str) -> Finding:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import QWEN3, write_model
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Gpu, Hardware
@@ -18,6 +17,7 @@ from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.serve.preflight.machine import check_memory
+from tests.support.models.tiny_model import QWEN3, write_model
 
 GIB = 1 << 30
 KV, UTILIZATION = "--kv-cache-memory-bytes", "--gpu-memory-utilization"

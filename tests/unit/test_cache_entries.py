@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
-from other_users import open_to_others
 
 from nibble.cli import cache as cache_commands
 from nibble.plan.compile_cache import CacheKey, CachePlan
 from nibble.serve.compile_cache import Entry, Use, damage, drop, entries, to_prune
+from tests.support.other_users import open_to_others
+from tests.support.paths import ROOT
 
 DAY_S = 86400.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import write_checkpoint
-from tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, QWEN3
 
 from nibble.checkpoint import (
     LayerMemory,
@@ -20,6 +18,8 @@ from nibble.checkpoint import (
     sequence_memory,
     sequence_memory_bytes,
 )
+from tests.support.models.tiny_checkpoint import write_checkpoint
+from tests.support.models.tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, QWEN3
 
 FULL = LayerMemory(0, "full", num_kv_heads=8, head_dim=128, head_dim_v=128)
 SLIDING = replace(FULL, kind="sliding", window=1024)

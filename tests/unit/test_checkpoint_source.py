@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import GOOD_TOKEN, Hub
-from tiny_checkpoint import tensors, write_checkpoint
-from tiny_model import write_safetensors
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.errors import ExitCode, NibbleError
+from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
+from tests.support.models.tiny_model import write_safetensors
+from tests.support.servers.hub import GOOD_TOKEN, Hub
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_model import write_model
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine import disk
@@ -27,6 +26,7 @@ from nibble.serve.preflight.machine import (
     check_port,
     vllm_port_warning,
 )
+from tests.support.models.tiny_model import write_model
 
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 << 30, 139 << 30, "GPU-2")

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloverlm_models import HF_QUANT_CONFIG, CloverShape
-from tiny_model import write_model, write_safetensors
-from tokenmonster_file import write_vocabulary
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.models.cloverlm import check_vocabulary
 from nibble.plan.plan import Plan
+from tests.support.models.cloverlm_models import HF_QUANT_CONFIG, CloverShape
+from tests.support.models.tiny_model import write_model, write_safetensors
+from tests.support.models.tokenmonster_file import write_vocabulary
 
 SHAPE = CloverShape(blocks=1)
 NAME = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"

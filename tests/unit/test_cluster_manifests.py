@@ -13,13 +13,22 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from crd_schemas import CRDS, KEPT, PLACES, WORDS, made, part, published, strict
 
 from nibble.cli.manifests import manifest, merged, read_kind
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.cluster.crd_schemas import (
+    CRDS,
+    KEPT,
+    PLACES,
+    WORDS,
+    made,
+    part,
+    published,
+    strict,
+)
 
 
 def pods(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from nibble_kernels.scale_layout import untile
 from nibble_kernels.weight_quant import Nvfp4Weight, dequantize, quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import OTHER_FAMILY
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import Wishes, convert
@@ -23,6 +22,8 @@ from nibble.checkpoint.convert.config import ignore_list
 from nibble.checkpoint.convert.layouts import reciprocal
 from nibble.cli.app import _guarded, app
 from nibble.errors import ExitCode, NibbleError
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY
+from tests.support.paths import ROOT
 
 H, EXPERTS = 128, 4
 LAYER = "model.layers.0"
@@ -47,7 +48,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 128,
     "dtype": "bfloat16",
 }
-DEMO = Path(__file__).resolve().parents[2] / "models"
+DEMO = ROOT / "models"
 
 
 def bf16_tensors(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:

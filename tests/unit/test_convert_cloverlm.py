@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from cloverlm_models import CloverShape, is_product, write_bf16, write_packed
 from nibble_kernels.scale_layout import untile
 from safetensors.torch import load_file, save_file
-from tokenmonster_file import write_vocabulary
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import TARGETS, Wishes, convert
 from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.models.cloverlm_models import CloverShape, is_product, write_bf16, write_packed
+from tests.support.models.tokenmonster_file import write_vocabulary
 
 SHAPE = CloverShape(blocks=1)
 L1 = "transformer.blocks.0.mlp.l1.0.weight"

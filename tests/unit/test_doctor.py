@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import GOOD_TOKEN, Hub
-from patch_series import CHANGES, make_series, make_tree
-from tiny_model import write_model
 
 from nibble.cli.doctor import checks as doctor
 from nibble.cli.doctor.checks import (
@@ -40,6 +37,9 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.hub.pull import pull
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.plan.gather import read_wishes
+from tests.support.models.tiny_model import write_model
+from tests.support.releases.patch_series import CHANGES, make_series, make_tree
+from tests.support.servers.hub import GOOD_TOKEN, Hub
 
 HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")

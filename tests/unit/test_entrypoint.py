@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from nibble.cli.app import verbs
+from tests.support.paths import ROOT
 
 UNBLOCKS = (
     "import os, signal, time; print(os.getpid(), flush=True); time.sleep(0.5);"
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); time.sleep(60)"
 )
-SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint.sh"
+SCRIPT = ROOT / "entrypoint.sh"
 
 
 @pytest.fixture

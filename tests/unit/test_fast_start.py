@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import QWEN3, write_model
 
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.paths import root
 from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import QWEN3, write_model
 
 GIB = 1 << 30
 DEMO = "nibble-demo-nvfp4"

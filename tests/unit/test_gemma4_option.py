@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import QWEN3, write_model
 
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
@@ -17,6 +16,7 @@ from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import QWEN3, write_model
 
 TEXT: dict[str, Any] = QWEN3 | {
     "architectures": ["Gemma4ForCausalLM"],

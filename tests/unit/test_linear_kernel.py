@@ -11,8 +11,6 @@ from statistics import geometric_mean
 from typing import Any
 
 import pytest
-from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.canary.kernels import expectations
 from nibble.engine import installed
@@ -23,6 +21,8 @@ from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
 from nibble.plan.plan import Plan
 from nibble.serve.preflight.nvfp4 import check_plugin
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
 OURS = {"nibble": {"linear_kernel": "nibble"}}

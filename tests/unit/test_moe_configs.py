@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, write_model
 
 from nibble.cli.serve import link_moe_configs
 from nibble.machine.hardware import Gpu, Hardware
@@ -24,6 +23,7 @@ from nibble.plan.moe_tuning import (
     make_folder,
 )
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, write_model
 
 GIB = 1 << 30
 MAX_Q = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"

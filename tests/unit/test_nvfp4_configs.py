@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 from test_checkpoint_scheme import compressed, group, hf_quant
-from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint.exclusions import MAX_OVERRIDE_BYTES
 from nibble.checkpoint.vllm_config import one_expert_a_layer
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_checkpoint import (
+    LINEAR_SHAPES,
+    Tensors,
+    linear,
+    tensors,
+    write_checkpoint,
+)
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 LAYER = "model.layers.0."
 MAP = {LAYER + name: {"quant_algo": "NVFP4", "group_size": 16} for name in LINEAR_SHAPES}

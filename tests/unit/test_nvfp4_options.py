@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.engine import installed as installed_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.serve.preflight.nvfp4 import check_nvfp4, check_plugin
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
 

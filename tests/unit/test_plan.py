@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
 from nibble.engine.guard.limits import RequestLimits
 from nibble.engine.schema import load_schema
@@ -21,6 +20,7 @@ from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe
+from tests.support.models.tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
 GIB = 1 << 30
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}

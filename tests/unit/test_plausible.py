@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT
 from test_layer_tensors import COUNT, FORMS, qwen3
-from tiny_checkpoint import OTHER_FAMILY, Tensors, write_checkpoint
-from tiny_model import write_model, write_safetensors
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.plausible import LARGEST_WEIGHT, check_plausible
@@ -24,6 +21,9 @@ from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.serve.preflight.model import check_experts_on_cpu, check_tokenizer, check_values
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, Tensors, write_checkpoint
+from tests.support.models.tiny_model import write_model, write_safetensors
+from tests.support.paths import ROOT
 
 DEMOS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4", "nibble-demo")
 GLOBAL = {"nvfp4": "weight_scale_2", "ct": "weight_global_scale"}

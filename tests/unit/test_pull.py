@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
-from other_users import open_to_others
 
 from nibble.cli.doctor import checks as doctor
 from nibble.cli.doctor.checks import hub_check
@@ -24,6 +22,8 @@ from nibble.hub import pull as pull_module
 from nibble.hub.access import access
 from nibble.hub.files import RemoteFile, cached_snapshot, missing_weights, select
 from nibble.hub.pull import Progress, as_lines, check_disk, pull
+from tests.support.other_users import open_to_others
+from tests.support.servers.hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
 
 GIB = 1 << 30
 

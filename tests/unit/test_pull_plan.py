@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.dry_run import plan_pull
 from nibble.hub.pull import pull
 from nibble.machine.paths import demo_models
+from tests.support.paths import ROOT
+from tests.support.servers.hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = 300_000
 
 

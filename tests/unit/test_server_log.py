@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from nibble.serve.log_file import KEPT, LogFile
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 # What a server does: its output is the file, which it rotates; a child of its own keeps writing
 # through it.
