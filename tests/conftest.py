@@ -88,8 +88,8 @@ def _needs_engine(item: pytest.Item) -> bool:
 
 
 class Judge:
-    """Says why a test cannot run here. With CI=true a missing engine is no reason: those tests
-    then fail.
+    """Says why a test cannot run here. With CI=true, tests that need a Docker engine run, and fail
+    where none answers.
     """
 
     def __init__(self, config: pytest.Config) -> None:

@@ -18,7 +18,7 @@ def net(engine: None) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def client(cpu_image: str, net: str) -> Iterator[Node]:
-    """A machine of somebody who has no token."""
+    """A client's machine, without a token."""
     with node(cpu_image, net, 30, "sleep", "7200", NIBBLE_CLUSTER_TOKEN="") as found:
         yield found
 

@@ -1,5 +1,5 @@
-"""Ray with TLS: the certificates of docs/cluster.md, one machine's answers, and nobody without a
-certificate.
+"""Ray with TLS: the certificates of docs/cluster.md, the answers of one machine, and a client that
+has no certificate.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ HEAD, WORKER = ADDRESSES
 
 @pytest.fixture(scope="module")
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
-    """Two hosts of their own, the first with a Ray head."""
+    """Two separate hosts, the first with a Ray head."""
     pytest.importorskip("ray")
     try:
         with two_hosts() as (first, second):

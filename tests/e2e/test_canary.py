@@ -280,7 +280,7 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     code, line = end_of_start(tmp_path, str(model), knock, NIBBLE_CANARY="strict")
     assert code == 8
     assert "the canary failed: references: " in line
-    assert answered == {503}, "nobody but the supervisor is answered before ready"
+    assert answered == {503}, "before ready the supervisor alone is answered"
 
 
 @pytest.mark.slow
@@ -308,8 +308,8 @@ def test_layers_of_an_export_without_scales_for_activations_are_compared_and_rig
 @pytest.mark.slow  # tests/kernels/test_proof_compare.py finds it
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "head and embedding in one"])
 def test_one_nan_in_a_head_too_large_to_be_read_ends_the_start(tmp_path: Path, tied: bool) -> None:
-    """In the row of a token that nobody writes: every answer has its logit. Embeddings alone
-    meet it only with that token.
+    """The NaN is in the row of a token that no prompt has. Every answer has its logit; an
+    embedding meets it only with that token.
     """
     shape = Shape(hidden=512, intermediate=256, heads=8, kv_heads=2, head_dim=64, vocabulary=8192)
     model = write_checkpoint(tmp_path / "model", shape, "modelopt", w4a4=True)

@@ -26,7 +26,7 @@ QUESTIONS = {
 
 
 def answers(model: str, backend: str, tmp_path: Path, **environ: str) -> dict[str, str]:
-    """What `model` answers to each question in a vLLM of its own."""
+    """What `model` answers to each question in a separate vLLM."""
     words = [sys.executable, str(PROGRAM), str(ROOT / "models" / model), backend]
     environment = clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environ)
     done = subprocess.run(

@@ -129,7 +129,7 @@ def request(path: str, body: Any) -> Malformed:
     sound = {"model": "default"} if isinstance(body, dict) and "model" in body else {}
     try:
         text = json.dumps({**body, **sound} if isinstance(body, dict) else body)
-    except (TypeError, ValueError):  # schemathesis also makes what is no JSON
+    except (TypeError, ValueError):  # schemathesis also makes values that JSON does not have
         text = repr(body)
     return Malformed(path, text.encode(errors="surrogatepass"))
 

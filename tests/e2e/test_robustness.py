@@ -1,5 +1,5 @@
-"""A server under load and under attack: nothing is lost that can be kept, nobody waits for ever,
-nothing takes it down.
+"""A server under load and under attack: it keeps what can be kept, answers every client, and stays
+up.
 
 On a GPU: `python -m pytest tests/e2e/test_robustness.py --junitxml FILE`; FILE has what each test
 counted and measured.

@@ -208,9 +208,9 @@ def test_a_compiler_that_fails_costs_one_line_with_the_log(
     broken.chmod(0o755)
     log = environment / "nibble-setup.log"
     why = f"compiling C++ failed, see {log}"
-    mend = "mend that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,"
+    advice = "fix that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,"
     given = {"PATH": os.environ["PATH"], "CXX": str(broken)}
-    assert set_up(environment, **given) == PLAIN.format(why, mend)
+    assert set_up(environment, **given) == PLAIN.format(why, advice)
     assert str(broken) in log.read_text()
     assert computes(environment) == "not compiled when it was installed"
 

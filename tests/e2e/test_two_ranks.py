@@ -1,7 +1,7 @@
-"""Two ranks without Ray on one machine, each at a loopback address of its own: what rank 1 proves,
-and its memory.
+"""Two ranks without Ray on one machine, each at another loopback address: what rank 1 proves, and
+its memory.
 
-Machines of their own: tests/cluster.
+tests/cluster has separate machines.
 """
 
 from __future__ import annotations

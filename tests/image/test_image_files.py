@@ -330,5 +330,5 @@ def test_source_builds_compile_for_the_arch_list_of_the_target(target: str) -> N
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     assert result.stdout.strip() == target_data(target)["torch_cuda_arch_list"]
     assert result.stdout.strip()[-1] in "af", (
-        "plain targets refuse the FP4 instructions (design.md 5)"
+        "plain targets refuse the FP4 instructions (ptxas 13.0)"
     )

@@ -41,7 +41,7 @@ IN_PIECES = {
     "max_num_batched_tokens": 16,
     "enable_chunked_prefill": True,
 }  # of prompts with up to 33 tokens
-# vLLM would bind each process to a NUMA node of its own.
+# vLLM would bind each process to another NUMA node.
 TWO_PROCESSES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -195,7 +195,7 @@ def test_two_ranks_answer_as_one(
 
 @pytest.mark.slow
 def test_four_ranks_answer_as_one(installed: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
-    """Each has 7 query heads, and a key head of its own for every one of them."""
+    """Each has 7 query heads, and one key head for each of them."""
     folder = models.write_bf16(tmp_path / "model", SPLIT)
     options = FLOAT32 | QUARTET2 | {"tensor_parallel_size": 4}
     ((four,),) = in_vllm(installed, tmp_path, [request(folder, options)], **TWO_PROCESSES)

@@ -1,5 +1,5 @@
-"""models/fake_nvfp4.py, with which the demos are trained: a layer gets NVFP4, and the gradient
-is that of its own input.
+"""models/fake_nvfp4.py, with which the demos are trained: a layer computes with NVFP4, and the
+gradient is that of the input as it was.
 """
 
 from __future__ import annotations

@@ -197,8 +197,8 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
-    """sm_120 without f or a refuses the instruction (kernels.md 0.1); the sources compile for it
-    all the same.
+    """ptxas 13.0 refuses the instruction for sm_120 without f or a; the sources compile for it all
+    the same.
     """
     ptx, _ = compile_for("120", "conversions/probe.cu")
     assert "e2m1x2" not in ptx

@@ -1,5 +1,5 @@
-"""formats.md 5.2 through vLLM's own layer classes: what vLLM alone makes of unequal global
-scales, and what the plugin does.
+"""Fused layers with unequal global scales, in vLLM's layer classes: what vLLM alone makes of them,
+and what the plugin does.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def test_no_tokens(moe: Any) -> None:
 
 
 def test_experts_without_tokens_are_not_read(kernels: object) -> None:
-    """NaN in every expert that nobody chose."""
+    """NaN in every expert that the router did not choose."""
     from nibble_kernels.nvfp4_moe import nvfp4_moe
 
     layer = experts(6, 64, 32)

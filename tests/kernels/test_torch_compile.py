@@ -115,8 +115,8 @@ def test_work_is_ordered_on_the_current_stream(kernels: object) -> None:
 
 @pytest.mark.gpu
 def test_first_use_inside_a_capture_works(installed: object) -> None:
-    """In a process of its own: the conversions cannot be chosen while capturing, and the
-    software does the work.
+    """In a separate process: the conversions cannot be chosen while capturing, and the software
+    does the work.
     """
     program = (
         "import torch; from nibble_kernels.activation_quant import nvfp4_quant\nx = torch.randn(64,"

@@ -1,5 +1,5 @@
-"""Answers that are no patch of vLLM (a flag, a rule, a variable, a check): taken away, exactly
-their probes find the defect.
+"""Answers other than patches (a flag, a rule, a variable, a check): without one, exactly its probes
+find the defect.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_the_seeds_wheels_are_refused(version: str) -> None:
         (0x100000, r"nvfp4_quant_kernels for 100f, 120a \("),
         (0, r"nvfp4_quant_kernels for 100f, 120 \("),
     ],
-    ids=["120a, as a CUDA 12 build", "plain 120, as the seeds built"],
+    ids=["120a, as a CUDA 12 build", "plain 120, as images for GB10 had it"],
 )
 def test_the_real_wheel_with_other_targets_is_refused(flag: int, said: str, tmp_path: Path) -> None:
     """The 0.32.0 wheel whose 120f entries say that they are for something else."""

@@ -1,5 +1,5 @@
 """docs/patches.md is true: each probe finds in each pristine release what its row says, and each
-fix is what mends it.
+fix is the reason why its probe passes.
 """
 
 from __future__ import annotations

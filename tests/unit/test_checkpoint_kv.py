@@ -110,8 +110,8 @@ def test_a_latent_is_the_same_on_every_gpu(gpus: int) -> None:
 def test_cloverlm_is_the_reference_figure_per_token() -> None:
     found = layers(CLOVERLM)
     assert found is not None
-    assert sequence_memory(found, 1024).bytes_per_token == 103_936  # formats.md 1.1
-    for ranks in (2, 4):  # 7 heads of its own on each rank
+    assert sequence_memory(found, 1024).bytes_per_token == 103_936
+    for ranks in (2, 4):  # 7 heads on each rank, none shared
         assert sequence_memory(found, 1024, tensor_parallel_size=ranks).bytes_per_token == 103_936
 
 

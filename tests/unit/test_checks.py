@@ -27,6 +27,7 @@ from nibble.serve.preflight.machine import (
     vllm_port_warning,
 )
 from tests.support.models.tiny_model import write_model
+from tests.support.refusals import refusal_of
 
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 << 30, 139 << 30, "GPU-2")
@@ -34,9 +35,7 @@ HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 <
 
 
 def refused(call, *args) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        call(*args)
-    return caught.value
+    return refusal_of(lambda: call(*args))
 
 
 def test_the_gpu_of_the_target_is_accepted() -> None:

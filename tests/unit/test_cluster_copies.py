@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes with cache folders of their own."""
+    """Two nodes with separate cache folders."""
     monkeypatch.setattr(agent_module, "AGENT_PORT", free_port(SOURCE))
     agents: list[Agent] = []
     for address, name in ((SOURCE, "source"), (TAKER, "taker")):

@@ -1,6 +1,4 @@
-"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the
-token.
-"""
+"""A node gives a model's files to another: ranges, sha256, resuming, and the token."""
 
 from __future__ import annotations
 

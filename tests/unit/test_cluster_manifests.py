@@ -223,8 +223,8 @@ def test_rays_nodes_get_what_the_network_and_their_watchdog_need(way: str) -> No
 
 
 def test_with_ray_the_pods_get_the_model_from_the_servers_unless_they_were_told_otherwise() -> None:
-    """Each pod has an empty cache of its own, and without this the preflight would demand the
-    model in all of them.
+    """Each pod has an empty cache, and without this the preflight would demand the model in all of
+    them.
     """
 
     def where(*words: str, **environ: str) -> tuple[str, bool]:

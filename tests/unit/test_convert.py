@@ -21,9 +21,10 @@ from nibble.checkpoint.convert import Wishes, convert
 from nibble.checkpoint.convert.config import ignore_list
 from nibble.checkpoint.convert.layouts import reciprocal
 from nibble.cli.app import _guarded, app
-from nibble.errors import ExitCode, NibbleError
+from nibble.errors import ExitCode
 from tests.support.models.tiny_checkpoint import OTHER_FAMILY
 from tests.support.paths import ROOT
+from tests.support.refusals import refusal_of
 
 H, EXPERTS = 128, 4
 LAYER = "model.layers.0"
@@ -401,11 +402,7 @@ def test_activation_scales_come_from_the_inputs_that_texts_give(tmp_path: Path) 
 
 
 def refused(code: ExitCode, *words: Any) -> str:
-    with pytest.raises(NibbleError) as caught:
-        convert(*words)
-    assert caught.value.code is code
-    assert "\n" not in caught.value.line()
-    return caught.value.line()
+    return refusal_of(lambda: convert(*words), code).line()
 
 
 def test_a_source_that_is_not_there_is_exit_4(tmp_path: Path) -> None:

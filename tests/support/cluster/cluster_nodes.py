@@ -1,6 +1,4 @@
-"""Nodes of a cluster as containers of the CPU image on a private network, each with an address
-of its own.
-"""
+"""Nodes of a cluster: containers of the CPU image with addresses on a private network."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ class Node:
     def ask(
         self, address: str, path: str, body: Any = None, timeout_s: float = 60
     ) -> tuple[int, Any]:
-        """(status, JSON) of a request from this container, (0, None) where nobody answers in
-        time.
-        """
+        """(status, JSON) of a request from this container; (0, None) without an answer in time."""
         done = self.python(ASK, f"http://{address}{path}", json.dumps(body), str(timeout_s))
         return tuple(json.loads(done.stdout)) if done.returncode == 0 and done.stdout else (0, None)
 

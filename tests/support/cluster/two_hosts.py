@@ -1,7 +1,7 @@
-"""Two hosts on one machine, for nodes of a cluster as processes: namespaces of their own with a
+"""Two hosts on one machine, for nodes of a cluster as processes: two sets of namespaces with a
 cable between them.
 
-Each has an address, a host name, mounts and shared memory of its own, and reaches the other alone.
+Each has a separate address, host name, mounts and shared memory, and reaches the other alone.
 Made without root where user namespaces are allowed.
 """
 
@@ -103,8 +103,8 @@ def into(outer: int) -> list[str]:
 
 
 class Host:
-    """One of the two; `outer` is the process of the namespace that has the rights, `pid` of its
-    own.
+    """One of the two; `outer` is the process in the namespace that has the rights, `pid` the one in
+    the host's namespaces.
     """
 
     def __init__(self, outer: int, pid: int, address: str) -> None:

@@ -3,7 +3,7 @@ ANSWERS.json`.
 
 Models are built on the meta device (shapes, no weights), so that a tensor-parallel rank of a large
 model costs nothing; then vLLM's own code aligns block sizes and gives each layer's KV cache spec.
-Runs in a process of its own because vLLM keeps the distributed groups as globals.
+Runs in a separate process because vLLM keeps the distributed groups as globals.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if importlib.util.find_spec("torchvision") is None:
 # With AVX512-BF16 the CPU platform turns an `auto` state into float32; no other platform does
 # (cpu.py:303).
 torch.cpu._is_avx512_bf16_supported = lambda: False
-# The registry looks at every model class in a subprocess of its own, 5 s each; here is such a
-# process already.
+# The registry looks at every model class in a separate process, 5 s each; this is such a process
+# already.
 registry._run_in_subprocess = lambda function: function()
 
 

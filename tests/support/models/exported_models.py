@@ -1,8 +1,8 @@
 """Small NVFP4 models as ModelOpt and llm-compressor export them: `python exported_models.py
 modelopt|llmcompressor FOLDER`.
 
-Both packages pin other versions of torch and transformers than vLLM, so each has a virtual
-environment of its own:
+Both packages pin other versions of torch and transformers than vLLM, so each has a separate
+virtual environment:
 
     pip install nvidia-modelopt==0.47.0 transformers==5.19.0 accelerate      # modelopt: a Llama with grouped queries
     pip install llmcompressor==0.14.0.1                                      # llmcompressor: the BF16 demo (Qwen3)

@@ -132,8 +132,8 @@ class Hub:
         faults: dict[str, Fault] | None = None,
         huge: dict[str, int] | None = None,
     ) -> Repo:
-        """Serve `folder` as `repo_id`. `huge` adds files of a declared size that nobody can
-        download.
+        """Serve `folder` as `repo_id`. `huge` adds files of a declared size that cannot be
+        downloaded.
         """
         entries = read_entries(folder)
         for path, size in (huge or {}).items():

@@ -35,8 +35,8 @@ START_TIMEOUT_S = 600.0  # 25 s on two free cores, 60 s compiled; tests share th
 
 @functools.cache
 def vllm_cache() -> Path:
-    """vLLM's cache of this test session: without one each start would inspect its model class in a
-    process of its own.
+    """vLLM's cache of this test session: without one each start would inspect its model class in
+    a separate process.
 
     The first of the session's processes makes it; those that it starts find it in their
     environment.
@@ -243,7 +243,7 @@ class Server:
 
 
 class Stream:
-    """A streaming answer, read in a thread of its own."""
+    """A streaming answer, read in a thread."""
 
     def __init__(self, sent: tuple[http.client.HTTPConnection, http.client.HTTPResponse]) -> None:
         self._connection, self._response = sent

@@ -155,7 +155,7 @@ def scale_permuted(worker: Any) -> Undo:
 
 def global_scale_doubled(worker: Any) -> Undo:
     layer = linear(worker)
-    # Humming has a name of its own for it (vllm 0.32 quantization/utils/humming/linear.py:185).
+    # Humming has another name for it (vllm 0.32 quantization/utils/humming/linear.py:185).
     scale = (
         layer.weight_global_scale if hasattr(layer, "weight_global_scale") else layer.weight_scale_2
     )
