@@ -16,7 +16,6 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.paths import root
 from nibble.machine.targets import TARGET_NAMES
-from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe
@@ -47,14 +46,6 @@ def machine(
         gpus, "580.105.08", "13.0", "x86_64", 8, frozenset({"avx512f"}), 128 * GIB, 100 * GIB
     )
     return replace(found, **more)
-
-
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(hardware: Hardware) -> None:
-        monkeypatch.setattr(prepare, "detect", lambda environ: hardware)
-
-    return use
 
 
 def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -> None:
