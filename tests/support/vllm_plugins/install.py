@@ -9,7 +9,7 @@ from tests.support.paths import ROOT, python_path
 
 
 def install(folder: Path, plugin: ModuleType) -> dict[str, str]:
-    """Make `folder` a place on PYTHONPATH that has the entry point of `plugin`, and say so.
+    """Write the entry point of `plugin` into `folder`; the PYTHONPATH with which vLLM finds it.
 
     vLLM calls `plugin.register`. Beside the entry point the folder has the package `tests` alone:
     the checkout itself would add folders that have the names of packages (`kernels`).
