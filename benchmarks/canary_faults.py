@@ -13,7 +13,7 @@ tensors:
 
 Writes what ran, each mechanism's finding on the healthy server, and which mechanism finds which
 fault. Exit code 1 where a healthy server does not pass or the fallback does. The plugin that
-injects is tests/fixtures/vllm_faults.py.
+injects is tests/support/vllm_plugins/vllm_faults.py.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 
-from faults import ALL_FAULTS, Faulty, install  # noqa: E402
-from generated_nvfp4 import Shape, write_checkpoint  # noqa: E402
 from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
-from serving import Server  # noqa: E402
 
 from nibble.canary.references import References, references_like  # noqa: E402
 from nibble.engine.schema import load_schema  # noqa: E402
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE  # noqa: E402
 from nibble.machine.hardware import detect  # noqa: E402
 from nibble.machine.targets import load_target  # noqa: E402
+from tests.support.canary.faults import ALL_FAULTS, Faulty, install_faults  # noqa: E402
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint  # noqa: E402
+from tests.support.servers.serving import Server  # noqa: E402
 
 CASES = ("dense", "experts", "larger", "graphs", "fallback")
 LARGER = Shape(
@@ -101,7 +101,10 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
         words = ["--max-model-len", "512"]
     began = time.monotonic()
     server = Server(
-        folder / "server", ["serve", model, *words], **install(folder / "faults"), **own_environ()
+        folder / "server",
+        ["serve", model, *words],
+        **install_faults(folder / "faults"),
+        **own_environ(),
     )
     try:
         wait_until_ready(server)

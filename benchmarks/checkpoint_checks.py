@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 PAIRS = 4
 
 
@@ -56,7 +56,6 @@ def before_a_load(folder: Path) -> dict[str, Any]:
 
 def during_a_load(folder: Path) -> dict[str, Any]:
     """vLLM's loader with nibble's tracking and without, in turns."""
-    import loads_in_vllm
     import vllm.model_executor.models.registry as registry
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -66,6 +65,7 @@ def during_a_load(folder: Path) -> dict[str, Any]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from nibble.checkpoint import read_checkpoint
+    from tests.support.in_vllm import loads_in_vllm
 
     setattr(registry, "_run_in_subprocess", lambda function: function())  # noqa: B010 - no process for each model class
     load_general_plugins()
@@ -94,8 +94,9 @@ def during_a_load(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    from generated_nvfp4 import Shape, write_checkpoint
     from machine import machine
+
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from machine import machine
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
+from tests.support.models.cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
 
 PROMPT_TOKENS = 128
 # Way -> (form of the checkpoint, what the plugin is told)

@@ -75,7 +75,7 @@ FUSED = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}
 # What vLLM's CPU platform lacks for this, as in tests/cluster; a "GPU" is then a name for Ray to
 # count.
 ON_CPU = {
-    "PYTHONPATH": str(ROOT / "tests" / "fixtures" / "cluster_platform"),
+    "PYTHONPATH": str(ROOT / "tests/support/vllm_plugins/cluster_platform"),
     "NIBBLE_KV_CACHE_BYTES": str(64 << 20),
     "NIBBLE_MEMORY_RESERVE_GIB": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -6,7 +6,7 @@ Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its 
 each round times every variant once, and the ratio is that of the fastest rounds, to the faster of
 torch's BF16 and vLLM's own, since other programs on the machine only add time. Model: hidden 4096,
 intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4
-(tests/fixtures/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a separate
+(tests/support/models/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a separate
 process, in turn, MODEL_RUNS times; the faster run counts, and the larger memory. Peak memory is
 VmHWM when the model is loaded, which counts pages of the mapped file too; the largest anonymous
 part is sampled every 5 ms.
@@ -29,9 +29,10 @@ from typing import Any
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO / "tests/fixtures"))
-from generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
+sys.path.insert(0, str(REPO))
 from machine import machine  # noqa: E402
+
+from tests.support.models.generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
 
 SHAPE = Shape(
     hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048

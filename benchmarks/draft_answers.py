@@ -26,7 +26,7 @@ os.environ |= {
 }
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/fixtures")]
+sys.path.insert(0, str(ROOT))
 
 DEFAULT = ("eagle", "eagle without an embedding", "eagle3")
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 12, 48
@@ -41,9 +41,10 @@ def main() -> int:
     parser.add_argument("drafts", nargs="*", default=DEFAULT)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    from generated_nvfp4 import Shape, write_checkpoint
     from machine import machine
-    from tiny_drafts import write_draft
+
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+    from tests.support.models.tiny_drafts import write_draft
 
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 from nibble.recipes.rules import NESTED  # noqa: E402
 
 ERROR_LINE = re.compile(r"(?:^|\]:? )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
@@ -148,8 +148,7 @@ def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> No
         **backends_of(model),
     )
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
-    import model_faults
-    import vllm_faults
+    from tests.support.vllm_plugins import model_faults, vllm_faults
 
     faults = {"none": vllm_faults.no_fault, **vllm_faults.FAULTS, **model_faults.FAULTS}
     only = os.environ.get("FAULTS", "").split(",")

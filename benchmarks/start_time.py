@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 
 from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
@@ -127,7 +127,7 @@ def write(result: dict[str, Any], out: Path | None) -> None:
 
 def write_8b(folder: Path) -> Path:
     """Qwen3-8B's shape with the demo's tokenizer; the numbers are random."""
-    from generated_nvfp4 import Shape, write_checkpoint
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
     shape = Shape(
         hidden=4096,

@@ -208,7 +208,9 @@ def main() -> int:
     options = parser.parse_args()
     paths = tracked()
     shipped = frozenset(Path(path).name for path in paths if path.endswith(".md"))
-    chosen = options.files or [path for path in paths if is_checked(path, options.python)]
+    chosen = [path for path in options.files if path not in EXEMPT]
+    if not options.files:
+        chosen = [path for path in paths if is_checked(path, options.python)]
     problems = [
         problem for path in chosen for problem in check(path, (ROOT / path).read_text(), shipped)
     ]

@@ -28,9 +28,8 @@ import importlib.metadata as m, sys, torch
 import nibble_kernels
 print(torch.__version__, m.version("vllm"), m.version("ray"), nibble_kernels.implementations(), torch.cuda.device_count(), "GPUs")
 # Tests look for a separate build: this is it.
-sys.path[:0] = ["tests/kernels", "tests/fixtures"]
-import pathlib, conftest
-folder = conftest.build_folder()
+from tests.support.kernels.kernel_build import build_folder
+folder = build_folder()
 folder.parent.mkdir(parents=True, exist_ok=True)
 folder.symlink_to("/tmp/site/nibble_here")
 PYTHON

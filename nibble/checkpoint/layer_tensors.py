@@ -1,8 +1,8 @@
 """Compares a checkpoint's tensors with its config.json, layer by layer. Pure.
 
 layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as
-symbols; tests/fixtures/layer_tensors.py generates it. Other families are compared by names alone
-(missing.py) and while vLLM loads them (nibble/engine/plugin/written.py).
+symbols; tests/support/models/layer_tensors.py generates it. Other families are compared by names
+alone (missing.py) and while vLLM loads them (nibble/engine/plugin/written.py).
 """
 
 from __future__ import annotations

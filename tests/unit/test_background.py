@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from other_users import open_to_others
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.background import Place, Record, registered, stop
+from tests.support.other_users import open_to_others
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 

@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from other_users import open_to_others
 
 from nibble.cli import cache as cache_commands
 from nibble.plan.compile_cache import CacheKey, CachePlan
 from nibble.serve.compile_cache import Entry, Use, drop, entries, to_prune
 from nibble.serve.compile_record import damage
+from tests.support.other_users import open_to_others
+from tests.support.paths import ROOT
 
 DAY_S = 86400.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import processor_time
 import pytest
 
 from nibble.machine.paths import root
+from tests.support import processor_time
 
 CLEAN = {
     name: value

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import free_port
 
 from nibble.cli import cluster_head as commands
 from nibble.cluster import agent as agent_module
@@ -28,6 +27,7 @@ from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import LOST_S, Refused, Roster
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.servers.serving import free_port
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 HEAD = {"HEAD_IP": HERE, "NIBBLE_CLUSTER_TOKEN": TOKEN}

@@ -363,7 +363,7 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
 
     environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
     starts = iter(range(100))
-    before = signal.signal(signal.SIGTERM, lambda *given: pytest.fail("nobody handles the signal"))
+    before = signal.signal(signal.SIGTERM, lambda *given: pytest.fail("the signal is not handled"))
     try:
         assert (
             serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts)))

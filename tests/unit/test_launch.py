@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import free_port
 
 from nibble.engine import process as engine
 from nibble.engine.gate.admission import Admission
@@ -33,6 +32,7 @@ from nibble.plan.memory import UNWATCHED, Limits, Step, limits
 from nibble.serve import supervisor as launch
 from nibble.serve import watchdog as governor
 from nibble.serve.api_key import KeyDecision
+from tests.support.servers.serving import free_port
 
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 

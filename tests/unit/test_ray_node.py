@@ -18,8 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import free_port
-from test_memory import machine
 
 from nibble.cluster import ray_command, ray_node, ray_process
 from nibble.cluster.member import End
@@ -38,6 +36,8 @@ from nibble.plan.cluster_ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_
 from nibble.plan.memory import UNWATCHED
 from nibble.settings.options import Settings
 from nibble.settings.sources import load_settings
+from tests.support.memory_files import machine
+from tests.support.servers.serving import free_port
 
 HEAD = "192.0.2.2:6379"
 # `ray start --address=… --block` with another token, shortened.
