@@ -20,7 +20,7 @@ from nibble.serve.progress import stderr_is_terminal
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    """Fetch a model, or only look with --dry-run; (the result, whether --json is set)."""
+    """Fetch a model, or with --dry-run only report; (the result, whether --json is set)."""
     asked = read_wishes(words, environ, ("--json", "--dry-run"))
     settings = asked.settings
     if settings.model is None:
@@ -61,7 +61,7 @@ def _told(result: PullResult) -> dict[str, Any]:
 
 @contextmanager
 def _shown(say: Callable[[str], None]) -> Iterator[OnProgress]:
-    """What to tell of each step while this is open."""
+    """Show progress until the block ends; yields the function to call at each step."""
     if not stderr_is_terminal() or os.environ.get("TERM") == "dumb":
         yield as_lines(say)
         return

@@ -78,7 +78,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A process that did not move for `waited_s`, which is `limit_s` or longer."""
+    """A process that did not move for `waited_s`, which is at least `limit_s`."""
 
     kind: Kind
     pid: int
@@ -88,7 +88,7 @@ class Stall:
 
 
 class Stalls:
-    """Adds up how long each process has not moved. `feed` takes looks in order."""
+    """Measures how long each process has not moved. Call `feed` with looks in order."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = self.stopped_limit_s = limit_s
@@ -97,7 +97,7 @@ class Stalls:
 
     @property
     def longest_s(self) -> float:
-        """The longest time that something now has not moved."""
+        """The longest time without progress of a process now."""
         return max(self._waited.values(), default=0.0)
 
     def feed(self, look: Look) -> list[Stall]:
@@ -119,12 +119,12 @@ class Stalls:
         return found
 
     def forget(self, stall: Stall) -> None:
-        """The engine did not stall: count from now on."""
+        """Restart all measurements: the engine did not stall."""
         self._waited.pop((stall.kind, stall.pid), None)
 
 
 def _unmoved(look: Look, last: Look) -> Iterable[tuple[tuple[Kind, int], str, float]]:
-    """(which, what, seconds beyond the limit) of all that stands since the last look."""
+    """(which, what, seconds beyond the limit) of each process that did not move since `last`."""
     names = {one.pid: one.name for one in look.processes}
     for one in look.processes:
         if one.state == psutil.STATUS_STOPPED:
@@ -190,8 +190,8 @@ def excuse(
 
 
 def _computing(grown: list[tuple[Seen, Seen]], kind: Kind) -> list[tuple[Seen, Seen]]:
-    """The processes whose CPU time counts: the workers, since a core that waits for them spins;
-    without them the cores.
+    """The processes whose CPU time counts: the workers, since an engine core that waits for them
+    spins; without workers, the engine cores.
     """
     workers = [pair for pair in grown if "Worker" in pair[0].title]
     cores = [pair for pair in grown if "EngineCore" in pair[0].title]
