@@ -78,7 +78,7 @@ def _layers(prefix: str, stack: Stack, num_layers: int) -> Iterator[str]:
     together: defaultdict[str, set[int]] = defaultdict(set)
     for end, layers in stack.items():
         if not SCALE.search(end) and _BUFFER not in end:  # nvfp4.py checks scales
-            # A layer in another format lacks nothing.
+            # A layer in another format is complete.
             together[PACKING.sub("", end)] |= layers
     ends: defaultdict[frozenset[int], list[str]] = defaultdict(list)
     for end, layers in together.items():

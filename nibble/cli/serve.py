@@ -360,7 +360,7 @@ def link_moe_configs(plan: Plan) -> None:
         return
     try:
         make_folder(plan.moe_alias)
-    except OSError as error:  # vLLM then takes its own defaults, as without us
+    except OSError as error:  # vLLM then uses its defaults
         say(
             f"warning: {plan.moe_alias.folder} cannot be written ({error.strerror}): no MoE tuning"
             " for this GPU"

@@ -117,8 +117,8 @@ _FACTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("engine_init_seconds", re.compile(r"^init engine \([^)]*\) took ([\d.]+) s")),
 )
 # Both model runners first capture graphs only to measure their memory; the V2 runner, which an H200
-# ran, says nothing of it. What is captured before the KV cache has its size is that. Some models
-# have no KV cache, hence the others.
+# ran, does not log it. A capture before the KV cache has its size is that measurement. Some models
+# have no KV cache, hence the other patterns.
 _CACHE_IS_SIZED = re.compile(
     r"KV cache size: [\d,]+ tokens|^JIT kernel warmup starting|^Running FlashInfer autotune"
 )

@@ -186,7 +186,7 @@ class Engine:
         try:
             return first_end(find, over)
         finally:
-            self._doomed = ()  # nothing looks any more: a pid may soon be another process's
+            self._doomed = ()  # the watch ends: another process may soon have such a pid
 
     def last_words(self) -> None:
         """Wait a moment until all output before its end has been read."""

@@ -148,7 +148,7 @@ def _make_folders(place: Place) -> None:
 def _spawn(
     place: Place, words: Sequence[str], environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # -P: not what lies in the working directory; from a checkout nibble is found by its own place.
+    # -P keeps the working directory off the path; PYTHONPATH finds nibble in a checkout.
     path = os.pathsep.join(
         filter(None, [str(Path(__file__).resolve().parents[2]), environ.get("PYTHONPATH")])
     )

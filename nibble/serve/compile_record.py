@@ -32,7 +32,7 @@ def write_record(folder: Path) -> int:
     """
     try:
         known = _read_record(folder) or {}
-    except BROKEN:  # damaged meanwhile: made anew
+    except BROKEN:  # damaged meanwhile: written again
         known = {}
     now = {path: _stamp(folder / path) for path in _files(folder)}
     changed = [path for path, stamp in now.items() if known.get(path, [None, None])[:2] != stamp]
@@ -123,7 +123,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 def _stamp(path: Path) -> list[int]:
     try:
         info = path.stat()
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return [-1, -1]
     return [info.st_size, info.st_mtime_ns]
 

@@ -60,7 +60,7 @@ class LogFile:
 
         def watch() -> None:
             while True:
-                with contextlib.suppress(OSError):  # a full disk; the next look may be luckier
+                with contextlib.suppress(OSError):  # a full disk; the next try may succeed
                     self.rotate_output()
                 time.sleep(_CHECK_S)
 

@@ -15,7 +15,7 @@ from typing import Any
 from nibble.engine.log import PhaseUpdate
 from nibble.printable import printable
 
-_STEP = 0.25  # without a terminal, progress within a phase is told at each quarter
+_STEP = 0.25  # without a terminal, progress within a phase is printed at each quarter
 _REFRESH_PER_SECOND = 4
 
 

@@ -327,8 +327,8 @@ class Supervisor:
     def _until_told(self) -> ExitCode:
         success_at: float | None = time.monotonic() + SUCCESS_S
         while True:
-            # Never a long wait: a signal that comes between CPython's last look for one and the
-            # wait itself is only seen when the wait is over (1 of 3000 was, on two busy cores).
+            # Short waits: CPython handles a signal that arrives just before a wait only after the
+            # wait (1 of 3000 signals, on two busy cores).
             event = self._next(_IDLE_POLL_S)
             if isinstance(event, Stop):
                 return self._drain(event)
@@ -382,7 +382,7 @@ class Supervisor:
             if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
                 self._events.put(Failed(self._death(f"it still ran {ENGINE_END_S:.0f} s later")))
                 return
-            self._lost = ""  # vLLM goes on without it
+            self._lost = ""  # vLLM continues without it
 
     def _on_lost_node(self, error: NibbleError) -> None:
         """Stop admission and end the engine with the error: requests in flight would never end."""
@@ -434,5 +434,5 @@ class Supervisor:
         self._admission.change(
             "starting", "ready" if update.phase == "ready" else "starting", update.phase
         )
-        if update.phase != "ready":  # that is told with more words
+        if update.phase != "ready":  # ready_lines says that
             self._display.show(update)

@@ -19,8 +19,8 @@ from nibble.settings.environment import nibble_names
 from nibble.settings.secrets import MAX_SECRET_BYTES
 
 HIDDEN = "[removed]"
-# Variables beside nibble's and vLLM's own whose values a report shows: what changes how a server
-# runs, and where it finds its files and the network.
+# Variables other than nibble's and vLLM's whose values a report shows: they change how a server
+# runs, or name its files and network.
 _SHOWN = frozenset(
     (
         *("CC", "CXX", "DO_NOT_TRACK", "HF_ENDPOINT", "HF_HOME", "HOME", "HOSTNAME", "LANG"),
@@ -50,7 +50,7 @@ _PASSWORD_IN_URL = re.compile(r"(?:\w+://)?[^\s/@:]*:(?!//|\d+/)([^\s@]+)@(?!sha
 _COUNT = re.compile(r"[\d.,]{1,12}")  # of tokens
 _QUOTED = r"""\"[^\"\n]*\"|'[^'\n]*'"""
 _TEXT = rf"b?\\*(?:{_QUOTED})"  # of bytes too, and of JSON within a text
-# A list, an object, the arguments of a call: with what stands in quotes there.
+# A list, an object, the arguments of a call, with the quoted text in them.
 _GROUP = "|".join(
     rf"""\{opens}(?:{_QUOTED}|[^\{closes}\"']){{0,4096}}\{closes}"""
     for opens, closes in ("[]", "{}", "()")
@@ -64,7 +64,7 @@ _NAMED = re.compile(
 _FLAG = re.compile(
     rf"(?i)(?P<before>(?<![\w.-])--(?P<name>{_NAME})(?:\s+|\0|[\"'],\s*[\"']))(?P<value>{_TEXT}|[^\s\"',\0]+)"
 )
-_FORMS = (  # what stands before the secret, and stays, is the group `before`
+_FORMS = (  # the group `before` precedes the secret and stays
     re.compile(r"\bhf_[A-Za-z0-9_]{8,}"),
     re.compile(r"\bnbl-[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:sk|pk|rk|nvapi)-[A-Za-z0-9_-]{16,}"),

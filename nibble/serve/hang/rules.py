@@ -19,11 +19,11 @@ from nibble.engine.contract import CALL, IDLE, STEP
 from nibble.engine.pulse import Pulse
 
 MAX_GAP_S = 10.0
-# A batch may take so much longer: 8,192 tokens 82 s. Slower prefill than this was only seen on
-# CPUs, where CPU time counts.
+# A batch adds time at this rate: 8,192 tokens add 82 s. Prefill was slower only on CPUs, where CPU
+# time counts.
 PREFILL_TOKENS_PER_S = 100.0
-# What is known to take long (a compilation, swapping, a call such as a LoRA's load) may take ten
-# times the limit.
+# Known slow work (a compilation, swapping, a call such as a LoRA's load) may take ten times the
+# limit.
 EXCUSED_FACTOR = 10.0
 BUSY_SHARE = 0.1  # of one CPU core
 _COMPILERS = frozenset((
@@ -103,10 +103,8 @@ class Stalls:
     def feed(self, look: Look) -> list[Stall]:
         """The stalls, a stopped process first."""
         last, self._last = self._last, look
-        if last is None or any(
-            one.is_traced for one in look.processes
-        ):  # a debugger: nothing counts
-            return []
+        if last is None or any(one.is_traced for one in look.processes):
+            return []  # a debugger stops processes: no time counts
         gap_s = min(max(look.at_s - last.at_s, 0.0), MAX_GAP_S)
         unmoved = list(_unmoved(look, last))
         self._waited = {key: self._waited.get(key, 0.0) + gap_s for key, _, _ in unmoved}
@@ -184,8 +182,8 @@ def excuse(
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
     if calls:
         return "it runs a call"
-    # What a rank on another machine computes or compiles cannot be seen from here; a lost one is
-    # told by its node.
+    # This machine cannot see what a rank on another one computes or compiles; that node reports a
+    # lost rank.
     return "other machines take part" if has_other_machines and stall.kind == "step" else ""
 
 

@@ -116,8 +116,8 @@ class HangWatch:
         if excuse(stall, look, last, self._on_cpu):
             return False
         if stall.kind == "untaken":
-            # Some requests wait for their client and not for the engine (sessions of /v1/realtime):
-            # a new one tells.
+            # Some requests wait for their client and not for the engine (sessions of
+            # /v1/realtime): a new request shows which.
             if self._takes_a_request():
                 self._stalls.forget(stall)
                 return False
@@ -128,10 +128,8 @@ class HangWatch:
         return not excuse(stall, look, last, self._on_cpu, stacks, self._has_other_machines)
 
     def _takes_a_request(self) -> bool:
-        if (
-            name := self.generating_name
-        ) is None:  # the model does not generate: there is no cheap question
-            return True
+        if (name := self.generating_name) is None:
+            return True  # the model does not generate: no cheap request exists
         try:
             self._api.call(
                 "/v1/completions", {"model": name, "prompt": "Hello", "max_tokens": 1}, self.limit_s
