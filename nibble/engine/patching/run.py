@@ -43,10 +43,22 @@ PROBE_ENVIRONMENT = {
 # Imported before the fork where they are installed; none of them belongs to the tree. Not
 # torch.cuda's state: no GPU is touched.
 NURSERY = (
-    "torch", "torch._dynamo", "torch._inductor", "transformers", "compressed_tensors", "numba",
-    "openai.types.responses", "aiohttp", "fastapi", "xgrammar", "openai_harmony",
-    "prometheus_client", "opentelemetry.sdk.trace", "tvm_ffi", "cv2",
-)  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+    "compressed_tensors",
+    "numba",
+    "openai.types.responses",
+    "aiohttp",
+    "fastapi",
+    "xgrammar",
+    "openai_harmony",
+    "prometheus_client",
+    "opentelemetry.sdk.trace",
+    "tvm_ffi",
+    "cv2",
+)
 
 
 @dataclass(frozen=True)
