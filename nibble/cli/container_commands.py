@@ -23,7 +23,7 @@ def stop_timeout_s() -> int:
 
 
 def serve_command(target: str, model: str, *options: str) -> str:
-    """The command for a server whose API only this machine can reach."""
+    """A server whose API only this machine reaches."""
     words = ["docker run --rm", f"--name {NAME}", *options, "-p 127.0.0.1:8000:8000"]
     return wrapped(
         [

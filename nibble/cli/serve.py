@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
-    """Serve until a stop, or start a server in the background; returns the exit code."""
+    """Serve until a stop, or start a server in the background; the exit code of the whole."""
     asked = read_wishes(words, environ, ("--json", "--detach"))
     settings = asked.settings
     place = _place(asked)
