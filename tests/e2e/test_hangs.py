@@ -78,7 +78,7 @@ def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(
 ) -> None:
     plugin = tmp_path / "plugin"
     server = start(**install(plugin)).wait_until_ready()
-    # Longer than the limit, with a prompt of nearly the whole context: progress is not a hang.
+    # Longer than the limit, with a prompt of nearly the whole context: progress is no hang.
     prompt = " ".join(f"word{number % 500}" for number in range(1800))
     body = {"model": "default", "prompt": prompt, "max_tokens": 100, "ignore_eos": True}
     assert server.ask("/v1/completions", body, timeout_s=120)[0] == 200
