@@ -58,7 +58,7 @@ def detect_scheme(
 def _declared(
     config: Config, declared: Config | None, hf_quant_config: Config | None, tensors: Tensors | None
 ) -> Scheme:
-    """The scheme by a config that says what the tensors are."""
+    """The scheme that the quantization config declares."""
     if declared is None and hf_quant_config is not None:
         return from_hf_quant_config(hf_quant_config, tensors)
     if declared is None:
@@ -81,7 +81,7 @@ def _is_modelopt(declared: Config) -> bool:
 
 
 def _is_row_major(declared: Config) -> bool:
-    """Whether NVFP4 scales lie row by row in the layout that a config names."""
+    """Whether the config declares a layout whose NVFP4 scales lie row by row."""
     return _is_modelopt(declared) or _method(declared) == COMPRESSED_TENSORS
 
 
@@ -241,7 +241,7 @@ def _cloverlm(config: Config, hf: Config | None, tensors: Tensors | None) -> Sch
 
 
 def _no_servers(scheme: Scheme) -> Scheme:
-    """CloverLM in a layout that `nibble convert` reads and no server does."""
+    """CloverLM in a layout that `nibble convert` reads and no server loads."""
     if scheme.unsupported_reason:
         return scheme
     reason = "CloverLM is served from BF16 or Quartet II's packed weights"

@@ -48,7 +48,7 @@ DEFAULT_HEAD_DIM = {
     "muse_glimmer_text": 128,
     "nemotron_h": 128,
 }
-# Of families whose default is a number; in all others it is num_attention_heads.
+# Families whose default is a number; in all others it is num_attention_heads.
 DEFAULT_KV_HEADS = {
     "mistral": 8,
     "ministral3": 8,

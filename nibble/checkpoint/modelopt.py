@@ -80,8 +80,8 @@ def modelopt(declared: Config, tensors: Mapping[str, TensorInfo] | None) -> Sche
 
 
 def _is_16(group_size: Any) -> bool:
-    """As vLLM 0.32 reads it (modelopt.py:380): nothing is NVFP4's own size, and text is a
-    number.
+    """Whether vLLM 0.32 reads a group size of 16 (modelopt.py:380): null means NVFP4's size, and
+    text is parsed.
     """
     try:
         return group_size is None or int(group_size) == 16
@@ -90,7 +90,9 @@ def _is_16(group_size: Any) -> bool:
 
 
 def _without_activations(scheme: Scheme, declared: Config) -> Scheme:
-    """NVFP4 whose config groups quantize no activations: vLLM 0.32 takes its W4A16 method."""
+    """The scheme for NVFP4 whose config groups quantize no activations: vLLM 0.32 uses its W4A16
+    method.
+    """
     groups = (declared.get("config_groups") or {}).values()
     if groups and not any(isinstance(g, Mapping) and g.get("input_activations") for g in groups):
         return replace(

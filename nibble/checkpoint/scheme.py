@@ -34,7 +34,7 @@ class Scheme:
 
 
 def is_w4a4(scheme: Scheme) -> bool:
-    """Whether every NVFP4 weight of the scheme has activations in NVFP4 too, by its config."""
+    """Whether the config declares NVFP4 activations for every NVFP4 weight."""
     kinds = scheme.name.split("+")
     return (
         scheme.is_nvfp4
@@ -45,11 +45,11 @@ def is_w4a4(scheme: Scheme) -> bool:
 
 
 def weight_only(scheme: Scheme) -> Scheme:
-    """A W4A4 scheme whose checkpoint has no activation scale at all: served with activations in the
+    """The weight-only scheme of a W4A4 checkpoint without activation scales: activations keep the
     model's type.
 
-    ModelOpt before 0.45 gave weight-only exports the label NVFP4; vLLM 0.32 would take
-    uninitialised memory for the scales.
+    ModelOpt before 0.45 gave weight-only exports the label NVFP4; vLLM 0.32 would read
+    uninitialised memory as scales.
     """
     names = {"NVFP4": "W4A16_NVFP4" if scheme.vllm_quantization == "modelopt_fp4" else "NVFP4A16"}
     name = "+".join(names.get(part, part) for part in scheme.name.split("+"))
@@ -63,8 +63,8 @@ def weight_only(scheme: Scheme) -> Scheme:
 
 
 def quantization_config(config: Config) -> Config | None:
-    """`quantization_config` (or the old `compression_config`) of a config, also one nested with
-    the text model.
+    """`quantization_config` (or the old `compression_config`) of a config or of its nested text
+    model.
     """
     for place in (config, config.get("text_config"), config.get("llm_config")):
         for key in ("quantization_config", "compression_config"):

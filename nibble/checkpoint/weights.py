@@ -160,8 +160,8 @@ def _active_share(
 def _active(amount: Mapping[str, int], expert_share: float | None) -> int | None:
     """Bytes or parameters that one token of the language model uses.
 
-    Without a separate output head the token reads the embedding as one (tied), else one row of it,
-    which counts as nothing.
+    Without a separate output head a token reads the whole embedding (tied); otherwise it reads one
+    row, which counts as 0.
     """
     if expert_share is None:
         return None

@@ -49,7 +49,7 @@ Port = Annotated[
 @app.command()
 def stop(port: Port = None) -> None:
     """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
-    10 without a server.
+    0 without a server.
     """
     from nibble.cli.serve import background_place
     from nibble.serve.background import stop as run

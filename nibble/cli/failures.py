@@ -32,7 +32,7 @@ def guarded(run: Callable[[], Any]) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """A usage error of typer, or a defect of nibble; a traceback only on request."""
+    """Report a usage error of typer or a defect of nibble; a traceback only on request."""
     message = getattr(error, "format_message", None)
     if message is not None:
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
@@ -55,8 +55,8 @@ def _failed(error: Exception) -> int:
 
 
 def _write_traceback(error: Exception) -> Path | None:
-    """The traceback in a file for this user alone, beside nibble's state or where temporary
-    files go; None where neither.
+    """Write the traceback to a file for this user alone: in nibble's cache, else in the temporary
+    folder. None where neither can be written.
     """
     import tempfile
     import traceback

@@ -1,22 +1,20 @@
-"""`nibble pull`: downloads a model and shows a bar for each stage, else a line now and then."""
+"""`nibble pull`: makes a model complete on this disk, or says what that takes."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nibble.cli.common import say
+from nibble.cli.pull_progress import shown
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.dry_run import plan_pull, refuse_what_does_not_fit
-from nibble.hub.pull import OnProgress, Progress, PullResult, as_lines, pull
+from nibble.hub.pull import PullResult, pull
 from nibble.machine.paths import demo_models, root
 from nibble.plan.gather import hub_environ, read_wishes
 from nibble.recipes.recipe import load_recipe
-from nibble.serve.progress import stderr_is_terminal
 
 
 def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
@@ -42,7 +40,7 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
             print(line)
         refuse_what_does_not_fit(plan)
         return plan.to_json() if as_json else {}, as_json
-    with _shown(say) as on_progress:
+    with shown(say) as on_progress:
         result = pull(settings.model, revision, hub_environ(asked), on_progress)
     if result.revision and not revision:
         say(
@@ -57,37 +55,3 @@ def _told(result: PullResult) -> dict[str, Any]:
         name: str(value) if isinstance(value, Path) else value
         for name, value in asdict(result).items()
     }
-
-
-@contextmanager
-def _shown(say: Callable[[str], None]) -> Iterator[OnProgress]:
-    """What to tell of each step while this is open."""
-    if not stderr_is_terminal() or os.environ.get("TERM") == "dumb":
-        yield as_lines(say)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("[nibble] {task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-    )
-    with Bars(
-        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bars:
-        tasks = {}
-
-        def report(step: Progress) -> None:
-            if step.stage not in tasks:
-                tasks[step.stage] = bars.add_task(step.stage, total=step.total_bytes)
-            bars.update(tasks[step.stage], completed=step.done_bytes, total=step.total_bytes)
-
-        yield report

@@ -14,9 +14,7 @@ VERSIONED = (
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions, read from metadata: nothing is imported. `build` stands for their
-    content.
-    """
+    """Installed versions from metadata, without imports. `build` identifies their content."""
     found: dict[str, str | None] = {"nibble": __version__, "build": build_id()}
     for name in VERSIONED:
         try:

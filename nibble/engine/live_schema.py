@@ -28,7 +28,8 @@ INTROSPECTION_TIMEOUT_SECONDS = (
 def live_schema(
     python: str = sys.executable, argvs: Sequence[Sequence[str]] = ()
 ) -> tuple[Schema, list[str | None]]:
-    """The vLLM that `python` imports, and per argument list None or why its own parser refuses it.
+    """The schema of the vLLM that `python` imports, and for each argument list None or the refusal
+    of its parser.
 
     Raises VERIFY where that interpreter has no working vLLM.
     """
@@ -60,7 +61,7 @@ def live_schema(
 
 
 def drift(snapshot: Schema, live: Schema) -> list[str]:
-    """Each place where the installed vLLM differs from the snapshot; empty where they agree."""
+    """Each difference between the installed vLLM and the snapshot."""
     return list(_differences(snapshot.data, live.data, ""))
 
 
@@ -83,8 +84,8 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
 
 
 def write_snapshot(schema: Schema, path: Path = SNAPSHOT) -> None:
-    """One flag, one config key, one name a line, so that a vLLM upgrade shows as a readable
-    diff.
+    """Write the snapshot, one flag, config key or name a line, so that a vLLM upgrade gives a
+    readable diff.
     """
     path.write_text(_dump(schema.data, {"classes": 4}.get, 2) + "\n")
 

@@ -82,7 +82,7 @@ class Use:
                     write_record(folder)
 
     def close(self) -> None:
-        """Record what was compiled since, and release the entries."""
+        """Record what was compiled since the server was ready, and release the entries."""
         if self._was_ready:
             self.record()
         for descriptor in self._locks:
@@ -97,8 +97,8 @@ class Use:
         os.utime(folder / KEY)
 
     def _share_model_inspection(self) -> None:
-        """vLLM inspects a model class in a separate process, keyed by its source: the same
-        whatever the flags.
+        """Share vLLM's inspection of model classes among entries: it depends on the class's source,
+        not on flags.
         """
         if not self._caches.keys:
             return
@@ -145,8 +145,8 @@ def _make(folder: Path, key: CacheKey) -> None:
 
 
 def entries(root: Path) -> list[Entry]:
-    """All entries below `root`, the last used first; a folder without a readable key is listed as
-    unknown.
+    """All entries below `root`, the most recently used first; the kind of a folder without a
+    readable key is unknown.
     """
     found: list[Entry] = []
     for folder in _folders(root):
@@ -189,7 +189,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _exclusive(folder: Path) -> int | None:
-    """The entry's exclusive lock, or None where another process holds it."""
+    """The entry's exclusive lock, or None if another process holds it."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # no server has ever held it
@@ -208,8 +208,8 @@ def _exclusive(folder: Path) -> int | None:
 
 
 def drop(folder: Path) -> bool:
-    """Remove an entry; False where a server holds it. It disappears for others at once,
-    even if the removal fails later.
+    """Remove an entry; False if a server holds it. It disappears for other processes at once, even
+    if the removal fails later.
     """
     descriptor = _exclusive(folder)
     if descriptor is None:
@@ -237,10 +237,10 @@ def to_prune(
     max_bytes: int | None = None,
     build: str | None = None,
 ) -> list[Entry]:
-    """What a prune removes, the longest unused first; entries in use stay. Pure.
+    """The entries that a prune removes, the longest unused first; entries in use stay. Pure.
 
-    Older than `older_than_s`; of another build than `build`; and as many of the rest as `max_bytes`
-    requires.
+    It selects entries older than `older_than_s`, of a build other than `build`, and then as many as
+    `max_bytes` requires.
     """
     oldest_first = sorted(
         (entry for entry in found if not entry.is_used), key=lambda entry: entry.last_used_s

@@ -27,10 +27,12 @@ BROKEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, IsA
 
 
 def write_record(folder: Path) -> int:
-    """Note the entry's files; how many. Only what changed since the last record is read again."""
+    """Record the entry's files; returns their number. Only files that changed since the last record
+    are read again.
+    """
     try:
         known = _read_record(folder) or {}
-    except BROKEN:  # damaged meanwhile: made anew
+    except BROKEN:  # damaged meanwhile: written again
         known = {}
     now = {path: _stamp(folder / path) for path in _files(folder)}
     changed = [path for path, stamp in now.items() if known.get(path, [None, None])[:2] != stamp]
@@ -44,8 +46,8 @@ def write_record(folder: Path) -> int:
 
 
 def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
-    """What differs from the record: missing, truncated or (without `sizes_only`) changed files. An
-    entry without a record shows none.
+    """Differences from the record: missing, truncated or (without `sizes_only`) changed files. An
+    entry without a record has none.
     """
     if not folder.is_dir():
         return
@@ -93,8 +95,8 @@ def _unreadable(file: Path) -> str:
 
 
 def _read_record(folder: Path) -> dict[str, list[Any]] | None:
-    """Path -> [bytes, mtime in ns, sha256]; None where there is no record. Raises ValueError &
-    co. for a damaged one.
+    """Path -> [bytes, mtime in ns, sha256]; None without a record. Raises an error of BROKEN for a
+    damaged one.
     """
     try:
         text = (folder / RECORD).read_text()
@@ -105,7 +107,7 @@ def _read_record(folder: Path) -> dict[str, list[Any]] | None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """The entry's files by relative path, without our own, links and what only passes through."""
+    """The entry's files by relative path, without nibble's files, links and temporary files."""
     for parent, _, names in os.walk(folder):
         for name in names:
             path = os.path.relpath(os.path.join(parent, name), folder)
@@ -121,7 +123,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 def _stamp(path: Path) -> list[int]:
     try:
         info = path.stat()
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return [-1, -1]
     return [info.st_size, info.st_mtime_ns]
 

@@ -52,8 +52,8 @@ LITTLE_MEMORY_BYTES = 4 << 30
 
 
 def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
-    """Look at this machine with the settings of `environ`, and at a start of `model`. Raises
-    nothing; changes nothing.
+    """Check this machine with the settings of `environ`, and a start of `model`. It raises nothing
+    and changes nothing.
     """
     versions = installed()
     checks = list(python_checks(versions, platform.python_version()))
@@ -153,7 +153,7 @@ def _disk_checks(environ: Mapping[str, str]) -> list[Check]:
 def folder_check(
     name: str, folder: Path, variable: str, when_read_only: Literal["warning", "fail"]
 ) -> Check:
-    """Size and room of a cache folder. One that does not exist is not made but judged by its
+    """Size and free space of a cache folder. For a folder that does not exist the check uses its
     parent.
     """
     existing = folder if folder.is_dir() else nearest_existing(folder)
@@ -199,7 +199,7 @@ def _hub(environ: Mapping[str, str]) -> Access | None:
 
 
 def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
-    """Whether the Hub answers, and whether a token is there (never which)."""
+    """Whether the Hub answers, and whether a token is set; the token itself is never shown."""
     try:
         hub = access(environ)
     except NibbleError as error:
@@ -250,7 +250,7 @@ def _head(url: str) -> str | None:
 
 
 def _key_check(environ: Mapping[str, str]) -> list[Check]:
-    """The generated API key's file: only its owner may read it, and in the image group 0."""
+    """The generated API key's file: readable by its owner alone, in the image by group 0 too."""
     path = cache_dir(environ) / KEY_FILE
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -279,9 +279,7 @@ def _limit_checks(here: Hardware) -> list[Check]:
 
 
 def shm_check(free_bytes: int | None, gpus: int) -> Check:
-    """Shared memory, for one worker and for several; which of them a model takes only its plan
-    tells.
-    """
+    """Shared memory for one worker and for several; only the plan knows how many a model uses."""
     name, what = "shared memory", f"/dev/shm has {(free_bytes or 0) // MIB} MiB free"
     if (free_bytes or 0) >= SEVERAL_WORKERS_BYTES:
         return Check(name, "ok", what)

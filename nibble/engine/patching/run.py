@@ -44,10 +44,22 @@ PROBE_ENVIRONMENT = {
 # Imported before the fork, as far as installed. None of them is part of the tree, and none
 # initializes a GPU.
 NURSERY = (
-    "torch", "torch._dynamo", "torch._inductor", "transformers", "compressed_tensors", "numba",
-    "openai.types.responses", "aiohttp", "fastapi", "xgrammar", "openai_harmony",
-    "prometheus_client", "opentelemetry.sdk.trace", "tvm_ffi", "cv2",
-)  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+    "compressed_tensors",
+    "numba",
+    "openai.types.responses",
+    "aiohttp",
+    "fastapi",
+    "xgrammar",
+    "openai_harmony",
+    "prometheus_client",
+    "opentelemetry.sdk.trace",
+    "tvm_ffi",
+    "cv2",
+)
 
 
 @dataclass(frozen=True)

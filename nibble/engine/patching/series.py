@@ -14,9 +14,15 @@ from nibble.machine.paths import root
 
 # https://dep-team.pages.debian.net/deps/dep3/ and three headers of nibble (docs/patches.md).
 HEADERS = (
-    "Description", "Origin", "Bug", "Forwarded", "Last-Update", "X-Applies-To", "X-Reason",
+    "Description",
+    "Origin",
+    "Bug",
+    "Forwarded",
+    "Last-Update",
+    "X-Applies-To",
+    "X-Reason",
     "X-Remove-When",
-)  # fmt: skip
+)
 REASONS = ("temporary", "build", "ours")
 PRISTINE = "pristine.sha256"
 
