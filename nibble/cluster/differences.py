@@ -1,5 +1,4 @@
-"""Describes differences between nodes in what must be equal: flags, environment, code, models.
-Pure.
+"""Describes how nodes differ in flags, environment, code and models. Pure.
 
 Each node is compared with the first. Digests show whether two nodes differ; `entries` (what a
 digest covers) show where.

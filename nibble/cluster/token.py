@@ -1,6 +1,4 @@
-"""The cluster's token: the head creates it, every node has a copy, Ray and the agents require
-it.
-"""
+"""The cluster's token: created on the head, copied to every node, required by Ray and agents."""
 
 from __future__ import annotations
 

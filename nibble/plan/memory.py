@@ -1,5 +1,4 @@
-"""The memory flags that vLLM gets, from one budget, and what to reduce if the model does not fit.
-Pure.
+"""The memory flags that vLLM gets, and what to reduce if the model does not fit. Pure.
 
 If the engine uses the host's memory, nibble sets the KV cache in bytes, and
 `gpu_memory_utilization` to a fraction that passes vLLM's check at start (that fraction of the whole
