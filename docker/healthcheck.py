@@ -40,10 +40,8 @@ def answers(port: int, path: str) -> tuple[bool, str]:
         response = connection.getresponse()
         shown = response.read(200).decode(errors="replace").strip() if path == "/ready" else ""
         return response.status == 200, f"{path} {response.status} {shown}".strip()
-    except (
-        OSError,
-        http.client.HTTPException,
-    ) as error:  # refused, hung, or another program's port
+    except (OSError, http.client.HTTPException) as error:
+        # Refused, hung, or another program's port.
         return False, f"control port {port}: {error or type(error).__name__}"
     finally:
         connection.close()

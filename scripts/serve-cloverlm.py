@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""CloverLM with the options of its authors' serve.py: continue texts from the command line, or
-serve.
+"""CloverLM with the options of its authors' serve.py: continue texts, or serve the API.
 
     scripts/serve-cloverlm.py [--model FOLDER_OR_ID] [PROMPT …]
     scripts/serve-cloverlm.py --api [--host ADDRESS] [--port PORT]

@@ -96,8 +96,8 @@ def sources() -> list[Path]:
 
 def wheels() -> list[Path]:
     """The wheels that build.sh left for this processor, for any target, oldest first."""
-    found = WHEELS.glob(f"*/nibble_kernels-*_{platform.machine()}.whl")
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    files = WHEELS.glob(f"*/nibble_kernels-*_{platform.machine()}.whl")
+    return sorted(files, key=lambda path: path.stat().st_mtime)
 
 
 class KernelsInstallation:
@@ -122,14 +122,14 @@ class KernelsInstallation:
                 failed.append(f"{form.what} failed, see {self.pip.log}")
                 continue
             implementations = self._implementations()
-            wrong = [
+            problems = [
                 implementations[device]
                 for device in form.devices
                 if implementations.get(device) != "compiled"
             ]
-            if not wrong:
+            if not problems:
                 return self._sentence(implementations, form, "; ".join(failed)), not failed
-            failed.append(f"{form.what}: {wrong[0]}")
+            failed.append(f"{form.what}: {problems[0]}")
         what = f"nibble-kernels cannot be installed ({failed[-1]})"
         raise SetupError(
             6, what, "pip and setuptools in the environment", f"remove {self.folder}, run again"
@@ -137,16 +137,18 @@ class KernelsInstallation:
 
     def _forms(self) -> Iterator[Form]:
         """The forms in order of preference. The last one needs no compiler."""
-        cuda = self.machine.runtime == "cuda"
+        has_cuda = self.machine.runtime == "cuda"
         if wheel := self._wheel():
-            yield Form(f"the wheel {wheel}", wheel, {}, ("cpu", "cuda") if cuda else ("cpu",))
-        here = self._copy()
+            yield Form(f"the wheel {wheel}", wheel, {}, ("cpu", "cuda") if has_cuda else ("cpu",))
+        source_copy = self._copy()
         arch_list = ";".join(sorted({arch for arch in self.targets.values() if arch}))
         if self.machine.compiler and self.machine.nvcc and arch_list:
-            yield Form("compiling CUDA", here, {"TORCH_CUDA_ARCH_LIST": arch_list}, ("cpu", "cuda"))
+            yield Form(
+                "compiling CUDA", source_copy, {"TORCH_CUDA_ARCH_LIST": arch_list}, ("cpu", "cuda")
+            )
         if self.machine.compiler:
-            yield Form("compiling C++", here, {"TORCH_CUDA_ARCH_LIST": ""}, ("cpu",))
-        yield Form("installing plain torch code", here, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
+            yield Form("compiling C++", source_copy, {"TORCH_CUDA_ARCH_LIST": ""}, ("cpu",))
+        yield Form("installing plain torch code", source_copy, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
 
     def _wheel(self) -> Path | None:
         """NIBBLE_KERNELS_WHEEL, else the newest wheel of this machine's target that is not older

@@ -188,8 +188,8 @@ class Installation:
         venv.make(self.venv)
 
     def _free_bytes(self) -> int:
-        there = next(parent for parent in self.venv.parents if parent.exists())
-        return shutil.disk_usage(there).free
+        folder = next(parent for parent in self.venv.parents if parent.exists())
+        return shutil.disk_usage(folder).free
 
     def _install_cpu_torch(self) -> None:
         for source in self.torch_sources:

@@ -36,13 +36,13 @@ def clean_environment(environ: dict[str, str]) -> dict[str, str]:
         *("PIP_REQUIRE_VIRTUALENV", "PIP_USER", "PIP_QUIET"),
     )
     kept = {name: value for name, value in environ.items() if name not in removed}
-    ours = {
+    added = {
         "PIP_NO_INPUT": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_PROGRESS_BAR": "off",
         "PIP_USER": "0",
     }
-    return kept | ours | {"PYTHONUNBUFFERED": "1"}
+    return kept | added | {"PYTHONUNBUFFERED": "1"}
 
 
 class Pip:

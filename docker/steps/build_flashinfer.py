@@ -33,12 +33,9 @@ def main(target: str, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
         # FlashInfer reads both variables when it is imported.
-        from flashinfer.jit import env  # pyright: ignore[reportMissingImports]
-        from flashinfer.jit.sampling import (
-            gen_sampling_module,
-        )  # pyright: ignore[reportMissingImports]
+        from flashinfer.jit import env, sampling  # pyright: ignore[reportMissingImports]
 
-        module = gen_sampling_module()
+        module = sampling.gen_sampling_module()
         try:
             module.build()
         except RuntimeError as error:

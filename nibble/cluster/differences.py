@@ -60,7 +60,7 @@ def settings_problems(
 def _flags(
     name: str, here: Mapping[str, Any], first: str, there: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Each differing flag; a key of a JSON flag is a flag of its parent's name and the key."""
+    """Each differing flag. A JSON flag is compared key by key."""
 
     def shown(flags: Mapping[str, Any], flag: str) -> str:
         return f"{flags[flag]['value']} ({flags[flag]['source']})" if flag in flags else UNSET
