@@ -1,12 +1,11 @@
-"""Drafts that take their target's embedding or head, loaded with nibble's plugin: answers with and
-without them, on any platform.
+"""Answers with and without drafts that share their target's embedding or head, on any platform.
 
     python benchmarks/draft_answers.py [DRAFT …] [--out FILE]
 
-Target and drafts have random weights, so that few drafted tokens are accepted; a draft whose
-embedding was not shared would read memory that nothing was written to. For each draft: the share of
-greedy tokens that are those of the target alone, how many tokens were drafted and accepted, and
-whether it embeds with the target's numbers. Exit code 1 where one did not answer.
+nibble's plugin loads target and draft. Both have random weights, so few drafted tokens are
+accepted. A draft whose embedding was not shared would read uninitialized memory. For each draft:
+the share of greedy tokens that equal the target's alone, the drafted and accepted tokens, and
+whether it embeds with the target's numbers. Exit code 1 if a draft did not answer.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def main() -> int:
 def answers(
     target: Path, speculation: dict[str, Any] | None
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Greedy tokens for each prompt, and what the draft did."""
+    """Greedy tokens for each prompt, and the draft's counters."""
     import vllm
 
     llm = vllm.LLM(

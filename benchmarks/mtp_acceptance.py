@@ -1,13 +1,12 @@
-"""How often vLLM accepts what the MTP head of a tiny NVFP4 checkpoint drafts: greedy answers, JSON
-on stdout.
+"""How often vLLM accepts drafts of a tiny NVFP4 checkpoint's MTP head, as JSON on stdout.
 
     python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N]
-    [--out FILE]
+        [--out FILE]
 
-tests/support/models/mtp_model.py makes the checkpoint. Its texts follow one cycle of 1024 tokens:
-`correct`, the share of generated tokens that do, is 1 for a sound model, and an MTP head that was
-read wrongly has acceptance 1/1024. Needs vLLM and nibble-kernels, whose plugin vLLM loads by
-itself; runs on whatever platform vLLM finds.
+tests/support/models/mtp_model.py generates the checkpoint. Its texts follow one cycle of 1024 tokens.
+`correct` is the share of generated tokens that follow the cycle, 1 for a sound model. An MTP head
+that was loaded wrongly has an acceptance of 1/1024. Needs vLLM and nibble-kernels; runs on every
+platform of vLLM.
 """
 
 from __future__ import annotations

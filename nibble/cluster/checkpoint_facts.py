@@ -41,8 +41,8 @@ def checkpoint_facts(folder: str) -> dict[str, str]:
 
 
 def _configuration(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if path.suffix in CONFIGURATION and path.is_file()]
-    return [path for path in found if not path.name.startswith((".", *NOT_READ))]
+    files = [path for path in folder.iterdir() if path.suffix in CONFIGURATION and path.is_file()]
+    return [path for path in files if not path.name.startswith((".", *NOT_READ))]
 
 
 def _weights(folder: Path) -> list[Path]:

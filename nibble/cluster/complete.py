@@ -59,8 +59,8 @@ def missing_gpus(alive: Nodes, count: int) -> Missing | None:
     gpus = sum(node["gpus"] for node in alive)
     if gpus >= count:
         return None
-    there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
-    return Missing(f"the plan needs {count} GPUs, but the nodes offer {gpus} ({there})")
+    offers = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
+    return Missing(f"the plan needs {count} GPUs, but the nodes offer {gpus} ({offers})")
 
 
 def missing_nodes(alive: Nodes, count: int) -> Missing | None:

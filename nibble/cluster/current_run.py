@@ -105,8 +105,8 @@ class CurrentRun:
         """
         membership = self._membership
         if membership.roster:
-            here = membership.place.address
-            nodes = [node for address, node in self._members.items() if address != here]
+            own_address = membership.place.address
+            nodes = [node for address, node in self._members.items() if address != own_address]
         else:
             nodes = [node for node in membership.nodes() if node["busy"] and node["age_s"] < LOST_S]
         reports: dict[str, list[Mapping[str, Any]]] = {}

@@ -1,5 +1,4 @@
-"""Describes differences between nodes in what must be equal: flags, environment, code, models.
-Pure.
+"""Describes how nodes differ in flags, environment, code and models. Pure.
 
 Each node is compared with the first. Digests show whether two nodes differ; `entries` (what a
 digest covers) show where.
@@ -61,7 +60,7 @@ def settings_problems(
 def _flags(
     name: str, here: Mapping[str, Any], first: str, there: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Each differing flag; a key of a JSON flag is a flag of its parent's name and the key."""
+    """Each differing flag. A JSON flag is compared key by key."""
 
     def shown(flags: Mapping[str, Any], flag: str) -> str:
         return f"{flags[flag]['value']} ({flags[flag]['source']})" if flag in flags else UNSET

@@ -59,8 +59,8 @@ def collect(
 
     The first call reads nibble's and the kernels' files (0.1 s).
     """
-    here = detect(environ)
-    target = target_of(here)
+    hardware = detect(environ)
+    target = target_of(hardware)
     return {
         "build": build_id(),
         "code": dict(build_parts()),
@@ -69,17 +69,17 @@ def collect(
         "torch": _version("torch"),
         "python": platform.python_version(),
         "nccl": nccl_library(environ),
-        "driver": here.driver,
+        "driver": hardware.driver,
         "target": target.name if target else "unknown",
-        "gpu": here.gpus[0].name if here.gpus else None,
-        "gpus": len(here.gpus),
+        "gpu": hardware.gpus[0].name if hardware.gpus else None,
+        "gpus": len(hardware.gpus),
         "host": platform.node(),
         "interface": interface,
         "mtu": mtu(interface),
         "rdma": [asdict(device) for device in rdma_devices(address)],
         "rdma_is_off": environ.get("NCCL_IB_DISABLE", "0") == "1",
         # Memory of the GPU with the least, or of the host if this target keeps weights there.
-        "memory_available_bytes": memory_bytes(target, here)[1] if target else None,
+        "memory_available_bytes": memory_bytes(target, hardware)[1] if target else None,
         "disk_free_bytes": free_bytes(cache),
     }
 
@@ -91,13 +91,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-def target_of(here: Hardware) -> Target | None:
+def target_of(hardware: Hardware) -> Target | None:
     """The target of this machine's first GPU, the CPU target without a GPU, None for an unknown
     GPU.
     """
-    if not here.gpus:
+    if not hardware.gpus:
         return load_target("cpu")
-    return target_for_capability(here.gpus[0].capability)
+    return target_for_capability(hardware.gpus[0].capability)
 
 
 def nccl_library(environ: Mapping[str, str]) -> str | None:

@@ -206,8 +206,8 @@ def _fetch_file(
 ) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error_:
-        what = f"{target.parent} cannot be made ({error_.strerror or error_})"
+    except OSError as failure:
+        what = f"{target.parent} cannot be made ({failure.strerror or failure})"
         raise NibbleError(
             ExitCode.MODEL, what=what, expected="a writable folder", action="set NIBBLE_CACHE_DIR"
         ) from None

@@ -15,7 +15,7 @@ from nibble.cluster.roster import BEAT_S, LOST_S
 from nibble.errors import NibbleError
 from nibble.machine.process_table import family
 
-_KEPT_ENDS = 16  # the end of a run clears the list
+_KEPT_ENDS = 16  # the last ones: when a run ends, all of its workers end
 _LAST_BEAT_S = 5.0  # one call without an answer, and the facts
 WORKER_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # /proc keeps 15 bytes
 

@@ -46,8 +46,8 @@ def node_address(settings: Settings, head: str | None) -> str:
         return resolve(settings.worker_ip, "WORKER_IP")
     if head is None and settings.head_ip:
         return resolve(settings.head_ip, "HEAD_IP")
-    if settings.cluster_interface and (found := address_of(settings.cluster_interface)):
-        return found
+    if settings.cluster_interface and (address := address_of(settings.cluster_interface)):
+        return address
     target = resolve(head, "HEAD_IP") if head else _OUTSIDE
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,6 +1,4 @@
-"""The checks before a load: nodes are compatible, reach each other, and reduce fast and
-correctly.
-"""
+"""The checks before a load: nodes are compatible, reach each other, and reduce correctly."""
 
 from __future__ import annotations
 

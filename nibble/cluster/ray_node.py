@@ -129,16 +129,16 @@ def _gpus(settings: Settings, environ: Mapping[str, str]) -> int:
     Raises CONFIG if NUM_GPUS is more than the machine has: Ray does not check the number, and
     vLLM's ranks would not find their GPUs.
     """
-    here = len(detect(environ).gpus)
-    if here and settings.num_gpus is not None and settings.num_gpus > here:
-        what = f"NUM_GPUS is {settings.num_gpus}, but this machine has {here} GPUs"
+    gpus_here = len(detect(environ).gpus)
+    if gpus_here and settings.num_gpus is not None and settings.num_gpus > gpus_here:
+        what = f"NUM_GPUS is {settings.num_gpus}, but this machine has {gpus_here} GPUs"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,
-            expected=f"at most {here}",
+            expected=f"at most {gpus_here}",
             action="correct or unset NUM_GPUS",
         )
-    return here if settings.num_gpus is None else settings.num_gpus
+    return gpus_here if settings.num_gpus is None else settings.num_gpus
 
 
 def _proof_folder() -> tempfile.TemporaryDirectory[str]:

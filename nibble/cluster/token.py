@@ -1,6 +1,4 @@
-"""The cluster's token: the head creates it, every node has a copy, Ray and the agents require
-it.
-"""
+"""The cluster's token: created on the head, copied to every node, required by Ray and agents."""
 
 from __future__ import annotations
 
@@ -20,17 +18,8 @@ from nibble.settings.redact import is_secret_name
 
 TOKEN_FILE = "ray_auth_token"
 # Secrets that no Ray node has in its environment, and that the server does not copy to other nodes.
-SECRETS = frozenset(
-    f"{name}{form}"
-    for name in (
-        "NIBBLE_API_KEY",
-        "VLLM_API_KEY",
-        "HF_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-        "NIBBLE_CLUSTER_TOKEN",
-    )
-    for form in ("", "_FILE")
-)
+_SECRETS = "NIBBLE_API_KEY VLLM_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN NIBBLE_CLUSTER_TOKEN"
+SECRETS = frozenset(f"{name}{form}" for name in _SECRETS.split() for form in ("", "_FILE"))
 
 
 def token_path(settings: Settings, environ: Mapping[str, str]) -> Path:
@@ -118,22 +107,20 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
     folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
     path = folder / "ray_non_carry_over_env_vars.json"
-    ours = {
-        "RAY_AUTH_TOKEN",
-        "RAY_AUTH_TOKEN_PATH",
-        "NIBBLE_GATE_STATE",
-        "NIBBLE_GATE_INTERNAL",
-        *SECRETS,
-    }
+    ray_names, gate_names = (
+        ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+        ("NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL"),
+    )
+    withheld = {*ray_names, *gate_names, *SECRETS}
     # Some VLLM_ names contain TOKEN, but are counts of tokens.
-    ours |= {name for name in environ if is_secret_name(name) and not name.startswith("VLLM_")}
+    withheld |= {name for name in environ if is_secret_name(name) and not name.startswith("VLLM_")}
     try:
         names = set(json.loads(path.read_text())) if path.exists() else set()
-        if ours <= names:
+        if withheld <= names:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(sorted(names | ours), indent=1))
+        partial.write_text(json.dumps(sorted(names | withheld), indent=1))
         partial.rename(path)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = (

@@ -59,7 +59,7 @@ def _nibble_defaults(inputs: PlanInputs) -> Choices:
     }
     if inputs.is_demo and inputs.target.device == "cpu":
         reason = (
-            "first answer sooner than compiled, cold or warm"
+            "the first answer comes sooner than with compilation, cold or warm"
             " (benchmarks/results/start_overhead.json)"
         )
         defaults["--enforce-eager"] = Choice(True, OURS, reason)
@@ -129,30 +129,30 @@ def _options_of(loaded: Loaded, layer: str) -> Choices:
 def _switches(loaded: Loaded, layer: str) -> Choices:
     """Options that set several flags, or one key of a JSON flag. Only winning values count."""
     settings, origins = loaded.settings, loaded.origins
-    found: Choices = {}
+    choices: Choices = {}
     if settings.debug and origins["debug"].layer == layer:
-        found["--enforce-eager"] = Choice(
+        choices["--enforce-eager"] = Choice(
             True, str(origins["debug"]), "debug mode: no compilation, no CUDA graphs"
         )
     if settings.tq and origins["tq"].layer == layer:
-        found["--kv-cache-dtype"] = Choice(
+        choices["--kv-cache-dtype"] = Choice(
             settings.tq, str(origins["tq"]), TURBOQUANT_COST[settings.tq]
         )
     if origins["gemma4_attention"].layer == layer:
         for flag, value in GEMMA4_FLAGS[settings.gemma4_attention].items():
-            found[flag] = Choice(value, str(origins["gemma4_attention"]), GEMMA4_REASON)
-    return found | _plugin_options(settings, loaded, layer)
+            choices[flag] = Choice(value, str(origins["gemma4_attention"]), GEMMA4_REASON)
+    return choices | _plugin_options(settings, loaded, layer)
 
 
 def _plugin_options(settings: Settings, loaded: Loaded, layer: str) -> Choices:
     # The plugin's default is vLLM's kernel. plan/linear_kernel.py decides `auto`.
-    ours = {
+    changed = {
         name: value
         for name in NVFP4_OPTIONS
         if loaded.origins[name].layer == layer
         and (value := getattr(settings, name)) not in (default_of(name), "vllm")
     }
-    if not ours:
+    if not changed:
         return {}
-    source = " and ".join(str(loaded.origins[name]) for name in ours)
-    return {NVFP4_FLAG: Choice({CONFIG_KEY: ours}, source, NVFP4_REASON)}
+    source = " and ".join(str(loaded.origins[name]) for name in changed)
+    return {NVFP4_FLAG: Choice({CONFIG_KEY: changed}, source, NVFP4_REASON)}

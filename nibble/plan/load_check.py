@@ -1,5 +1,4 @@
-"""`--model-loader-extra-config`: vLLM checks a suspect checkpoint for weights that stay empty.
-Pure.
+"""`--model-loader-extra-config`: vLLM checks a suspect checkpoint for empty weights. Pure.
 
 vLLM 0.32 does that by default for unquantized models only. For others it serves whatever the memory
 contains (model_loader/default_loader.py:507). nibble's plugin checks every model, including parts

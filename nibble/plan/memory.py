@@ -1,5 +1,4 @@
-"""The memory flags that vLLM gets, from one budget, and what to reduce if the model does not fit.
-Pure.
+"""The memory flags that vLLM gets, and what to reduce if the model does not fit. Pure.
 
 If the engine uses the host's memory, nibble sets the KV cache in bytes, and
 `gpu_memory_utilization` to a fraction that passes vLLM's check at start (that fraction of the whole
@@ -235,12 +234,12 @@ def ladder(
         steps.insert(0, Step(f"a GPU_MEMORY_UTIL above {budget.cap}", None))
     if inputs.loaded.settings.memory_reserve_gib:
         steps.append(Step("a smaller NIBBLE_MEMORY_RESERVE_GIB", None))
-    others = (
+    last_step = (
         "a higher limit of that cgroup" if "cgroup" in budget.limited_by else "stop other programs"
     )
     least_bytes = budget.missing_bytes // 16  # smaller savings do not help
     steps = [step for step in steps if step.frees_bytes is None or step.frees_bytes >= least_bytes]
-    return (*steps, Step(others, None), Step("a smaller model", None))
+    return (*steps, Step(last_step, None), Step("a smaller model", None))
 
 
 def _is_small_cache(inputs: PlanInputs, dtype: str) -> bool:
@@ -285,11 +284,11 @@ def arithmetic(budget: Budget, kv_bytes: int) -> str:
         f"reserve {show_gib(budget.reserve_bytes)}",
     ]
     total = (budget.weights_bytes or 0) + kv_bytes + budget.overhead_bytes + budget.reserve_bytes
-    there = (
+    supply = (
         f"{show_gib(budget.available_bytes)} available of {show_gib(budget.memory_bytes)}"
         f" ({budget.limited_by})"
     )
-    text = f"{' + '.join(terms)} = {show_gib(total)} needed; {there}"
+    text = f"{' + '.join(terms)} = {show_gib(total)} needed; {supply}"
     if budget.is_capped:
         text += (
             f", of which a cap of {budget.cap} leaves"

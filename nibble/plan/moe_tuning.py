@@ -130,11 +130,11 @@ def _siblings(model: GpuModel, target: Target, devices: Iterable[str]) -> list[s
     """Devices of the same capability (and so the same shared memory) with the nearest SM count; the
     nearest bandwidth first.
     """
-    models = {device: found for device in devices if (found := _model(target, device))}
+    models = {device: other for device in devices if (other := _model(target, device))}
     same = {
-        device: found for device, found in models.items() if found.capability == model.capability
+        device: other for device, other in models.items() if other.capability == model.capability
     }
-    distance = {device: abs(found.sm_count - model.sm_count) for device, found in same.items()}
+    distance = {device: abs(other.sm_count - model.sm_count) for device, other in same.items()}
     nearest = [device for device, steps in distance.items() if steps == min(distance.values())]
     return sorted(
         nearest,

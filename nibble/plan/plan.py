@@ -25,10 +25,8 @@ GIB = 1 << 30
 # vLLM's dependency model_hosting_container_standards loads code that these variables name, outside
 # of nibble's gate.
 WRAPPING_PREFIXES = (
-    "CUSTOM_FASTAPI_",
-    "CUSTOM_PRE_PROCESS",
-    "CUSTOM_POST_PROCESS",
-    "CUSTOM_SCRIPT_FILENAME",
+    *("CUSTOM_FASTAPI_", "CUSTOM_PRE_PROCESS"),
+    *("CUSTOM_POST_PROCESS", "CUSTOM_SCRIPT_FILENAME"),
 )
 
 

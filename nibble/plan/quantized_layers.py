@@ -138,6 +138,6 @@ def _no_draft(what: str, expected: str) -> NibbleError:
 
 
 def _list_reason(correction: Correction) -> str:
-    first, others = correction.wrong[0], len(correction.wrong) - 1
-    shown = f"{first} and {others} more" if others else first
+    first, more = correction.wrong[0], len(correction.wrong) - 1
+    shown = f"{first} and {more} more" if more else first
     return f"by its tensors, the checkpoint's list of layers is wrong about {shown}"

@@ -36,19 +36,21 @@ def activations_served(
     return "fp4" if is_w4a4 and (target.device == "cpu" or target.features.has_fp4_mma) else "bf16"
 
 
-def is_beside(target: Target, asked: str) -> bool:
-    """Whether the reference is computed while the engine loads. `asked` is NIBBLE_REFERENCE.
+def is_beside(target: Target, setting: str) -> bool:
+    """Whether the reference is computed while the engine loads. `setting` is NIBBLE_REFERENCE.
 
     If both share memory and cores, neither would be faster, and the budget measured the engine's
     memory before.
     """
-    return target.memory.kind == "discrete" and asked != "always"
+    return target.memory.kind == "discrete" and setting != "always"
 
 
-def cores_for(target: Target, asked: str, hardware: Hardware) -> int:
+def cores_for(target: Target, setting: str, hardware: Hardware) -> int:
     """CPU cores for the reference: half of them while a model loads and compiles."""
     return (
-        max(1, hardware.cpu_cores // 2) if is_beside(target, asked) else max(1, hardware.cpu_cores)
+        max(1, hardware.cpu_cores // 2)
+        if is_beside(target, setting)
+        else max(1, hardware.cpu_cores)
     )
 
 

@@ -82,17 +82,17 @@ def _force(
     """(the forced value or None, a notice or nothing). A user's value and a verified recipe's
     stay.
     """
-    found, source = in_effect(flag, flags.plain), source_of(flag, flags)
+    current, source = in_effect(flag, flags.plain), source_of(flag, flags)
     forced = Choice(value, f"rule {rule.id}", rule.why, Layer.RULE)
-    if found == value:
+    if current == value:
         return None, ""
     if source == "recipe":
         if not rule.beats_recipe(inputs.recipe.status if inputs.recipe else ""):
             return None, ""
-        return forced, f"{flag} {value} in place of the recipe's {found}: {rule.why}"
+        return forced, f"{flag} {value} in place of the recipe's {current}: {rule.why}"
     if source not in (OURS, f"target {inputs.target.name}"):
         return None, (
-            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} requires:"
+            f"{flag} {current} ({source}) in place of {value}, which rule {rule.id} requires:"
             f" {rule.why}"
         )
     return forced, ""

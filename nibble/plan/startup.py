@@ -42,8 +42,8 @@ def _startup_plan(target: Target, args: Mapping[str, Choice]) -> Choices:
     if is_shared(target) or "--kv-cache-memory-bytes" in args:
         return {}
     reason = (
-        "the next start takes the KV cache size measured by this one and captures no graphs to"
-        " measure them"
+        "the next start reuses the KV cache size that this one measures, and captures no graphs to"
+        " measure their memory"
     )
     return {"VLLM_ENABLE_STARTUP_PLAN": Choice("1", SOURCE, reason)}
 

@@ -99,8 +99,8 @@ def drafts_from_itself(speculative_config: Any) -> bool:
     return "mtp" in str(config.get("method")) and "model" not in config
 
 
-def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
-    limit, tokens = checkpoint.max_model_len, token_count(asked)
+def _check_context(checkpoint: Checkpoint, max_model_len: Any) -> None:
+    limit, tokens = checkpoint.max_model_len, token_count(max_model_len)
     if limit is not None and tokens is not None and tokens > limit:
         what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
         raise NibbleError(
@@ -202,9 +202,9 @@ def check_parallel(
             expected=_divisors(heads),
             action="change TENSOR_PARALLEL_SIZE",
         )
-    wanted = topology.ranks_here
-    if target.device == "cuda" and wanted > len(hardware.gpus):
-        what = f"{wanted} GPUs are needed, but this machine has {len(hardware.gpus)}"
+    ranks = topology.ranks_here
+    if target.device == "cuda" and ranks > len(hardware.gpus):
+        what = f"{ranks} GPUs are needed, but this machine has {len(hardware.gpus)}"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

@@ -1,5 +1,4 @@
-"""CloverLM: the flags that vLLM needs, and the vocabulary file, which the repository does not
-contain.
+"""CloverLM: the flags that vLLM needs, and the check of its separate vocabulary file.
 
 Pure, except `check_vocabulary`.
 """
