@@ -80,7 +80,7 @@ def test_the_probe_is_kept_out_of_the_access_log_and_nothing_else_is() -> None:
         )
 
     assert not plugin._is_users(line(HEALTH))
-    assert plugin._is_users(line("/health")) and plugin._is_not_ours(line("/v1/models"))
+    assert plugin._is_users(line("/health")) and plugin._is_users(line("/v1/models"))
 
 
 def test_the_stacks_of_a_process_with_the_plugin(
