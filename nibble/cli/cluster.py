@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Several machines that serve one mo
 
 @app.command("status", context_settings=FREE_WORDS)
 def cluster_status(words: Words = None) -> None:
-    """Show the nodes that the head knows, their work, and the lost ones."""
+    """Show the nodes that the head knows, busy or idle, and lost ones."""
     from nibble.cli.cluster_head import cluster_nodes, node_rows
     from nibble.plan.gather import read_wishes
 
