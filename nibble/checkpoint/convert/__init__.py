@@ -41,7 +41,8 @@ from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import access, is_model_id
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
-from nibble.machine.paths import demo_models
+from nibble.hub.packaged import PACKAGED, not_here, packaged_here
+from nibble.machine.paths import cache_dir, demo_models
 
 LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
 TARGETS = (*LAYOUTS, "nvfp4")
@@ -135,7 +136,10 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
 
 def _read(source: str) -> Checkpoint:
     """The checkpoint in a folder, under a demo's name or in the cache; it downloads nothing."""
-    folder = demo_models().get(source) or Path(os.path.expanduser(source))
+    here = demo_models().get(source) or packaged_here(source, cache_dir())
+    if here is None and (package := PACKAGED.get(source)):
+        raise not_here(package)
+    folder = here or Path(os.path.expanduser(source))
     if folder.is_dir() or not is_model_id(source):
         return read_checkpoint(str(folder))
     snapshot = cached_snapshot(source, None, access(os.environ).cache)
