@@ -141,8 +141,21 @@ def read_source(source: Source) -> Checkpoint:
     index = read_index(source)
     tensors = read_tensors(source, index)
     hf_quant = read_json(source, "hf_quant_config.json")
+    return describe(source, config, hf_quant, tensors, index[1] if index else {})
+
+
+def describe(
+    source: Source,
+    config: dict[str, Any],
+    hf_quant: dict[str, Any] | None,
+    tensors: Mapping[str, TensorInfo] | None,
+    index: Mapping[str, str],
+) -> Checkpoint:
+    """The checkpoint of these parts; `index` names the file of each tensor. Raises MODEL for a
+    value of another kind.
+    """
     try:
-        return _assemble(source, config, hf_quant, tensors, index[1] if index else {})
+        return _assemble(source, config, hf_quant, tensors, index)
     except (
         ArithmeticError,
         AttributeError,

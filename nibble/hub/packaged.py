@@ -62,7 +62,7 @@ class PackagedModel:
         return 2 * self.wheel_bytes + self.member_bytes + self.checkpoint_bytes
 
     def folder(self, cache: Path) -> Path:
-        """Where the checkpoint lies: in the image, else in nibble's cache, complete or not there."""
+        """Where the checkpoint lies once it is made: in the image, else in nibble's cache."""
         in_image = root() / "models" / self.id
         return in_image if is_complete(in_image) else cache / "models" / self.id
 

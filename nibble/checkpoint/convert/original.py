@@ -1,0 +1,89 @@
+"""The model that `nibble convert` reads: a folder of Hugging Face's format, or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint.cloverlm import is_cloverlm
+from nibble.checkpoint.convert.config import CONFIG_FILE, HF_QUANT_FILE
+from nibble.checkpoint.convert.files import Values, folder_values, index_names
+from nibble.checkpoint.gguf.file import is_gguf
+from nibble.errors import ExitCode, NibbleError
+from nibble.hub.access import access, is_model_id
+from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
+from nibble.hub.packaged import PACKAGED, not_here, packaged_here
+from nibble.machine.paths import cache_dir, demo_models
+
+
+@dataclass(frozen=True)
+class Original:
+    """A model to convert: what it is, and how to read its tensors.
+
+    `add_others` copies or makes the files beside the weights. `bf16_folder` gives a folder with the
+    model in BF16, for as long as it is open, as transformers reads it.
+    """
+
+    found: Checkpoint
+    values: Values
+    indexes: tuple[str, ...]
+    add_others: Callable[[Path], None]
+    bf16_folder: Callable[[Path], AbstractContextManager[Path]]
+
+
+def original(source: str, to: str) -> Original:
+    """The model at `source`: a GGUF file, a folder, a demo or a pulled model's id. Raises MODEL."""
+    file = Path(os.path.expanduser(source))
+    if is_gguf(file):
+        from nibble.checkpoint.convert.gguf import gguf_model
+
+        return gguf_model(file, to)
+    found = _read(source)
+    folder = found.path
+    assert folder is not None
+    left_out = {info.file for info in found.tensors.values()}
+    if to == "nvfp4" and not is_cloverlm(found):
+        left_out |= {CANARY_FILE, WEIGHT_ONLY_CANARY_FILE}  # recorded with other numbers
+    return Original(
+        found,
+        folder_values(folder),
+        tuple(index_names(folder)),
+        lambda dest: _copy_others(folder, dest, left_out),
+        lambda _: nullcontext(folder),
+    )
+
+
+def _read(source: str) -> Checkpoint:
+    """The checkpoint in a folder, under a demo's name or in the cache; it downloads nothing."""
+    here = demo_models().get(source) or packaged_here(source, cache_dir())
+    if here is None and (package := PACKAGED.get(source)):
+        raise not_here(package)
+    folder = here or Path(os.path.expanduser(source))
+    if folder.is_dir() or not is_model_id(source):
+        return read_checkpoint(str(folder))
+    snapshot = cached_snapshot(source, None, access(os.environ).cache)
+    if snapshot is None:
+        what, action = f"{source} is not on this disk", f"run `nibble pull {source}`"
+        raise NibbleError(
+            ExitCode.MODEL, what=what, expected="a folder or a pulled model", action=action
+        )
+    return read_checkpoint(source, path=snapshot)
+
+
+def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
+    """Copy every file that is neither `left_out` nor written."""
+    skip = {*left_out, CONFIG_FILE, HF_QUANT_FILE}
+    for parent, folders, names in os.walk(source, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            relative = path.relative_to(source)
+            if relative.as_posix() in skip or (dest / relative).exists() or not path.exists():
+                continue
+            (dest / relative.parent).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, dest / relative)
