@@ -185,7 +185,7 @@ def _parallel_problem(checkpoint: Checkpoint, size: int) -> str:
     is_mla = any(layer.kind == "mla" for layer in checkpoint.layers or ())
     # vLLM splits KV heads, or copies them (vllm 0.32 model_executor/layers/linear.py:1053).
     if kv_heads and not is_mla and kv_heads % size and size % kv_heads:
-        return f"does not divide the {kv_heads} KV heads and is no multiple of them"
+        return f"neither divides nor is a multiple of the {kv_heads} KV heads"
     for blocks in _mlp_blocks(checkpoint):
         if blocks % size:
             return f"does not divide the {blocks} NVFP4 blocks in a row of the MLP"
