@@ -31,7 +31,7 @@ from nibble.machine.disk import not_writable, write_problem
 from nibble.machine.paths import root
 from nibble.machine.processes import die_with_parent
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, README = "model.safetensors", "README.md"
 
 
 def make(
@@ -114,10 +114,10 @@ def _complete(model: PackagedModel, made: Path, licence: Path, say: Say) -> None
     shutil.copyfile(licence, made / LICENCE)
     found = hashlib.sha256((made / WEIGHTS).read_bytes()).hexdigest()
     is_recorded = found == model.checkpoint_sha256
-    for file in model.extras().glob("*"):
-        if is_recorded or file.name != CANARY_FILE:
-            shutil.copyfile(file, made / file.name)
-    if not is_recorded:
+    shutil.copyfile(model.extras() / README, made / README)
+    if is_recorded:
+        shutil.copyfile(model.extras() / CANARY_FILE, made / CANARY_FILE)
+    else:
         say(
             f"the weights of {model.id} differ from those with recorded answers (sha256"
             f" {found[:12]}…): the canary compares them with a computed reference alone"

@@ -10,6 +10,7 @@ VOLUME = "nibble-cache:/var/cache/nibble"
 NAME = "nibble"
 GPU_TARGET, GPU_MODEL = "gb10", "nvidia/Qwen3.6-35B-A3B-NVFP4"
 CPU_MODEL = "nibble-demo-nvfp4"
+QUESTION = "What is the capital of France?"  # for the default model
 AFTER_THE_DRAIN_S = 30
 SHM_SIZE_OF_GPUS = "16g"  # NCCL's buffers for the GPUs of a large machine
 TMPFS = "/tmp:exec,size=2g"  # torch.compile and Triton load what they built there
@@ -23,7 +24,7 @@ def stop_timeout_s() -> int:
 
 
 def serve_command(target: str, model: str, *options: str) -> str:
-    """A server whose API only this machine reaches."""
+    """A server whose API only this machine reaches; `model` is empty for the default one."""
     words = ["docker run --rm", f"--name {NAME}", *options, "-p 127.0.0.1:8000:8000"]
     return wrapped(
         [
@@ -31,8 +32,7 @@ def serve_command(target: str, model: str, *options: str) -> str:
             f"--stop-timeout {stop_timeout_s()}",
             f"-v {VOLUME}",
             f"nibble:{target}",
-            "serve",
-            model,
+            f"serve {model}".rstrip(),
         ]
     )
 
@@ -56,8 +56,8 @@ def wrapped(parts: Sequence[str]) -> str:
 
 def cpu_commands() -> list[str]:
     """Quick start without a GPU, with Docker's own 64 MiB of shared memory."""
-    ask = f'docker exec {NAME} nibble chat "What is NVFP4?"'
-    return ["./build.sh cpu", serve_command("cpu", CPU_MODEL), ask]
+    ask = f'docker exec {NAME} nibble chat "{QUESTION}"'
+    return ["./build.sh cpu", serve_command("cpu", ""), ask]
 
 
 def gpu_commands() -> list[str]:

@@ -74,7 +74,7 @@ class PackagedModel:
         )
 
     def extras(self) -> Path:
-        """The folder of what the repository has of this model: a README and recorded answers."""
+        """The folder of what the repository has of this model: README, recorded answers."""
         return root() / "models" / "packaged" / self.id
 
 
