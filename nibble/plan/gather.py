@@ -137,7 +137,7 @@ def plan_for(
     if folder is not None:
         checkpoint, note = read_checkpoint(str(folder)), ""
     elif package := PACKAGED.get(settings.model):
-        checkpoint, note = None, f"{UNKNOWN_UNTIL_PULL} ({package.offer()})"
+        checkpoint, note = None, f"{UNKNOWN_UNTIL_PULL} ({package.origin()})"
     else:
         checkpoint, note = (find_checkpoint or _checkpoint_if_here(asked))(settings.model, revision)
     schema = load_schema()
