@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nibble.serve.ready_message import QUESTION
 from nibble.settings.options import default_of
 
 VOLUME = "nibble-cache:/var/cache/nibble"
 NAME = "nibble"
 GPU_TARGET, GPU_MODEL = "gb10", "nvidia/Qwen3.6-35B-A3B-NVFP4"
 CPU_MODEL = "nibble-demo-nvfp4"
-QUESTION = "What is the capital of France?"  # for the default model
 AFTER_THE_DRAIN_S = 30
 SHM_SIZE_OF_GPUS = "16g"  # NCCL's buffers for the GPUs of a large machine
 TMPFS = "/tmp:exec,size=2g"  # torch.compile and Triton load what they built there

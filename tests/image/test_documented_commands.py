@@ -16,9 +16,10 @@ from containers import Container, client, docker, run_once, running, volume
 from documented import Documented, documented
 from served_containers import chat, trouble
 
-from nibble.cli.container_commands import QUESTION, cpu_commands
+from nibble.cli.container_commands import cpu_commands
 from nibble.hub.packaged import DEFAULT_MODEL
 from nibble.plan.shared_memory import VARIABLE
+from nibble.serve.ready_message import QUESTION
 
 pytestmark = pytest.mark.docker
 
