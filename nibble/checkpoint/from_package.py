@@ -24,6 +24,7 @@ from nibble.hub.packaged import (
     fetch,
     follow,
     is_complete,
+    local_error,
     told,
 )
 from nibble.hub.pull import OnProgress
@@ -53,6 +54,8 @@ def make(
                 _make(model, folder, environ, on_progress, say)
     except NibbleError as error:
         raise Unobtainable.because(error) from error
+    except OSError as error:
+        raise Unobtainable.because(local_error(model, folder.parent, error)) from error
     return folder
 
 

