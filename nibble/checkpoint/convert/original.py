@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
 from nibble.checkpoint.convert.config import CONFIG_FILE, HF_QUANT_FILE
-from nibble.checkpoint.convert.files import Values, folder_values, index_names
+from nibble.checkpoint.convert.files import Read, Values, folder_values, index_names
 from nibble.checkpoint.gguf.file import is_gguf
+from nibble.checkpoint.headers import TensorInfo
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import access, is_model_id
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
+from nibble.hub.pull import OnProgress, Progress
 from nibble.machine.paths import demo_models
 
 
@@ -33,6 +36,26 @@ class Original:
     indexes: tuple[str, ...]
     add_others: Callable[[Path], None]
     bf16_folder: Callable[[Path], AbstractContextManager[Path]]
+
+    def counted(
+        self, stage: Literal["measure", "write"], tensors: Iterable[TensorInfo], report: OnProgress
+    ) -> Values:
+        """`values`, which reports what it read of `tensors`."""
+        done, total = 0, sum(info.nbytes for info in tensors)
+
+        def of(info: TensorInfo) -> Read:
+            inner = self.values(info)
+
+            def read(first: int, count: int) -> bytearray:
+                nonlocal done
+                data = inner(first, count)
+                done += count
+                report(Progress(stage, done, total))
+                return data
+
+            return read
+
+        return of
 
 
 def original(source: str, to: str) -> Original:

@@ -155,7 +155,7 @@ class Vocabulary:
                 yield self.ids[spelled]
                 continue
             for part in self._merged(list(spelled)):
-                # A merge may make a piece that is no token; a byte without a token is dropped
+                # A merged piece may have no token of that name; bytes without a token are dropped
                 letters = [part] if part in self.ids else part
                 yield from (self.ids[one] for one in letters if one in self.ids)
 
@@ -273,7 +273,7 @@ def _splitting(file: GgufFile, model: Any) -> Splitting | None:
             expected="gpt2 (byte-level BPE) or llama (SentencePiece)",
             action="convert the model from its Hugging Face format",
         )
-    pre = file.metadata.get("tokenizer.ggml.pre")
+    pre = str(file.metadata.get("tokenizer.ggml.pre"))
     if pre not in SPLITTINGS:
         raise NibbleError(
             ExitCode.CONFIG,
