@@ -49,6 +49,15 @@ NUMBERS: dict[str, Any] = {
     "rope.dimension_count": HEAD_DIM,
     "rope.freq_base": 10000.0,
 }
+# Tokenizers by architecture, None for SentencePiece
+PRE = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen2",
+    "qwen2moe": "qwen2",
+    "qwen3moe": "qwen2",
+    "gemma2": None,
+    "gemma3": None,
+}
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -113,12 +122,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}, "qwen3", {}),
     "qwen2moe": (
         "Qwen2MoeConfig",
-        {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48},
+        {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 64},
         "qwen2moe",
         {
             **EXPERTS,
             "expert_feed_forward_length": 32,
-            "expert_shared_feed_forward_length": 48,
+            "expert_shared_feed_forward_length": 64,
         },
     ),
     "qwen3moe": (
@@ -168,7 +177,10 @@ def write_model(path: Path, name: str, model: Any, kind: Type = Type.F32) -> Pat
         tensors["rope_freqs.weight"] = (inverse / model.model.rotary_emb.inv_freq.numpy()).astype(
             numpy.float32
         )
-    return write_gguf(path, architecture, {**NUMBERS, **more}, tensors, kind)
+    pre = PRE.get(architecture, "llama-bpe" if name == "llama 3.1" else "smollm")
+    if name in ("mistral", "mixtral"):
+        pre = None
+    return write_gguf(path, architecture, {**NUMBERS, **more}, tensors, kind, pre)
 
 
 def as_bf16(path: Path, folder: Path) -> Any:
