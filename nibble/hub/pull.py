@@ -56,12 +56,12 @@ from nibble.settings.options import default_of
 # Space that stays free on the cache's file system for compile caches and logs
 MARGIN_BYTES = 1 << 30
 PROGRESS_SECONDS = 0.5
-Stage = Literal["download", "verify", "convert", "reference"]
+Stage = Literal["download", "verify", "convert", "measure", "write", "reference"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a stage before vLLM, in bytes."""
+    """Progress of a stage before vLLM, or of a conversion, in bytes."""
 
     stage: Stage
     done_bytes: int

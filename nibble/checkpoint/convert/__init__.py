@@ -38,6 +38,7 @@ from nibble.checkpoint.source import FolderSource, read_json
 from nibble.checkpoint.verify import check_scales
 from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub.pull import OnProgress
 
 LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
 TARGETS = (*LAYOUTS, "nvfp4")
@@ -100,9 +101,15 @@ def read_wishes(
     return Wishes(activations, four_over_six, tuple(exclude), texts)
 
 
-def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
-    """Write `source` (a folder or a pulled model's id) to the new folder `dest` as `to`, one of
-    TARGETS.
+def convert(
+    source: str,
+    dest: Path,
+    to: str,
+    wishes: Wishes = Wishes(),
+    on_progress: OnProgress = lambda _: None,
+) -> Done:
+    """Write `source` (a folder, a pulled model's id or a GGUF file) to the new folder `dest` as
+    `to`, one of TARGETS.
 
     Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
     contradictory words.
@@ -121,7 +128,7 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
         model.add_others(unfinished)
         from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
-        count = make(model, unfinished, to, wishes)
+        count = make(model, unfinished, to, wishes, on_progress)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
 
 
@@ -190,7 +197,7 @@ def _beside(dest: Path) -> Iterator[Path]:
 # --- one layout to another ------------------------------------------------------------------------
 
 
-def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes) -> int:
+def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: OnProgress) -> int:
     found, folder = model.found, model.found.path
     assert folder is not None
     weights = _nvfp4_weights(found)
@@ -208,7 +215,8 @@ def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes) -> int:
         to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
     )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
-    rewrite(dest, found.tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+    values = model.counted("write", found.tensors.values(), on_progress)
+    rewrite(dest, found.tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(weights)
 
 
@@ -278,7 +286,9 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 # --- BF16 to NVFP4 --------------------------------------------------------------------------------
 
 
-def _quantize(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
+def _quantize(
+    model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress
+) -> int:
     found, tensors = model.found, model.found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
         raise _not_bf16(found, "modelopt")
@@ -296,15 +306,17 @@ def _quantize(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
 
         with model.bf16_folder(dest) as folder:
             scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
-    amax = wishes.share_scales(quantize.weight_amax(model.values, found.where, tensors, parts))
+    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
+    amax = wishes.share_scales(quantize.weight_amax(values, found.where, tensors, parts))
     conversion = Quantization(parts, amax, scales, wishes.four_over_six)
     ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
     write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-    rewrite(dest, tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+    values = model.counted("write", tensors.values(), on_progress)
+    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(modules)
 
 
-def _pack(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
+def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> int:
     """CloverLM, whose quantization and layout are Quartet II's."""
     found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
@@ -314,16 +326,18 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
+    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
     conversion = Packing(
         {name: part for name, (part,) in parts.items()},
-        quantize.weight_amax(model.values, found.where, tensors, parts),
+        quantize.weight_amax(values, found.where, tensors, parts),
     )
     modules = [name.removesuffix(".weight") for name in parts]
     ignore = ignore_list(
         "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
     )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
-    rewrite(dest, tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+    values = model.counted("write", tensors.values(), on_progress)
+    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(parts)
 
 
