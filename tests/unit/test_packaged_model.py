@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serving import free_port
-from tiny_model import write_model
 
 from nibble.checkpoint import from_package
 from nibble.cli import pull as pull_verb
@@ -26,6 +24,8 @@ from nibble.hub.packaged import DEFAULT_MODEL, EMBEDDED_MODEL, SMOLLM2, Packaged
 from nibble.hub.pull import Progress
 from nibble.plan.gather import local_model, plan_for, read_wishes, with_default_model
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import write_model
+from tests.support.servers.serving import free_port
 
 CONTENT = os.urandom(200_000)
 
