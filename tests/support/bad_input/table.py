@@ -34,6 +34,7 @@ def all_rows() -> list[Row]:
         model_rows,
         gguf_rows,
         nvfp4_rows,
+        gguf_rows,
         option_rows,
         engine_rows,
         word_rows,

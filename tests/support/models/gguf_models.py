@@ -17,7 +17,7 @@ from gguf import GGUFWriter
 
 from tests.support.paths import ROOT
 
-DATA = ROOT / "tests/unit/data/gguf"
+DATA = ROOT / "tests" / "unit" / "data" / "gguf"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -77,9 +77,9 @@ def write_gguf(
     """A GGUF file with `numbers` under the architecture's prefix; matrices are stored as `kind`."""
     writer = GGUFWriter(path, architecture)
     for key, value in (general or {}).items():
-        _add(writer, key, value)
+        add_number(writer, key, value)
     for key, value in numbers.items():
-        _add(writer, f"{architecture}.{key}", value)
+        add_number(writer, f"{architecture}.{key}", value)
     add_tokenizer(writer, pre, template)
     for name, values in tensors.items():
         one = kind if values.ndim > 1 and kind != Type.F32 else Type.F32
@@ -91,7 +91,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_number(writer: GGUFWriter, key: str, value: Any) -> None:
     kinds = {
         bool: writer.add_bool,
         int: writer.add_uint32,
