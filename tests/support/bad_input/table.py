@@ -32,7 +32,6 @@ def all_rows() -> list[Row]:
     """The whole table, in its order."""
     groups = (
         model_rows,
-        gguf_rows,
         nvfp4_rows,
         gguf_rows,
         option_rows,
