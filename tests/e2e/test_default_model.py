@@ -35,7 +35,7 @@ def answer(server: Server, question: str) -> str:
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_start_without_a_model_fetches_converts_and_answers_20_questions(tmp_path: Path) -> None:
-    server = Server(tmp_path / "server", ["serve", "--enforce-eager"], NIBBLE_CANARY="strict")
+    server = Server(tmp_path / "server", ["serve"], NIBBLE_CANARY="strict")
     try:
         server.wait_until_ready()
         said = "\n".join(server.said())
