@@ -189,6 +189,8 @@ def test_a_vision_encoder(tmp_path: Path) -> None:
         ({"attention.value_length": 8}, ExitCode.CONFIG, "keys and values differ in size"),
         ({"rope.scaling.type": "longrope"}, ExitCode.CONFIG, "RoPE of type longrope"),
         ({"block_count": None}, ExitCode.MODEL, "has no llama.block_count"),
+        ({"attention.head_count": 0}, ExitCode.CONFIG, "llama.attention.head_count is not above 0"),
+        ({"attention.head_count": 5}, ExitCode.CONFIG, "blk.0.attn_q.weight has 64 rows"),
         ({"attention.head_count_kv": [2, 4]}, ExitCode.CONFIG, "differs from layer to layer"),
         ({"embedding_length": 32}, ExitCode.CONFIG, "token_embd.weight has 64 columns"),
         ({"block_count": 2}, ExitCode.MODEL, "has no tensor blk.1.attn_norm.weight and 8 more"),

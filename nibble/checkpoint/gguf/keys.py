@@ -33,6 +33,8 @@ class Keys:
             value = value[0]  # one number for each layer
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.refused(key, f"{self.prefix}{key} differs from layer to layer")
+        if not value > 0:
+            raise self.refused(key, f"{self.prefix}{key} is not above 0")
         return value
 
     def get(self, key: str) -> Any:
@@ -61,6 +63,8 @@ class Keys:
 
 
 def head_dim(keys: Keys) -> int:
-    """The size of an attention head."""
-    rows, _ = keys.shape("blk.0.attn_q.weight")
-    return rows // keys.number("attention.head_count")
+    """The size of an attention head. Raises CONFIG where heads do not divide the queries."""
+    (rows, _), heads = keys.shape("blk.0.attn_q.weight"), keys.number("attention.head_count")
+    if rows % heads:
+        raise keys.refused("attention.head_count", f"blk.0.attn_q.weight has {rows} rows")
+    return rows // heads
