@@ -209,6 +209,8 @@ def test_numbers(numbers: dict[str, Any], code: ExitCode, says: str, tmp_path: P
         ({"blk.0.attn_q.bias": (H,)}, ExitCode.CONFIG, "only attn_q have biases"),
         ({"blk.0.ffn_up.weight": None}, ExitCode.MODEL, "has no tensor blk.0.ffn_up.weight"),
         ({"token_embd.weight": None}, ExitCode.MODEL, "has no tensor token_embd.weight"),
+        ({"blk.0.attn_q.weight": (H,)}, ExitCode.MODEL, "blk.0.attn_q.weight of shape [64]"),
+        ({"blk.0.attn_k.weight": (2, 16, H)}, ExitCode.MODEL, "k_proj"),
         ({"token_embd.weight": (64, H)}, ExitCode.MODEL, "tokens and 64 embeddings"),
         ({"rope_freqs.weight": (8,)}, ExitCode.CONFIG, "are not those of Llama 3.1's RoPE"),
     ],

@@ -41,16 +41,20 @@ class Keys:
         """The value at `key` or None."""
         return self.file.metadata.get(self.prefix + key)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, as Hugging Face counts. Raises MODEL if it is absent."""
-        if name not in self.file.tensors:
+    def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+        """The shape of a tensor, as Hugging Face counts. Raises MODEL if it is absent or has other
+        dimensions.
+        """
+        found = shape_of(self.file.tensors[name]) if name in self.file.tensors else None
+        if found is None or len(found) != dimensions:
+            what = f"no tensor {name}" if found is None else f"{name} of shape {list(found)}"
             raise NibbleError(
                 ExitCode.MODEL,
-                what=f"{self.file.path} has no tensor {name}",
+                what=f"{self.file.path} has {what}",
                 expected=f"the tensors of {self.file.architecture}",
                 action="convert another GGUF file of this model",
             )
-        return shape_of(self.file.tensors[name])
+        return found
 
     def refused(self, key: str, what: str) -> NibbleError:
         """The error for a value that config.json cannot state."""
