@@ -7,7 +7,6 @@ when it is complete.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
 from nibble.checkpoint.convert import quantize
 from nibble.checkpoint.convert.cloverlm import Packing
 from nibble.checkpoint.convert.config import (
-    CONFIG_FILE,
     HF_QUANT_FILE,
     Activations,
     Layout,
@@ -31,6 +29,7 @@ from nibble.checkpoint.convert.config import (
 )
 from nibble.checkpoint.convert.files import rewrite
 from nibble.checkpoint.convert.layouts import Relabel, check
+from nibble.checkpoint.convert.original import Original, original
 from nibble.checkpoint.convert.quantize import Quantization, ShareScales, share_scales
 from nibble.checkpoint.exclusions import PLAIN
 from nibble.checkpoint.headers import TensorInfo
@@ -39,9 +38,7 @@ from nibble.checkpoint.source import FolderSource, read_json
 from nibble.checkpoint.verify import check_scales
 from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.access import access, is_model_id
-from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
-from nibble.machine.paths import demo_models
+from nibble.hub.pull import OnProgress
 
 LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
 TARGETS = (*LAYOUTS, "nvfp4")
@@ -104,9 +101,15 @@ def read_wishes(
     return Wishes(activations, four_over_six, tuple(exclude), texts)
 
 
-def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
-    """Write `source` (a folder or a pulled model's id) to the new folder `dest` as `to`, one of
-    TARGETS.
+def convert(
+    source: str,
+    dest: Path,
+    to: str,
+    wishes: Wishes = Wishes(),
+    on_progress: OnProgress = lambda _: None,
+) -> Done:
+    """Write `source` (a folder, a pulled model's id or a GGUF file) to the new folder `dest` as
+    `to`, one of TARGETS.
 
     Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
     contradictory words.
@@ -120,31 +123,13 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
             action="remove it or name another",
         )
     _need_kernels()
-    found = _read(source)
-    assert found.path is not None
+    model = original(source, to)
     with _beside(dest) as unfinished:
-        from_bf16 = _pack if is_cloverlm(found) else _quantize
+        model.add_others(unfinished)
+        from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
-        count = make(found, found.path, unfinished, to, wishes)
-        left_out = {info.file for info in found.tensors.values()}
-        if make is _quantize:
-            left_out |= {CANARY_FILE, WEIGHT_ONLY_CANARY_FILE}  # recorded with other numbers
-        _copy_others(found.path, unfinished, left_out)
+        count = make(model, unfinished, to, wishes, on_progress)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
-
-
-def _read(source: str) -> Checkpoint:
-    """The checkpoint in a folder, under a demo's name or in the cache; it downloads nothing."""
-    folder = demo_models().get(source) or Path(os.path.expanduser(source))
-    if folder.is_dir() or not is_model_id(source):
-        return read_checkpoint(str(folder))
-    snapshot = cached_snapshot(source, None, access(os.environ).cache)
-    if snapshot is None:
-        what, action = f"{source} is not on this disk", f"run `nibble pull {source}`"
-        raise NibbleError(
-            ExitCode.MODEL, what=what, expected="a folder or a pulled model", action=action
-        )
-    return read_checkpoint(source, path=snapshot)
 
 
 def _check_words(to: str, wishes: Wishes) -> None:
@@ -209,24 +194,12 @@ def _beside(dest: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
-    """Copy every file that is neither `left_out` nor written."""
-    skip = {*left_out, CONFIG_FILE, HF_QUANT_FILE}
-    for parent, folders, names in os.walk(source, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(parent, name)
-            relative = path.relative_to(source)
-            if relative.as_posix() in skip or (dest / relative).exists() or not path.exists():
-                continue
-            (dest / relative.parent).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, dest / relative)
-
-
 # --- one layout to another ------------------------------------------------------------------------
 
 
-def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishes) -> int:
+def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: OnProgress) -> int:
+    found, folder = model.found, model.found.path
+    assert folder is not None
     weights = _nvfp4_weights(found)
     source: Layout = _SOURCE_LAYOUTS[next(iter(weights.values())).layout]
     has_inputs = _has_input_scales(weights)
@@ -242,7 +215,8 @@ def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishe
         to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
     )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
-    rewrite(folder, dest, found.tensors, conversion.outputs, conversion.data)
+    values = model.counted("write", found.tensors.values(), on_progress)
+    rewrite(dest, found.tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(weights)
 
 
@@ -312,8 +286,10 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 # --- BF16 to NVFP4 --------------------------------------------------------------------------------
 
 
-def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
-    tensors = found.tensors
+def _quantize(
+    model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress
+) -> int:
+    found, tensors = model.found, model.found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
         raise _not_bf16(found, "modelopt")
     parts = quantize.select(tensors, found.hidden_size, wishes.exclude)
@@ -328,18 +304,21 @@ def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wis
     if wishes.texts:
         from nibble.checkpoint.convert.calibrate import input_amax
 
-        scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
-    amax = wishes.share_scales(quantize.weight_amax(folder, tensors, parts))
+        with model.bf16_folder(dest) as folder:
+            scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
+    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
+    amax = wishes.share_scales(quantize.weight_amax(values, found.where, tensors, parts))
     conversion = Quantization(parts, amax, scales, wishes.four_over_six)
     ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
     write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    values = model.counted("write", tensors.values(), on_progress)
+    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(modules)
 
 
-def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
+def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> int:
     """CloverLM, whose quantization and layout are Quartet II's."""
-    tensors = found.tensors
+    found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
         raise _not_bf16(found, "quartet-packed")
     if wishes.exclude or wishes.texts:
@@ -347,16 +326,18 @@ def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes)
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
+    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
     conversion = Packing(
         {name: part for name, (part,) in parts.items()},
-        quantize.weight_amax(folder, tensors, parts),
+        quantize.weight_amax(values, found.where, tensors, parts),
     )
     modules = [name.removesuffix(".weight") for name in parts]
     ignore = ignore_list(
         "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
     )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
-    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    values = model.counted("write", tensors.values(), on_progress)
+    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(parts)
 
 

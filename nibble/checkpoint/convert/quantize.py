@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-from nibble.checkpoint.convert.files import Read, reader, tensor
+from nibble.checkpoint.convert.files import Read, Values, tensor
 from nibble.checkpoint.fused_groups import FUSED, fused_layer
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import STACKED_EXPERTS
@@ -214,27 +213,27 @@ def _stacked(
 
 
 def weight_amax(
-    folder: Path, tensors: Mapping[str, TensorInfo], parts: Mapping[str, tuple[Part, ...]]
+    values: Values,
+    where: str,
+    tensors: Mapping[str, TensorInfo],
+    parts: Mapping[str, tuple[Part, ...]],
 ) -> Amax:
-    """The largest magnitude of each layer's weight. Raises MODEL for values that are not finite."""
-    files: defaultdict[str, list[str]] = defaultdict(list)
-    for name in parts:
-        files[tensors[name].file].append(name)
+    """The largest magnitude of each layer's weight. Raises MODEL, naming `where`, for values that
+    are not finite.
+    """
     found: Amax = {}
-    for file, names in files.items():
-        with (folder / file).open("rb") as opened:
-            for name in names:
-                read = reader(opened, tensors[name])
-                for part in parts[name]:
-                    weight = weight_of(part, tensors[name].dtype, read)
-                    found[part.module] = _finite_amax(folder / file, part, weight)
+    for name in parts:
+        read = values(tensors[name])
+        for part in parts[name]:
+            weight = weight_of(part, tensors[name].dtype, read)
+            found[part.module] = _finite_amax(where, part, weight)
     return found
 
 
-def _finite_amax(file: Path, part: Part, weight: Any) -> float:
+def _finite_amax(where: str, part: Part, weight: Any) -> float:
     largest = float(weight.abs().max())
     if not math.isfinite(largest):
-        what = f"{part.module}.weight in {file} holds values that are not finite"
+        what = f"{part.module}.weight in {where} holds values that are not finite"
         raise NibbleError(ExitCode.MODEL, what=what, action="download the model again")
     return largest
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from tests.support.bad_input.case import Ignored, Row
 from tests.support.bad_input.cluster import cluster_rows
 from tests.support.bad_input.engine import engine_rows
+from tests.support.bad_input.gguf import gguf_rows
 from tests.support.bad_input.machine import machine_rows
 from tests.support.bad_input.models import model_rows
 from tests.support.bad_input.nvfp4 import nvfp4_rows
@@ -32,6 +33,7 @@ def all_rows() -> list[Row]:
     groups = (
         model_rows,
         nvfp4_rows,
+        gguf_rows,
         option_rows,
         engine_rows,
         word_rows,
