@@ -31,7 +31,10 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 33, 260)  # both loops, their groups and their 
 ONE = torch.ones(())
 
 
-@pytest.fixture(params=["reference", "portable", "avx2", "avx512"])
+LEVELS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+
+
+@pytest.fixture(params=["reference", *LEVELS])
 def level(request: pytest.FixtureRequest, kernels: object) -> Iterator[str]:
     """The specification, and the compiled code with each instruction set of this processor."""
     from nibble_kernels.nvfp4_linear import cpu_levels, use_cpu_level

@@ -19,14 +19,30 @@ NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, float global
   }
 }
 
-NIBBLE_CPU_LEVELS void dequantize_row(const uint8_t* packed, const uint8_t* scales, int64_t blocks,
-                                      float* x) {
-  for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
-    const float scale = e4m3_decode(scales[block]);
-    for (uint32_t i = 0; i < kBlock / 2; ++i) {
-      x[2 * i] = e2m1_decode(packed[i] & 15) * scale;
-      x[2 * i + 1] = e2m1_decode(packed[i] >> 4) * scale;
+// E2M1 codes, one each, as twice their values.
+NIBBLE_FUNCTION void double_values(const uint32_t* codes, int32_t* doubled) {
+  for (uint32_t i = 0; i < kBlock; ++i) {
+    const uint32_t exponent = codes[i] >> 1 & 3, last = codes[i] & 1;
+    const int32_t magnitude = static_cast<int32_t>(exponent ? (2 + last) << (exponent - 1) : last);
+    doubled[i] = codes[i] & 8 ? -magnitude : magnitude;
+  }
+}
+
+NIBBLE_CPU_LEVELS void quantize_bytes(const float* x, int64_t blocks, float global_scale_inv, int8_t* values,
+                                      float* scales, int32_t* offsets) {
+  const float global_scale = 1.0f / global_scale_inv;
+  for (int64_t block = 0; block < blocks; ++block, x += kBlock, values += kBlock) {
+    const float value = e4m3_decode(e4m3_encode(global_scale_inv * (block_amax(x) * (1.0f / 6.0f))));
+    uint32_t codes[kBlock];
+    int32_t doubled[kBlock], sum = 0;
+    encode_block(x, value == 0.0f ? 0.0f : 1.0f / (value * global_scale), codes);
+    double_values(codes, doubled);
+    for (uint32_t i = 0; i < kBlock; ++i) {
+      values[i] = static_cast<int8_t>(doubled[kByteOrder[i]]);
+      sum += doubled[i];
     }
+    scales[block] = value * 0x1p6f;
+    offsets[block] = -12 * sum;
   }
 }
 
@@ -147,12 +163,9 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, 
 
 }  // namespace
 
-void round_to_nvfp4(float* x, int64_t columns, float global_scale_inv) {
-  thread_local std::vector<uint8_t> packed, scales;
-  packed.resize(columns / 2);
-  scales.resize(columns / kBlock);
-  quantize_row(x, columns / kBlock, global_scale_inv, packed.data(), scales.data());
-  dequantize_row(packed.data(), scales.data(), columns / kBlock, x);
+void quantize_row(const float* x, int64_t columns, float global_scale_inv, int8_t* values, float* scales,
+                  int32_t* offsets) {
+  quantize_bytes(x, columns / kBlock, global_scale_inv, values, scales, offsets);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
