@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from nibble_kernels.nvfp4_linear.packed import PackedWeight, nvfp4_packed_linear, pack_weight
 from nibble_kernels.nvfp4_moe import activation_of
 from nibble_kernels.nvfp4_moe.packed import nvfp4_packed_moe, pack_experts
