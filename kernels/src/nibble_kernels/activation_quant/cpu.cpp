@@ -19,13 +19,25 @@ NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, float global
   }
 }
 
-// E2M1 codes, one each, as twice their values.
-NIBBLE_FUNCTION void double_values(const uint32_t* codes, int32_t* doubled) {
-  for (uint32_t i = 0; i < kBlock; ++i) {
-    const uint32_t exponent = codes[i] >> 1 & 3, last = codes[i] & 1;
-    const int32_t magnitude = static_cast<int32_t>(exponent ? (2 + last) << (exponent - 1) : last);
-    doubled[i] = codes[i] & 8 ? -magnitude : magnitude;
-  }
+// Compilers make instructions of these that loops over arrays do not get.
+typedef int32_t Block __attribute__((vector_size(4 * kBlock)));
+typedef int8_t BlockOfBytes __attribute__((vector_size(kBlock)));
+
+// Twice the values of E2M1 codes, in the order of QuantizedRows; returns their sum.
+NIBBLE_FUNCTION int32_t double_values(const uint32_t* codes, int8_t* doubled) {
+  Block code;
+  std::memcpy(&code, codes, sizeof code);
+  const Block index = code & 7, sign = -(code >> 3 & 1);
+  const Block magnitude = index + ((index > 4) & (index - 4)) + ((index == 7) & 2);
+  const Block values = (magnitude ^ sign) - sign;
+  const BlockOfBytes bytes = __builtin_convertvector(values, BlockOfBytes);
+  const BlockOfBytes ordered =
+      __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  std::memcpy(doubled, &ordered, sizeof ordered);
+  int32_t each[kBlock], sum = 0;
+  std::memcpy(each, &values, sizeof each);
+  for (uint32_t i = 0; i < kBlock; ++i) sum += each[i];
+  return sum;
 }
 
 NIBBLE_CPU_LEVELS void quantize_bytes(const float* x, int64_t blocks, float global_scale_inv, int8_t* values,
@@ -34,15 +46,9 @@ NIBBLE_CPU_LEVELS void quantize_bytes(const float* x, int64_t blocks, float glob
   for (int64_t block = 0; block < blocks; ++block, x += kBlock, values += kBlock) {
     const float value = e4m3_decode(e4m3_encode(global_scale_inv * (block_amax(x) * (1.0f / 6.0f))));
     uint32_t codes[kBlock];
-    int32_t doubled[kBlock], sum = 0;
     encode_block(x, value == 0.0f ? 0.0f : 1.0f / (value * global_scale), codes);
-    double_values(codes, doubled);
-    for (uint32_t i = 0; i < kBlock; ++i) {
-      values[i] = static_cast<int8_t>(doubled[kByteOrder[i]]);
-      sum += doubled[i];
-    }
+    offsets[block] = -12 * double_values(codes, values);
     scales[block] = value * 0x1p6f;
-    offsets[block] = -12 * sum;
   }
 }
 

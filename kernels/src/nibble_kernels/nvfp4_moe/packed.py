@@ -49,25 +49,25 @@ _packed_moe = operator(f"nvfp4_packed_moe({MOE_ARGUMENTS}) -> Tensor", _referenc
 
 def pack_experts(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [E, N, K/2] with scales float8_e4m3fn [E, N, K/16], as packed ones
-    [E, tiles, K/16, 128] and [E, tiles, K/16, 16].
+    [E, tiles, K/16, 128] and [E, tiles, K/16, 16]; N must be a multiple of 16.
 
-    In the same memory where N is a multiple of 16, so that loading needs room for one expert more,
-    not for a second layer; the given tensors hold nothing useful then. Raises ValueError for other
-    types or shapes, and where a scale is NaN.
+    In the same memory, so that loading needs room for one expert more and not for a second layer:
+    the given tensors hold nothing useful then. Raises ValueError for other types or shapes, and
+    where a scale is NaN.
     """
     experts, rows, half = codes.shape
-    tiles, blocks = -(-rows // ROWS), half * 2 // BLOCK
-    in_place = rows % ROWS == 0 and codes.is_contiguous() and scales.is_contiguous()
-    shapes = (experts, tiles, blocks, ROWS * BLOCK // 2), (experts, tiles, blocks, ROWS)
-    to = [
-        one.view(shape) if in_place else one.new_empty(shape)
-        for one, shape in zip((codes, scales), shapes, strict=True)
-    ]
+    if rows % ROWS:
+        raise ValueError(f"experts must have a multiple of {ROWS} rows; got {rows}")
+    tiles, blocks = rows // ROWS, half * 2 // BLOCK
+    codes, scales = codes.contiguous(), scales.contiguous()
     for expert in range(experts):
         packed = pack_weight(codes[expert], scales[expert])
-        to[0][expert].copy_(packed.codes)
-        to[1][expert].copy_(packed.scales)
-    return to[0], to[1]
+        codes[expert].copy_(packed.codes.view(rows, half))
+        scales[expert].copy_(packed.scales.view(rows, blocks))
+    return (
+        codes.view(experts, tiles, blocks, ROWS * BLOCK // 2),
+        scales.view(experts, tiles, blocks, ROWS),
+    )
 
 
 def nvfp4_packed_moe(

@@ -57,15 +57,14 @@ void unpack_tile(const Tiles& tile, int64_t row, int64_t rows, uint8_t* codes, u
 // What the activations of one set of instructions are.
 enum class Operand { kBfloat16, kFloat };
 
-// Rows of quantized activations: twice their E2M1 values, in the order of decoded codes (kByteOrder), their
-// block scales times 2^6, and -12 times each block's sum, which makes up for weights that are stored as their
-// doubled value + 12.
+// Rows of quantized activations: twice their E2M1 values, in a block in the order of decoded codes (columns 0,
+// 4, 1, 5, 2, 6, 3, 7 and so on), their block scales times 2^6, and -12 times each block's sum, which makes up
+// for weights that are decoded as twice their value + 12.
 struct QuantizedRows {
   const int8_t* values;  // [row][columns]
   const float* scales;   // [row][blocks]
   const int32_t* offsets;
 };
-constexpr uint8_t kByteOrder[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
 
 // The loops write sums as [activation row][stride], a tile's 16 rows side by side; x is [count][columns].
 // `few` multiplies one tile with few_rows rows at most; `many` up to kPanelTiles tiles with any number of
