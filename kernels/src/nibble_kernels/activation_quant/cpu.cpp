@@ -20,24 +20,25 @@ NIBBLE_CPU_LEVELS void quantize_row(const float* x, int64_t blocks, float global
 }
 
 // Compilers make instructions of these that loops over arrays do not get.
-typedef int32_t Block __attribute__((vector_size(4 * kBlock)));
-typedef int8_t BlockOfBytes __attribute__((vector_size(kBlock)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef int16_t Words __attribute__((vector_size(16)));
 
-// Twice the values of E2M1 codes, in the order of QuantizedRows; returns their sum.
-NIBBLE_FUNCTION int32_t double_values(const uint32_t* codes, int8_t* doubled) {
-  Block code;
-  std::memcpy(&code, codes, sizeof code);
-  const Block index = code & 7, sign = -(code >> 3 & 1);
-  const Block magnitude = index + ((index > 4) & (index - 4)) + ((index == 7) & 2);
-  const Block values = (magnitude ^ sign) - sign;
-  const BlockOfBytes bytes = __builtin_convertvector(values, BlockOfBytes);
-  const BlockOfBytes ordered =
-      __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-  std::memcpy(doubled, &ordered, sizeof ordered);
-  int32_t each[kBlock], sum = 0;
-  std::memcpy(each, &values, sizeof each);
-  for (uint32_t i = 0; i < kBlock; ++i) sum += each[i];
-  return sum;
+// Twice the values of a block of packed codes, in the order of QuantizedRows; returns their sum.
+NIBBLE_FUNCTION int32_t double_values(const uint8_t* packed, int8_t* doubled) {
+  Bytes pairs = {};
+  std::memcpy(&pairs, packed, kBlock / 2);
+  const Bytes code =
+      __builtin_shufflevector(pairs, pairs >> 4, 0, 2, 16, 18, 1, 3, 17, 19, 4, 6, 20, 22, 5, 7, 21, 23) & 15;
+  const Bytes index = code & 7, sign = -(code >> 3);
+  const Bytes magnitude = index + ((index > 4) & (index - 4)) + ((index == 7) & 2);
+  const Bytes values = (magnitude ^ sign) - sign;
+  std::memcpy(doubled, &values, sizeof values);
+  Words both;
+  std::memcpy(&both, &values, sizeof both);
+  Words sum = (both << 8 >> 8) + (both >> 8);
+  sum += __builtin_shufflevector(sum, sum, 4, 5, 6, 7, 0, 1, 2, 3);
+  sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5);
+  return sum[0] + sum[1];
 }
 
 NIBBLE_CPU_LEVELS void quantize_bytes(const float* x, int64_t blocks, float global_scale_inv, int8_t* values,
@@ -46,8 +47,10 @@ NIBBLE_CPU_LEVELS void quantize_bytes(const float* x, int64_t blocks, float glob
   for (int64_t block = 0; block < blocks; ++block, x += kBlock, values += kBlock) {
     const float value = e4m3_decode(e4m3_encode(global_scale_inv * (block_amax(x) * (1.0f / 6.0f))));
     uint32_t codes[kBlock];
+    uint8_t packed[kBlock / 2];
     encode_block(x, value == 0.0f ? 0.0f : 1.0f / (value * global_scale), codes);
-    offsets[block] = -12 * double_values(codes, values);
+    pack_block(codes, packed);
+    offsets[block] = -12 * double_values(packed, values);
     scales[block] = value * 0x1p6f;
   }
 }
