@@ -93,7 +93,8 @@ def pack_weight(codes: Tensor, scales: Tensor) -> PackedWeight:
     check_weight(2 * codes.shape[-1], codes, scales, "weight")
     if ((scales.view(torch.uint8) & NAN) == NAN).any():
         raise ValueError("a block scale is NaN")
-    return PackedWeight(*_pack(codes, scales), len(codes))
+    packed, packed_scales = _pack(codes, scales)
+    return PackedWeight(packed, packed_scales, len(codes))
 
 
 def stored_weight(weight: PackedWeight) -> tuple[Tensor, Tensor]:
