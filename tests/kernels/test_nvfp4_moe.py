@@ -232,6 +232,37 @@ def test_the_number_of_threads_changes_nothing(kernels: object) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("tokens", [1, 6, 70])
+def test_packed_experts_give_the_same_bits(
+    kernels: object, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the memory of the experts that they replace."""
+    from nibble_kernels.nvfp4_moe import nvfp4_moe, packed
+
+    layer = experts(5, 208, 48)
+    x = torch.randn(tokens, 208).bfloat16()
+    weights, ids = routing(tokens, 5, 3)
+    inputs = {"w13_input_scale": torch.full((5,), 2e-3), "w2_input_scale": torch.full((5,), 1e-2)}
+    expected = [
+        nvfp4_moe(x, weights, ids, **layer, activation="silu", **rest) for rest in ({}, inputs)
+    ]
+    for name in ("w13", "w2"):
+        before = layer[name].data_ptr()
+        both = packed.pack_experts(layer[name], layer[f"{name}_scale"])
+        assert both[0].data_ptr() == before
+        layer[name], layer[f"{name}_scale"] = both
+    for rest, right in zip(({}, inputs), expected, strict=True):
+        found = packed.nvfp4_packed_moe(x, weights, ids, **layer, activation="silu", **rest)
+        assert torch.equal(found, right)
+    monkeypatch.setattr(packed, "_packed_moe", packed._reference)
+    plain = packed.nvfp4_packed_moe(x, weights, ids, **layer, activation="silu")
+    assert_close(plain, expected[0].double(), 1e-2)
+    with pytest.raises(ValueError, match=r"w2 must be packed uint8 codes \[5, 13, 3, 128\]"):
+        packed.nvfp4_packed_moe(
+            x, weights, ids, **layer | {"w2": layer["w2"][:, 1:]}, activation="silu"
+        )
+
+
 def test_wrong_arguments_are_refused(kernels: object) -> None:
     from nibble_kernels.nvfp4_moe import nvfp4_moe
 

@@ -13,7 +13,7 @@ from nibble_kernels.scale_layout import BLOCK
 
 __all__ = ["cpu_levels", "nvfp4_linear", "use_cpu_level"]
 
-LEVELS = ("portable", "avx2", "avx512")
+LEVELS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 
 _nvfp4_linear = operator(
     "nvfp4_linear(Tensor x, Tensor weight, Tensor scales, Tensor global_scale, Tensor?"
@@ -54,17 +54,27 @@ def nvfp4_linear(
     fit.
     """
     check_weight(x.shape[-1], weight, scales, "weight")
-    rows = weight.shape[:1]
+    check_factors(weight.shape[0], global_scale, column_scale, bias, input_scale_inv)
+    return _nvfp4_linear(x, weight, scales, global_scale, column_scale, bias, input_scale_inv)
+
+
+def check_factors(
+    rows: int,
+    global_scale: Tensor,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    input_scale_inv: Tensor | None,
+) -> None:
+    """That the factors and the bias fit a weight of `rows` rows."""
     check_factor(global_scale, (), "global_scale")
     if column_scale is not None:
-        check_factor(column_scale, rows, "column_scale")
-    if bias is not None and bias.shape != rows:
+        check_factor(column_scale, (rows,), "column_scale")
+    if bias is not None and bias.shape != (rows,):
         raise ValueError(
-            f"bias must have one element for each of {rows[0]} weight rows; got {shape(bias)}"
+            f"bias must have one element for each of {rows} weight rows; got {shape(bias)}"
         )
     if input_scale_inv is not None:
         check_factor(input_scale_inv, (), "input_scale_inv")
-    return _nvfp4_linear(x, weight, scales, global_scale, column_scale, bias, input_scale_inv)
 
 
 def check_weight(columns: int, weight: Tensor, scales: Tensor, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,14 +15,19 @@ from nibble_kernels.nvfp4_moe import reference
 
 __all__ = ["nvfp4_moe"]
 
-_nvfp4_moe = operator(
-    "nvfp4_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w13_scale, Tensor"
+MOE_ARGUMENTS = (
+    "Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w13_scale, Tensor"
     " w13_global_scale, Tensor w2, Tensor w2_scale, Tensor w2_global_scale, Tensor?"
     " w13_input_scale, Tensor? w2_input_scale, bool weight_on_input, str function, bool gated, bool"
-    " interleaved, float limit, float alpha, float beta) -> Tensor",
-    reference.nvfp4_moe,
-    lambda x, *rest: x.new_empty(x.shape),
+    " interleaved, float limit, float alpha, float beta"
 )
+
+
+def fake_moe(x: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_nvfp4_moe = operator(f"nvfp4_moe({MOE_ARGUMENTS}) -> Tensor", reference.nvfp4_moe, fake_moe)
 
 
 class Activation(NamedTuple):
@@ -109,35 +115,60 @@ def nvfp4_moe(
     """
     chosen = activation_of(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     experts, rows = w13.shape[:2]
-    shards = 2 if chosen.gated else 1
+    check_weight(x.shape[-1], w13, w13_scale, "w13")
+    check_weight(rows // (2 if chosen.gated else 1), w2, w2_scale, "w2")
+    if w2.shape[:2] != (experts, x.shape[-1]):
+        raise ValueError(
+            f"w2 must be [{experts}, {x.shape[-1]}, ...], as w13 and x are; got {shape(w2)}"
+        )
+    return call_moe(
+        _nvfp4_moe,
+        x,
+        topk_weights,
+        topk_ids,
+        (w13, w13_scale, w13_global_scale),
+        (w2, w2_scale, w2_global_scale),
+        chosen,
+        w13_input_scale,
+        w2_input_scale,
+        apply_router_weight_on_input,
+    )
+
+
+def call_moe(
+    operator: Callable[..., Tensor],
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: tuple[Tensor, Tensor, Tensor],
+    w2: tuple[Tensor, Tensor, Tensor],
+    chosen: Activation,
+    w13_input_scale: Tensor | None,
+    w2_input_scale: Tensor | None,
+    apply_router_weight_on_input: bool,
+) -> Tensor:
+    """One of the operators with MOE_ARGUMENTS, after checks of what does not depend on how weights
+    are stored. w13 and w2 are codes, scales and global scales.
+    """
+    experts = len(w13[0])
     if x.ndim != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != x.shape[:1]:
         raise ValueError(
             f"expected x [T, H] and [T, k] weights and ids; got {shape(x)}, {shape(topk_weights)}"
             f" and {shape(topk_ids)}"
         )
-    check_weight(x.shape[1], w13, w13_scale, "w13")
-    check_weight(rows // shards, w2, w2_scale, "w2")
-    if w2.shape[:2] != (experts, x.shape[1]):
-        raise ValueError(
-            f"w2 must be [{experts}, {x.shape[1]}, ...], as w13 and x are; got {shape(w2)}"
-        )
-    check_factor(w13_global_scale, (experts, shards), "w13_global_scale")
-    check_factor(w2_global_scale, (experts,), "w2_global_scale")
+    check_factor(w13[2], (experts, 2 if chosen.gated else 1), "w13_global_scale")
+    check_factor(w2[2], (experts,), "w2_global_scale")
     if (w13_input_scale is None) != (w2_input_scale is None):
         raise ValueError("input scales must be given for both w13 and w2, or for neither")
     if w13_input_scale is not None and w2_input_scale is not None:
         check_factor(w13_input_scale, (experts,), "w13_input_scale")
         check_factor(w2_input_scale, (experts,), "w2_input_scale")
-    return _nvfp4_moe(
+    return operator(
         x,
         topk_weights.to(torch.float32),
         topk_ids.to(torch.int64),
-        w13,
-        w13_scale,
-        w13_global_scale,
-        w2,
-        w2_scale,
-        w2_global_scale,
+        *w13,
+        *w2,
         w13_input_scale,
         w2_input_scale,
         apply_router_weight_on_input,
