@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.canary import BUDGET_S, Finding, run_canary
 from nibble.canary.agreement import disagreements
 from nibble.canary.client import Asker
 from nibble.canary.computed import references_from
@@ -27,6 +26,7 @@ from nibble.canary.kernels import (
 )
 from nibble.canary.layers import activations_of, on_node
 from nibble.canary.references import References, references_like
+from nibble.canary.run import BUDGET_S, Finding, run_canary
 from nibble.engine.api import Api
 from nibble.engine.contract import (
     ALLOWED_PLUGINS,

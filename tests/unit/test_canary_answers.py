@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nibble.canary import run_canary
 from nibble.canary.client import Answer, Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
@@ -28,6 +27,7 @@ from nibble.canary.references import (
     read_references,
     write_references,
 )
+from nibble.canary.run import run_canary
 from nibble.canary.verification import references_of
 from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError

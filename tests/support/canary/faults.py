@@ -8,9 +8,9 @@ import json
 import time
 from pathlib import Path
 
-from nibble.canary import Finding, run_canary
 from nibble.canary.client import Asker
 from nibble.canary.references import References, record
+from nibble.canary.run import Finding, run_canary
 from nibble.engine.api import Api
 from tests.support.servers.serving import Server
 from tests.support.vllm_plugins import vllm_faults
