@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
-from nibble.cli.groups import FREE_WORDS, GROUPS, Json, Words, print_json, wanted
+from nibble.cli import cache, cluster, patches, recipes
+from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.early_stop import stop_early
 
@@ -23,6 +24,12 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich would take half of its time
     help="Serve NVFP4 models on vLLM.",
 )
+GROUPS = {
+    "recipes": recipes.app,
+    "patches": patches.app,
+    "cache": cache.app,
+    "cluster": cluster.app,
+}
 for name, group in GROUPS.items():
     app.add_typer(group, name=name)
 
@@ -45,7 +52,7 @@ def stop(port: Port = None) -> None:
     """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
     10 without a server.
     """
-    from nibble.cli.serve import background_place, say
+    from nibble.cli.serve import background_place
     from nibble.serve.background import stop as run
 
     code, said = run(background_place(port, dict(os.environ)))
@@ -86,7 +93,7 @@ def plan(words: Words = None) -> None:
     elif "--json" in asked.command.rest:
         print_json(found.to_json())
     else:
-        from nibble.cli.show import show_plan
+        from nibble.cli.show_plan import show_plan
 
         show_plan(found)
 
@@ -240,7 +247,7 @@ def doctor(
     """Check this machine for what stops or slows a server."""
     from nibble.cli.doctor.bundle import open_bundle, write_bundle
     from nibble.cli.doctor.checks import diagnose
-    from nibble.cli.show import show_report
+    from nibble.cli.doctor.show import show_report
 
     environ = dict(os.environ)
     file = open_bundle(bundle) if bundle else None
@@ -275,7 +282,7 @@ def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
 @app.command()
 def version(as_json: Json = False) -> None:
     """Show versions of nibble and of the software that it runs."""
-    from nibble.cli.show import versions
+    from nibble.cli.version import versions
 
     found = versions()
     if as_json:

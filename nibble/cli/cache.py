@@ -8,16 +8,73 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from nibble.engine.installed import compiled_id
+import typer
+
+from nibble.cli.common import Json, print_json
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.disk import gib
-from nibble.plan.compile_cache import FOLDER
-from nibble.plan.gather import read_wishes
-from nibble.serve.compile_cache import Entry, damage, drop, entries, sweep, to_prune
+
+if TYPE_CHECKING:
+    from nibble.serve.compile_cache import Entry
 
 DAY_S = 86400.0
+
+app = typer.Typer(no_args_is_help=True, help="Compiled code that the next start reuses.")
+
+
+@app.command("ls")
+def cache_ls(as_json: Json = False) -> None:
+    """Every entry: its size, what it is for, when it was used last."""
+    from nibble.engine.installed import compiled_id
+
+    there = found(dict(os.environ))
+    print_json([entry.to_json() for entry in there]) if as_json else show(there, compiled_id())
+
+
+@app.command("verify")
+def cache_verify(as_json: Json = False) -> None:
+    """Compare every entry with its record, and drop those that differ: the next start compiles
+    them again.
+    """
+    results = verify(dict(os.environ))
+    if as_json:
+        print_json([vars(result) for result in results])
+    else:
+        for result in results:
+            print(result.line())
+
+
+@app.command("prune")
+def cache_prune(
+    older_than: Annotated[
+        float | None,
+        typer.Option("--older-than", metavar="DAYS", help="Remove entries unused for longer."),
+    ] = None,
+    max_gib: Annotated[
+        float | None,
+        typer.Option("--max-gib", help="Remove the least recently used until the rest fits."),
+    ] = None,
+    all_but_current: Annotated[
+        bool,
+        typer.Option(
+            "--all-but-current", help="Remove entries of builds other than the installed one."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what it would remove.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove entries no server uses, by age, size or build."""
+    gone = prune(dict(os.environ), older_than, max_gib, all_but_current, dry_run)
+    if as_json:
+        print_json([entry.to_json() for entry in gone])
+    else:
+        freed = sum(entry.size_bytes for entry in gone)
+        for entry in gone:
+            print(f"{'would remove' if dry_run else 'removed'} {entry.folder}")
+        print(f"{len(gone)} entries, {freed} bytes")
 
 
 @dataclass(frozen=True)
@@ -38,6 +95,9 @@ class Verified:
 
 def cache_root(environ: Mapping[str, str]) -> Path:
     """The folder of all entries. Raises CONFIG where this user may not look into it."""
+    from nibble.plan.compile_cache import FOLDER
+    from nibble.plan.gather import read_wishes
+
     root = read_wishes([], environ).cache / FOLDER
     try:
         os.listdir(root)
@@ -53,6 +113,8 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 def found(environ: Mapping[str, str]) -> list[Entry]:
     """Every entry, the one used last first."""
+    from nibble.serve.compile_cache import entries
+
     return entries(cache_root(environ))
 
 
@@ -60,7 +122,8 @@ def show(there: Sequence[Entry], build: str) -> None:
     """The entries as a table."""
     from rich.markup import escape
 
-    from nibble.cli.show import plain_table, wide_console
+    from nibble.cli.tables import plain_table, wide_console
+    from nibble.machine.disk import gib
 
     table = plain_table("entry", "size", "last used", "for")
     for entry in there:
@@ -85,12 +148,16 @@ def show(there: Sequence[Entry], build: str) -> None:
 
 def verify(environ: Mapping[str, str]) -> list[Verified]:
     """Read every entry; drop what is damaged and not in use."""
+    from nibble.serve.compile_cache import entries, sweep
+
     root = cache_root(environ)
     sweep(root)
     return [_verified(entry) for entry in entries(root)]
 
 
 def _verified(entry: Entry) -> Verified:
+    from nibble.serve.compile_cache import damage
+
     name = entry.folder.name
     if problems := tuple(damage(entry.folder)):
         return Verified(name, "dropped" if _drop(entry) else "damaged, in use", problems)
@@ -107,6 +174,9 @@ def prune(
     """Remove entries; those that are gone (or would be). Raises USAGE without any limit, CONFIG
     where nothing can be removed.
     """
+    from nibble.engine.installed import compiled_id
+    from nibble.serve.compile_cache import entries, sweep, to_prune
+
     if older_than_days is None and max_gib is None and not all_but_current:
         action = "pass --older-than DAYS, --max-gib N or --all-but-current"
         raise NibbleError(
@@ -134,6 +204,8 @@ def prune(
 
 
 def _drop(entry: Entry) -> bool:
+    from nibble.serve.compile_cache import drop
+
     try:
         return drop(entry.folder)
     except OSError as error:

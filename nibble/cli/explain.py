@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.markup import escape
 
-from nibble.cli.groups import print_json
-from nibble.cli.show import plain_table, wide_console
+from nibble.cli.common import print_json
+from nibble.cli.tables import plain_table, wide_console
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Layer

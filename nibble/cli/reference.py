@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibble.cli.common import say
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import cache_dir
 from nibble.plan.choice import values_of
@@ -39,7 +40,7 @@ def make(
     """Compute and write; what was done, as plain data. Raises MODEL where there can be no
     reference.
     """
-    from nibble.cli.serve import fetched, say
+    from nibble.cli.serve import fetched
     from nibble.hub.pull import as_lines
 
     if activations not in (None, "fp4", "bf16"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.cli.common import say
 from nibble.cli.pull_progress import shown
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
@@ -27,7 +27,6 @@ from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
-from nibble.printable import printable
 from nibble.recipes.recipe import load_recipe
 from nibble.serve.api_key import KeyDecision, resolve_api_key
 from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
@@ -421,8 +420,3 @@ def _announce(plan: Plan) -> None:
         f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble"
         " plan` shows every setting"
     )
-
-
-def say(text: str) -> None:
-    """A line of nibble's own, on stderr."""
-    print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from serving import free_port
 
-from nibble.cli import cluster as commands
+from nibble.cli import cluster_head as commands
 from nibble.cluster import agent as agent_module
 from nibble.cluster import coordinator
 from nibble.cluster import lock as lock_module

@@ -20,7 +20,7 @@ import pytest
 from serving import free_port
 from test_memory import machine
 
-from nibble.cli.show import _watchdog
+from nibble.cli.show_plan import _watchdog
 from nibble.cluster import agent as agent_module
 from nibble.cluster import headless as headless_module
 from nibble.cluster import member as member_module

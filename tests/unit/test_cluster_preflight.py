@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hub import Hub
 
-from nibble.cli import cluster as commands
+from nibble.cli import cluster_head as commands
 from nibble.cli import serve as serve_module
 from nibble.cluster import facts, network
 from nibble.cluster import node as node_module

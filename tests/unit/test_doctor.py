@@ -31,7 +31,7 @@ from nibble.cli.doctor.checks import (
     patch_checks,
     python_checks,
 )
-from nibble.cli.show import show_report
+from nibble.cli.doctor.show import show_report
 from nibble.engine.patching.apply import apply_series
 from nibble.engine.patching.series import load_series
 from nibble.engine.patching.status import Line, keep_report, read_report
