@@ -147,10 +147,19 @@ def convert(
         typer.Option(
             help=(
                 "Text file whose lines the model reads to measure the activation scales of"
-                " --activations fp4."
+                " --activations fp4, or for --method gptq. Default of gptq: Python's manual."
             )
         ),
     ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Quantization of --to nvfp4: round, or gptq, which is closer to the BF16 model and"
+                " needs llm-compressor (docs/nvfp4.md)."
+            )
+        ),
+    ] = "round",
     four_over_six: Annotated[
         bool,
         typer.Option(
@@ -168,7 +177,7 @@ def convert(
     from nibble.checkpoint.convert import convert as run
     from nibble.checkpoint.convert import read_wishes
 
-    wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
+    wishes = read_wishes(activations, calibrate, four_over_six, exclude or (), method)
     done = run(source, dest, to, wishes)
     (
         print_json(vars(done))

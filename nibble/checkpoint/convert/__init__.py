@@ -7,17 +7,18 @@ when it is complete.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
-from nibble.checkpoint.convert import quantize
+from nibble.checkpoint.convert import gptq, quantize
 from nibble.checkpoint.convert.cloverlm import Packing
 from nibble.checkpoint.convert.config import (
     HF_QUANT_FILE,
@@ -30,7 +31,13 @@ from nibble.checkpoint.convert.config import (
 from nibble.checkpoint.convert.files import rewrite
 from nibble.checkpoint.convert.layouts import Relabel, check
 from nibble.checkpoint.convert.original import Original, original
-from nibble.checkpoint.convert.quantize import Quantization, ShareScales, share_scales
+from nibble.checkpoint.convert.quantize import (
+    Encode,
+    Part,
+    Quantization,
+    ShareScales,
+    share_scales,
+)
 from nibble.checkpoint.exclusions import PLAIN
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight
@@ -48,16 +55,21 @@ _SOURCE_LAYOUTS: Mapping[str, Layout] = {
 }
 
 
+Method = Literal["round", "gptq"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
 @dataclass(frozen=True)
 class Wishes:
     """The request of `nibble convert`.
 
     `activations`: None keeps the source's (BF16 sources: "bf16"); "bf16" drops the activation
-    scales of a W4A4 source. The rest is for BF16 sources: `exclude` patterns of module names,
-    `texts` to calibrate activations with, and which layers share a global scale.
+    scales of a W4A4 source. The rest is for BF16 sources: how to quantize, `exclude` patterns of
+    module names, `texts` to calibrate with, and which layers share a global scale.
     """
 
     activations: Activations | None = None
+    method: Method = "round"
     four_over_six: bool = False
     exclude: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
@@ -74,13 +86,19 @@ class Done:
 
 
 def read_wishes(
-    activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
+    activations: str | None,
+    calibrate: Path | None,
+    four_over_six: bool,
+    exclude: Iterable[str],
+    method: str = "round",
 ) -> Wishes:
     """The request of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
     if activations not in (None, "bf16", "fp4"):
         raise NibbleError(
             ExitCode.USAGE, what=f"--activations {activations}", expected="bf16 or fp4"
         )
+    if method not in METHODS:
+        raise NibbleError(ExitCode.USAGE, what=f"--method {method}", expected=" or ".join(METHODS))
     texts: tuple[str, ...] = ()
     if calibrate is not None:
         try:
@@ -97,7 +115,7 @@ def read_wishes(
             raise NibbleError(
                 ExitCode.USAGE, what=f"--calibrate {calibrate} is empty", expected="one text a line"
             )
-    return Wishes(activations, four_over_six, tuple(exclude), texts)
+    return Wishes(activations, method, four_over_six, tuple(exclude), texts)
 
 
 def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
@@ -130,12 +148,20 @@ def _check_words(to: str, wishes: Wishes) -> None:
         raise NibbleError(
             ExitCode.USAGE, what=f"--to {to}", expected=f"one of {', '.join(TARGETS)}"
         )
-    if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
-        what = "--four-over-six, --exclude and --calibrate work only with --to nvfp4"
+    is_gptq = wishes.method == "gptq"
+    if to != "nvfp4" and (is_gptq or wishes.four_over_six or wishes.exclude or wishes.texts):
+        what = "--method, --four-over-six, --exclude and --calibrate work only with --to nvfp4"
         raise NibbleError(
             ExitCode.USAGE, what=what, action="drop them: a change of layout keeps every number"
         )
-    if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
+    if is_gptq and wishes.four_over_six:
+        raise NibbleError(
+            ExitCode.USAGE,
+            what="--four-over-six works only with --method round",
+            action="drop it: --method gptq chooses the scales",
+        )
+    has_fp4 = wishes.activations == "fp4"
+    if to == "nvfp4" and has_fp4 != bool(wishes.texts) and (has_fp4 or not is_gptq):
         what = "--activations fp4 and --calibrate need each other"
         raise NibbleError(
             ExitCode.USAGE,
@@ -290,18 +316,47 @@ def _quantize(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
             action="check the patterns of --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
-    scales = {}
-    if wishes.texts:
-        from nibble.checkpoint.convert.calibrate import input_amax
-
-        with model.bf16_folder(dest) as folder:
-            scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
-    amax = wishes.share_scales(quantize.weight_amax(model.values, found.where, tensors, parts))
-    conversion = Quantization(parts, amax, scales, wishes.four_over_six)
-    ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
-    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-    rewrite(dest, tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+    with _encoder(model, dest, parts, modules, wishes) as encode:
+        scales = _input_scales(model, dest, modules, wishes)
+        conversion = Quantization(parts, encode, scales)
+        ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
+        write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+        rewrite(dest, tensors, model.values, conversion.outputs, conversion.data, model.indexes)
     return len(modules)
+
+
+@contextmanager
+def _encoder(
+    model: Original,
+    dest: Path,
+    parts: Mapping[str, tuple[Part, ...]],
+    modules: list[str],
+    wishes: Wishes,
+) -> Iterator[Encode]:
+    """What quantizes a layer, by the method that is wished. GPTQ computes all of them here."""
+    if wishes.method == "round":
+        amax = quantize.weight_amax(model.values, model.found.where, model.found.tensors, parts)
+        yield quantize.rounding(wishes.share_scales(amax), wishes.four_over_six)
+        return
+    gptq.check_modules(parts)
+    python = gptq.environment(os.environ)
+    texts = wishes.texts or gptq.default_texts()
+    with model.bf16_folder(dest) as folder:
+        rows = gptq.calibration_rows(folder, texts, "the text of --calibrate")
+        with gptq.quantized(python, folder, dest, modules, rows) as encode:
+            yield encode
+
+
+def _input_scales(
+    model: Original, dest: Path, modules: list[str], wishes: Wishes
+) -> dict[str, float]:
+    """The activation scales of W4A4; empty for W4A16."""
+    if wishes.activations != "fp4":
+        return {}
+    from nibble.checkpoint.convert.calibrate import input_amax
+
+    with model.bf16_folder(dest) as folder:
+        return quantize.input_scales(modules, input_amax(folder, wishes.texts))
 
 
 def _pack(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
@@ -309,8 +364,8 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
     found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
         raise _not_bf16(found, "quartet-packed")
-    if wishes.exclude or wishes.texts:
-        what = "--exclude and --calibrate do not work with CloverLM"
+    if wishes.method != "round" or wishes.exclude or wishes.texts:
+        what = "--method, --exclude and --calibrate do not work with CloverLM"
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
