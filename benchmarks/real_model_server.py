@@ -113,16 +113,21 @@ class Reference:
 
     def __init__(self, network: Any) -> None:
         self.network = network
+        self._prompts: dict[tuple[int, ...], Tensor] = {}  # 100 MB for one of 512 tokens
 
     @torch.inference_mode()
     def logprobs(self, ids: Sequence[int], first: int = 1) -> Tensor:
         """[len(ids) - first, vocabulary]: of each token from the one at `first` on."""
-        logits = self.network(torch.tensor([list(ids)])).logits[0, first - 1 : -1]
+        kept = len(ids) - first + 1
+        logits = self.network(torch.tensor([list(ids)]), logits_to_keep=kept).logits[0, :-1]
         return logits.float().log_softmax(-1)
 
     def compare_prompts(self, ask: Ask, rows: Sequence[Sequence[int]]) -> Comparison:
         """Of all tokens of `rows` but the first of each."""
-        return compare([(ids[1:], score(ask, ids), self.logprobs(ids)) for ids in rows])
+        for ids in rows:
+            if tuple(ids) not in self._prompts:
+                self._prompts[tuple(ids)] = self.logprobs(ids)
+        return compare([(ids[1:], score(ask, ids), self._prompts[tuple(ids)]) for ids in rows])
 
     def compare_answers(self, prompt: Sequence[int], found: Sequence[Answer]) -> Comparison:
         """Of the tokens that the server chose after `prompt`."""
