@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from nibble.checkpoint.exclusions import Modules, read_modules
 from nibble.checkpoint.fused_groups import format_problems
+from nibble.checkpoint.gguf.file import SUFFIX
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
 from nibble.checkpoint.layer_tensors import layer_problems
@@ -22,6 +23,7 @@ from nibble.checkpoint.scheme import Scheme, detect_scheme, is_w4a4, weight_only
 from nibble.checkpoint.source import (
     Source,
     download_bytes,
+    needs_conversion,
     open_source,
     read_index,
     read_json,
@@ -221,6 +223,10 @@ def _read_config(source: Source) -> dict[str, Any]:
     if config is None and (params := read_json(source, "params.json")) is not None:
         return {"model_type": "mistral_params", "architectures": [], **params}
     if config is None:
+        if files := sorted(file for file in source.files if file.endswith(SUFFIX)):
+            where = str(source.path / files[0]) if source.path else files[0]
+            what = f"{source.id} holds GGUF files and no config.json"
+            raise needs_conversion(what, where)
         where = f"{source.path}/config.json" if source.path else f"config.json of {source.id}"
         what = f"{where} is missing"
         raise NibbleError(

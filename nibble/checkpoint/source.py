@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from nibble.checkpoint.gguf.file import is_gguf
 from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import Access, access, hub_error, is_model_id, not_an_id, not_cached
@@ -134,6 +135,8 @@ def open_source(
     folder = Path(os.path.expanduser(model))
     if is_folder(folder):
         return _folder(model, folder, "local")
+    if is_gguf(folder):
+        raise needs_conversion(f"{model} is a GGUF file", model)
     if model.startswith((".", "/", "~")):
         raise NibbleError(
             ExitCode.MODEL,
@@ -150,6 +153,16 @@ def open_source(
     if hub.offline:
         return _partial_snapshot(model, revision, hub)
     return _from_hub(model, revision, hub, cached)
+
+
+def needs_conversion(what: str, file: str) -> NibbleError:
+    """The error for GGUF where a model in Hugging Face's format is expected."""
+    return NibbleError(
+        ExitCode.CONFIG,
+        what=what,
+        expected="a model in Hugging Face format",
+        action=f"run `nibble convert {file} FOLDER --to nvfp4` and name FOLDER",
+    )
 
 
 def _folder(model: str, path: Path, kind: Literal["local", "cache"]) -> FolderSource:

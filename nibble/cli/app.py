@@ -119,7 +119,10 @@ def inspect(words: Words = None) -> None:
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, the id of a pulled model, or a demo.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="A folder, the id of a pulled model, a demo, or a GGUF file (nvfp4)."),
+    ],
     dest: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     to: Annotated[
         str,
@@ -128,8 +131,8 @@ def convert(
             help=(
                 "Layout: modelopt, compressed-tensors or quartet-packed, with the same NVFP4"
                 " numbers;"
-                " or nvfp4, which quantizes a BF16 model in ModelOpt's layout (CloverLM in"
-                " Quartet's)."
+                " or nvfp4, which quantizes a BF16 model or a GGUF file in ModelOpt's layout"
+                " (CloverLM in Quartet's)."
             ),
         ),
     ],
@@ -173,12 +176,15 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an NVFP4 checkpoint in another layout, or a BF16 one in NVFP4."""
+    """Write an NVFP4 checkpoint in another layout, or a BF16 model or a GGUF file in NVFP4."""
     from nibble.checkpoint.convert import convert as run
-    from nibble.checkpoint.convert import read_wishes
+    from nibble.checkpoint.convert.wishes import read_wishes
+    from nibble.cli.common import say
+    from nibble.cli.pull_progress import shown
 
     wishes = read_wishes(activations, calibrate, four_over_six, exclude or (), method)
-    done = run(source, dest, to, wishes)
+    with shown(say) as on_progress:
+        done = run(source, dest, to, wishes, on_progress)
     (
         print_json(vars(done))
         if as_json

@@ -60,9 +60,9 @@ PROGRESS_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a stage before vLLM, in bytes."""
+    """Progress of a stage before vLLM, or of a conversion, in bytes."""
 
-    stage: Literal["download", "verify", "reference"]
+    stage: Literal["download", "verify", "reference", "measure", "write"]
     done_bytes: int
     total_bytes: int
 

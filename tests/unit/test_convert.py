@@ -580,3 +580,31 @@ def test_a_full_disk_leaves_nothing_and_is_one_line(bf16: Path, tmp_path: Path) 
     assert done.returncode == ExitCode.NO_FIT, done.stderr
     assert "writing" in done.stderr and "Traceback" not in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_weights_in_other_formats_are_not_copied(bf16: Path, tmp_path: Path) -> None:
+    """A repository often has its weights twice; the copy would be larger than the new model."""
+    (bf16 / "original").mkdir()
+    for name in ("original/consolidated.00.pth", "pytorch_model.bin", "model.gguf"):
+        (bf16 / name).write_bytes(b"weights")
+    (bf16 / "original/params.json").write_text("{}")
+    done = convert(str(bf16), tmp_path / "out", "nvfp4").dest
+    assert (done / "original/params.json").is_file() and (done / "custom/notes.txt").is_file()
+    assert not list(done.rglob("*.pth")) + list(done.glob("*.bin")) + list(done.glob("*.gguf"))
+
+
+def test_a_folder_without_safetensors(bf16: Path, tmp_path: Path) -> None:
+    (bf16 / "model.safetensors").rename(bf16 / "pytorch_model.bin")
+    with pytest.raises(NibbleError) as caught:
+        convert(str(bf16), tmp_path / "out", "nvfp4")
+    assert caught.value.code == ExitCode.MODEL
+    assert "has no safetensors files, only pytorch_model.bin" in caught.value.line()
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text("{}")
+    with pytest.raises(NibbleError) as caught:
+        convert(str(tmp_path / "lora"), tmp_path / "out", "nvfp4")
+    assert caught.value.code == ExitCode.CONFIG
+    assert "is an adapter (LoRA), not a model" in caught.value.line()

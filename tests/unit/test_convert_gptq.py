@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from serving import ROOT
 
 from nibble.checkpoint import read_checkpoint
-from nibble.checkpoint.convert import Wishes, convert, gptq, read_wishes
+from nibble.checkpoint.convert import Wishes, convert, gptq
+from nibble.checkpoint.convert.wishes import read_wishes
 from nibble.errors import ExitCode, NibbleError
 
 DEMO = ROOT / "models" / "nibble-demo"

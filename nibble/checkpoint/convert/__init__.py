@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
@@ -22,7 +22,6 @@ from nibble.checkpoint.convert import gptq, quantize
 from nibble.checkpoint.convert.cloverlm import Packing
 from nibble.checkpoint.convert.config import (
     HF_QUANT_FILE,
-    Activations,
     Layout,
     ignore_list,
     no_kv,
@@ -35,9 +34,8 @@ from nibble.checkpoint.convert.quantize import (
     Encode,
     Part,
     Quantization,
-    ShareScales,
-    share_scales,
 )
+from nibble.checkpoint.convert.wishes import PLAIN_WISHES, Wishes, check_wishes
 from nibble.checkpoint.exclusions import PLAIN
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight
@@ -45,35 +43,13 @@ from nibble.checkpoint.source import FolderSource, read_json
 from nibble.checkpoint.verify import check_scales
 from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub.pull import OnProgress
 
-LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
-TARGETS = (*LAYOUTS, "nvfp4")
 _SOURCE_LAYOUTS: Mapping[str, Layout] = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
     "quartet2": "quartet-packed",
 }
-
-
-Method = Literal["round", "gptq"]
-METHODS: tuple[Method, ...] = get_args(Method)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """The request of `nibble convert`.
-
-    `activations`: None keeps the source's (BF16 sources: "bf16"); "bf16" drops the activation
-    scales of a W4A4 source. The rest is for BF16 sources: how to quantize, `exclude` patterns of
-    module names, `texts` to calibrate with, and which layers share a global scale.
-    """
-
-    activations: Activations | None = None
-    method: Method = "round"
-    four_over_six: bool = False
-    exclude: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    share_scales: ShareScales = share_scales
 
 
 @dataclass(frozen=True)
@@ -85,47 +61,20 @@ class Done:
     nbytes: int
 
 
-def read_wishes(
-    activations: str | None,
-    calibrate: Path | None,
-    four_over_six: bool,
-    exclude: Iterable[str],
-    method: str = "round",
-) -> Wishes:
-    """The request of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
-    if activations not in (None, "bf16", "fp4"):
-        raise NibbleError(
-            ExitCode.USAGE, what=f"--activations {activations}", expected="bf16 or fp4"
-        )
-    if method not in METHODS:
-        raise NibbleError(ExitCode.USAGE, what=f"--method {method}", expected=" or ".join(METHODS))
-    texts: tuple[str, ...] = ()
-    if calibrate is not None:
-        try:
-            texts = tuple(
-                line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip()
-            )
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            what = f"--calibrate {calibrate} cannot be read ({why})"
-            raise NibbleError(
-                ExitCode.USAGE, what=what, expected="a file with one text a line"
-            ) from None
-        if not texts:
-            raise NibbleError(
-                ExitCode.USAGE, what=f"--calibrate {calibrate} is empty", expected="one text a line"
-            )
-    return Wishes(activations, method, four_over_six, tuple(exclude), texts)
-
-
-def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
-    """Write `source` (a folder or a pulled model's id) to the new folder `dest` as `to`, one of
-    TARGETS.
+def convert(
+    source: str,
+    dest: Path,
+    to: str,
+    wishes: Wishes = PLAIN_WISHES,
+    on_progress: OnProgress = lambda _: None,
+) -> Done:
+    """Write `source` (a folder, a pulled model's id or a GGUF file) to the new folder `dest` as
+    `to`, one of TARGETS.
 
     Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
     contradictory words.
     """
-    _check_words(to, wishes)
+    check_wishes(to, wishes)
     if dest.exists():
         raise NibbleError(
             ExitCode.USAGE,
@@ -139,43 +88,8 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
         model.add_others(unfinished)
         from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
-        count = make(model, unfinished, to, wishes)
+        count = make(model, unfinished, to, wishes, on_progress)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
-
-
-def _check_words(to: str, wishes: Wishes) -> None:
-    if to not in TARGETS:
-        raise NibbleError(
-            ExitCode.USAGE, what=f"--to {to}", expected=f"one of {', '.join(TARGETS)}"
-        )
-    is_gptq = wishes.method == "gptq"
-    if to != "nvfp4" and (is_gptq or wishes.four_over_six or wishes.exclude or wishes.texts):
-        what = "--method, --four-over-six, --exclude and --calibrate work only with --to nvfp4"
-        raise NibbleError(
-            ExitCode.USAGE, what=what, action="drop them: a change of layout keeps every number"
-        )
-    if is_gptq and wishes.four_over_six:
-        raise NibbleError(
-            ExitCode.USAGE,
-            what="--four-over-six works only with --method round",
-            action="drop it: --method gptq chooses the scales",
-        )
-    has_fp4 = wishes.activations == "fp4"
-    if to == "nvfp4" and has_fp4 != bool(wishes.texts) and (has_fp4 or not is_gptq):
-        what = "--activations fp4 and --calibrate need each other"
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=what,
-            expected="a file with one text a line for the activation scales",
-        )
-    if to != "nvfp4" and wishes.activations == "fp4":
-        what = "--activations fp4 works only with --to nvfp4"
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=what,
-            action="drop it: a change of layout keeps the activation scales; --activations bf16"
-            " drops them",
-        )
 
 
 def _need_kernels() -> None:
@@ -216,7 +130,7 @@ def _beside(dest: Path) -> Iterator[Path]:
 # --- one layout to another ------------------------------------------------------------------------
 
 
-def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes) -> int:
+def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: OnProgress) -> int:
     found, folder = model.found, model.found.path
     assert folder is not None
     weights = _nvfp4_weights(found)
@@ -234,7 +148,8 @@ def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes) -> int:
         to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
     )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
-    rewrite(dest, found.tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+    values = model.counted("write", found.tensors.values(), on_progress)
+    rewrite(dest, found.tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(weights)
 
 
@@ -304,7 +219,9 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 # --- BF16 to NVFP4 --------------------------------------------------------------------------------
 
 
-def _quantize(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
+def _quantize(
+    model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress
+) -> int:
     found, tensors = model.found, model.found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
         raise _not_bf16(found, "modelopt")
@@ -316,12 +233,13 @@ def _quantize(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
             action="check the patterns of --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
-    with _encoder(model, dest, parts, modules, wishes) as encode:
+    with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
         scales = _input_scales(model, dest, modules, wishes)
         conversion = Quantization(parts, encode, scales)
         ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
         write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-        rewrite(dest, tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+        values = model.counted("write", tensors.values(), on_progress)
+        rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(modules)
 
 
@@ -332,17 +250,19 @@ def _encoder(
     parts: Mapping[str, tuple[Part, ...]],
     modules: list[str],
     wishes: Wishes,
+    on_progress: OnProgress,
 ) -> Iterator[Encode]:
     """What quantizes a layer, by the method that is wished. GPTQ computes all of them here."""
     if wishes.method == "round":
-        amax = quantize.weight_amax(model.values, model.found.where, model.found.tensors, parts)
+        found = model.found
+        values = model.counted("measure", [found.tensors[name] for name in parts], on_progress)
+        amax = quantize.weight_amax(values, found.where, found.tensors, parts)
         yield quantize.rounding(wishes.share_scales(amax), wishes.four_over_six)
         return
     gptq.check_modules(parts)
     python = gptq.environment(os.environ)
-    texts = wishes.texts or gptq.default_texts()
     with model.bf16_folder(dest) as folder:
-        rows = gptq.calibration_rows(folder, texts, "the text of --calibrate")
+        rows = gptq.calibration_rows(folder, wishes.texts or gptq.default_texts())
         with gptq.quantized(python, folder, dest, modules, rows) as encode:
             yield encode
 
@@ -359,7 +279,7 @@ def _input_scales(
         return quantize.input_scales(modules, input_amax(folder, wishes.texts))
 
 
-def _pack(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
+def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> int:
     """CloverLM, whose quantization and layout are Quartet II's."""
     found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
@@ -369,16 +289,18 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes) -> int:
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
+    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
     conversion = Packing(
         {name: part for name, (part,) in parts.items()},
-        quantize.weight_amax(model.values, found.where, tensors, parts),
+        quantize.weight_amax(values, found.where, tensors, parts),
     )
     modules = [name.removesuffix(".weight") for name in parts]
     ignore = ignore_list(
         "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
     )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
-    rewrite(dest, tensors, model.values, conversion.outputs, conversion.data, model.indexes)
+    values = model.counted("write", tensors.values(), on_progress)
+    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(parts)
 
 

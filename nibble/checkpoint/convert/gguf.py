@@ -16,7 +16,7 @@ from nibble.checkpoint.convert.config import CONFIG_FILE
 from nibble.checkpoint.convert.files import Values, rewrite
 from nibble.checkpoint.convert.original import Original
 from nibble.checkpoint.gguf.check import check_tokenizer
-from nibble.checkpoint.gguf.families import config_of, family_of
+from nibble.checkpoint.gguf.families import config_of, family_of, missing_tensors
 from nibble.checkpoint.gguf.file import open_gguf
 from nibble.checkpoint.gguf.tensors import infos, stored_tensors, values
 from nibble.checkpoint.gguf.tokenizer import write_tokenizer
@@ -42,6 +42,14 @@ def gguf_model(path: Path, to: str) -> Original:
     _need_library()
     file = open_gguf(path)
     family = family_of(file)
+    if missing := missing_tensors(file, family):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=f"{path} has no tensor {missing[0]}{more}",
+            expected=f"every tensor of {family.architecture}",
+            action="download the file again",
+        )
     config = config_of(file, family)
     vocabulary = read_vocabulary(file)
     if len(vocabulary.tokens) > config["vocab_size"]:
@@ -58,13 +66,6 @@ def gguf_model(path: Path, to: str) -> Original:
     found = describe(FolderSource(str(path), "local", path, None), config, None, tensors, {})
     for problem in found.problems:
         raise problem.error(found.where)
-    if found.missing:
-        raise NibbleError(
-            ExitCode.MODEL,
-            what=f"{path} lacks {', '.join(found.missing[:3])}",
-            expected=f"every tensor of {family.architecture}",
-            action="download the file again",
-        )
     files = {info.file for info in tensors.values()}
 
     def add_others(dest: Path) -> None:

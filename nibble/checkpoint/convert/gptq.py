@@ -82,7 +82,7 @@ def default_texts() -> tuple[str, ...]:
     return tuple(topics[name] for name in sorted(topics))
 
 
-def calibration_rows(folder: Path, texts: Iterable[str], source: str) -> list[list[int]]:
+def calibration_rows(folder: Path, texts: Iterable[str]) -> list[list[int]]:
     """Up to ROWS rows of ROW_TOKENS token ids, spread over the texts. Raises USAGE for too few."""
     from transformers import AutoTokenizer
 
@@ -92,7 +92,7 @@ def calibration_rows(folder: Path, texts: Iterable[str], source: str) -> list[li
     if len(rows) < LEAST_ROWS:
         raise NibbleError(
             ExitCode.USAGE,
-            what=f"{source} has {len(ids)} tokens",
+            what=f"the text of --calibrate has {len(ids)} tokens",
             expected=f"at least {LEAST_ROWS * ROW_TOKENS} for --method gptq",
             action="give more text, or omit --calibrate: nibble then takes Python's manual",
         )

@@ -25,7 +25,15 @@ def check_tokenizer(folder: Path, file: GgufFile, vocabulary: Vocabulary) -> int
     """
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the library tokenizers raises Exception itself
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=f"{file.path} has a vocabulary that transformers cannot load ({error})",
+            expected="merges of tokens that are in it",
+            action="download the file again",
+        ) from None
     texts = strings(vocabulary.whole)
     for text in texts:
         written = list(tokenizer(text).input_ids)

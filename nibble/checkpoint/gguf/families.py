@@ -7,12 +7,13 @@ drop what they do not know: RoPE factors, soft caps, sizes of experts, dimension
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nibble.checkpoint.gguf.file import GgufFile
+from nibble.checkpoint.gguf.keys import Keys, head_dim
+from nibble.checkpoint.gguf.rope import rope_scaling
 from nibble.errors import ExitCode, NibbleError
 
 Config = dict[str, Any]
@@ -55,7 +56,7 @@ OUTSIDE_LAYERS = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's, which config.json states as four numbers
+MAX_LAYERS = 4096
 
 # Keys that say nothing about the computation, or repeat what a tensor's shape says.
 _SILENT = {"vocab_size", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
@@ -79,59 +80,13 @@ _COMMON = {
 _WINDOW = "attention.sliding_window"
 
 
-class Keys:
-    """The numbers of one architecture; it notes which were asked for."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.prefix = f"{file.architecture}."
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """The number at `key`. Raises MODEL if it is absent, CONFIG if it is not one number."""
-        value = self.file.metadata.get(self.prefix + key, default)
-        if value is None:
-            raise NibbleError(
-                ExitCode.MODEL,
-                what=f"{self.file.path} has no {self.prefix}{key}",
-                action="convert another GGUF file of this model",
-            )
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]  # one number for each layer
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.refused(key, f"{self.prefix}{key} differs from layer to layer")
-        return value
-
-    def get(self, key: str) -> Any:
-        """The value at `key` or None."""
-        return self.file.metadata.get(self.prefix + key)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, as Hugging Face counts. Raises MODEL if it is absent."""
-        if name not in self.file.tensors:
-            raise NibbleError(
-                ExitCode.MODEL,
-                what=f"{self.file.path} has no tensor {name}",
-                expected=f"the tensors of {self.file.architecture}",
-                action="convert another GGUF file of this model",
-            )
-        return shape_of(self.file.tensors[name])
-
-    def refused(self, key: str, what: str) -> NibbleError:
-        """The error for a value that config.json cannot state."""
-        return NibbleError(
-            ExitCode.CONFIG,
-            what=f"{self.file.path}: {what} ({self.prefix}{key} = {self.get(key)})",
-            expected="what Hugging Face's class of this family computes",
-            action="convert another model",
-        )
-
-
 @dataclass(frozen=True)
 class Family:
     """A class of Hugging Face: its name, its tensors, and its part of config.json.
 
     `interleaved`: rows of q and k have their RoPE pairs side by side, as llama.cpp has them for
-    this family. `norm_offset`: what llama.cpp adds to the weights of norms.
+    this family. `norm_offset`: what llama.cpp adds to the weights of norms. `biases`: which of
+    `layer` have one.
     """
 
     model_type: str
@@ -139,13 +94,9 @@ class Family:
     layer: Mapping[str, str]
     extra: Callable[[Keys], Config] = lambda _: {}
     keys: frozenset[str] = field(default_factory=frozenset)
+    biases: tuple[str, ...] = ()
     interleaved: bool = False
     norm_offset: float = 0.0
-
-
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """The shape in Hugging Face's order: GGUF states the fastest dimension first."""
-    return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _llama(keys: Keys) -> Config:
@@ -217,7 +168,7 @@ def _gemma(keys: Keys, large_layers: int) -> Config:
         "attention_bias": False,
         "query_pre_attn_scalar": keys.number("embedding_length") // heads
         if large
-        else _head_dim(keys),
+        else head_dim(keys),
         "sliding_window": keys.number(_WINDOW),
     }
 
@@ -253,6 +204,7 @@ _MOE_KEYS = frozenset(
         "expert_shared_feed_forward_length",
     }
 )
+_QKV = ("attn_q", "attn_k", "attn_v")
 _CAPS = frozenset({_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"})
 _LLAMA_KEYS = frozenset({_WINDOW, "expert_count", "expert_used_count"})
 # Mixtral is llama with experts in GGUF.
@@ -273,7 +225,7 @@ FAMILIES: Mapping[str, Family] = {
         _LLAMA_KEYS,
         interleaved=True,
     ),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM", _LAYER | _MLP, _qwen2),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", _LAYER | _MLP, _qwen2, biases=_QKV),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", _LAYER | _QK_NORMS | _MLP, _qwen),
     "qwen2moe": Family(
         "qwen2_moe",
@@ -281,6 +233,7 @@ FAMILIES: Mapping[str, Family] = {
         _LAYER | _EXPERTS | _SHARED_EXPERT,
         _qwen2_experts,
         _MOE_KEYS,
+        biases=_QKV,
     ),
     "qwen3moe": Family(
         "qwen3_moe", "Qwen3MoeForCausalLM", _LAYER | _QK_NORMS | _EXPERTS, _qwen3_experts, _MOE_KEYS
@@ -319,6 +272,23 @@ def family_of(file: GgufFile) -> Family:
     return FAMILIES[name]
 
 
+def missing_tensors(file: GgufFile, family: Family) -> list[str]:
+    """The tensors that the family has and the file lacks; a head may be the embedding's."""
+    names = [f"{part}.weight" for part in family.layer] + [f"{part}.bias" for part in family.biases]
+    count = Keys(file).number("block_count")
+    if count > MAX_LAYERS:
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=f"{file.path} has {count} layers",
+            expected=f"at most {MAX_LAYERS}",
+            action="download the file again",
+        )
+    layers = range(count)
+    needed = ["token_embd.weight", "output_norm.weight"]
+    needed += [f"blk.{layer}.{name}" for layer in layers for name in names]
+    return [name for name in needed if name not in file.tensors]
+
+
 def config_of(file: GgufFile, family: Family) -> Config:
     """config.json of the model. Raises CONFIG for what it cannot state, MODEL for what the file
     lacks.
@@ -339,7 +309,7 @@ def config_of(file: GgufFile, family: Family) -> Config:
         "intermediate_size": keys.number("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
-        "head_dim": _head_dim(keys),
+        "head_dim": head_dim(keys),
         "rms_norm_eps": _short(keys.number("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": keys.number("context_length"),
         "rope_theta": _short(keys.number("rope.freq_base", 10000.0)),
@@ -347,7 +317,7 @@ def config_of(file: GgufFile, family: Family) -> Config:
         "tie_word_embeddings": tied,
         "use_cache": True,
     }
-    if scaling := _rope_scaling(keys):
+    if scaling := rope_scaling(keys):
         config["rope_scaling"] = scaling
     return config | family.extra(keys)
 
@@ -358,15 +328,10 @@ def _check_keys(keys: Keys, family: Family) -> None:
         name = key.removeprefix(keys.prefix)
         if key.startswith(keys.prefix) and name not in known and keys.get(name) not in (0, False):
             raise keys.refused(name, f"nibble does not know what {key} means for this family")
-    if keys.get("attention.value_length") not in (None, _head_dim(keys)):
+    if keys.get("attention.value_length") not in (None, head_dim(keys)):
         raise keys.refused("attention.value_length", "keys and values differ in size")
-    if keys.get("rope.dimension_count") not in (None, _head_dim(keys)):
+    if keys.get("rope.dimension_count") not in (None, head_dim(keys)):
         raise keys.refused("rope.dimension_count", "RoPE rotates a part of each head")
-
-
-def _head_dim(keys: Keys) -> int:
-    rows, _ = keys.shape("blk.0.attn_q.weight")
-    return rows // keys.number("attention.head_count")
 
 
 def _short(value: float) -> float:
@@ -374,58 +339,3 @@ def _short(value: float) -> float:
     import numpy
 
     return float(str(numpy.float32(value)))
-
-
-def _rope_scaling(keys: Keys) -> Config | None:
-    kind = keys.get("rope.scaling.type")
-    factors = keys.file.tensors.get(ROPE_FACTORS)
-    if factors is not None:
-        return _llama3_scaling(keys, [float(value) for value in factors.data])
-    if kind in (None, "none"):
-        return None
-    if kind not in ("linear", "yarn"):
-        raise keys.refused("rope.scaling.type", f"nibble does not convert RoPE of type {kind}")
-    found: Config = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
-    if kind == "yarn":
-        length = keys.get("rope.scaling.original_context_length")
-        found["original_max_position_embeddings"] = length or keys.number("context_length")
-        for name in ("beta_fast", "beta_slow"):
-            if (value := keys.get(f"rope.scaling.yarn_{name}")) is not None:
-                found[name] = value
-    return found
-
-
-def _llama3_scaling(keys: Keys, factors: list[float]) -> Config:
-    """The numbers of Llama 3.1's RoPE that give these factors.
-
-    The file has only the factors; every published model has 1, 4 and 8192, and 8 or 32 as the
-    largest. Raises CONFIG where they give other factors.
-    """
-    found = {
-        "rope_type": "llama3",
-        "factor": max(factors),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = llama3_factors(keys.number("rope.freq_base", 10000.0), _head_dim(keys), found)
-    if len(expected) != len(factors) or not all(
-        math.isclose(one, other, rel_tol=1e-3) for one, other in zip(expected, factors, strict=True)
-    ):
-        what = f"{ROPE_FACTORS} holds factors that are not those of Llama 3.1's RoPE"
-        raise keys.refused("rope.freq_base", what)
-    return found
-
-
-def llama3_factors(base: float, head_dim: int, scaling: Config) -> list[float]:
-    """By what Llama 3.1's RoPE divides each frequency
-    (transformers modeling_rope_utils.py, _compute_llama3_parameters).
-    """
-    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    found = []
-    for index in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * base ** (index / head_dim)
-        smooth = min(max((length / wavelength - low) / (high - low), 0.0), 1.0)
-        found.append(1 / ((1 - smooth) / factor + smooth))
-    return found

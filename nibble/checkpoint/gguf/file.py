@@ -88,7 +88,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # What the library raises for bytes that are not the format's: it indexes and reshapes.
     except (ValueError, LookupError, OSError, ArithmeticError, TypeError, MemoryError) as error:
         why = " ".join(str(error).split())
-        if unknown := re.match(r"(\d+) is not a valid GGMLQuantizationType", why):
+        if unknown := re.search(r"\b(\d+)\)? is not a valid GGMLQuantizationType", why):
             raise NibbleError(
                 ExitCode.CONFIG,
                 what=f"{path} has tensors of the unknown type {unknown[1]}",

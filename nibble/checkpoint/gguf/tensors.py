@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nibble.checkpoint.gguf.families import OUTSIDE_LAYERS, ROPE_FACTORS, Config, Family, shape_of
+from nibble.checkpoint.gguf.families import OUTSIDE_LAYERS, Config, Family
 from nibble.checkpoint.gguf.file import GgufFile
+from nibble.checkpoint.gguf.keys import shape_of
+from nibble.checkpoint.gguf.rope import ROPE_FACTORS
 from nibble.checkpoint.headers import TensorInfo
 from nibble.errors import ExitCode, NibbleError
 

@@ -162,7 +162,7 @@ def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
         for pattern in splitting.patterns
     ]
     return {
-        "normalizer": None,
+        "normalizer": {"type": "NFC"} if splitting.composed else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, _BYTE_LEVEL]},
         "decoder": _BYTE_LEVEL,
         "model": _bpe(vocabulary, vocabulary.merges, ignore_merges=splitting.whole_words),

@@ -7,6 +7,7 @@ that computes with the tokenizer nibble writes. Both must agree (check.py).
 from __future__ import annotations
 
 import heapq
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,12 +40,14 @@ class Splitting:
 
     `patterns` cut the text one after the other. `whole_words`: a word that is a token is not
     merged from its characters. `begins`: a text begins with the BOS token unless the file says
-    otherwise.
+    otherwise. `composed`: letters and combining marks are composed (NFC), as the models' own
+    tokenizers do and llama.cpp does not.
     """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     begins: bool = False
+    composed: bool = False
 
 
 _DIGITS_AND_WORDS = Splitting((r"\p{N}", _WORDS))
@@ -63,8 +66,8 @@ SPLITTINGS: Mapping[str, Splitting] = {
     "falcon3": _LLAMA_BPE,
     "smaug-bpe": Splitting((_LLAMA3,)),
     "dbrx": Splitting((_LLAMA3,)),
-    "qwen2": Splitting((_QWEN2,)),
-    "deepseek-r1-qwen": Splitting((_QWEN2,)),
+    "qwen2": Splitting((_QWEN2,), composed=True),
+    "deepseek-r1-qwen": Splitting((_QWEN2,), composed=True),
     "tekken": Splitting((_TEKKEN,), whole_words=True, begins=True),
 }
 
@@ -146,7 +149,8 @@ class Vocabulary:
         return pieces
 
     def _merge_bytes(self, text: str) -> Iterable[int]:
-        words = [text]
+        is_composed = self.splitting is not None and self.splitting.composed
+        words = [unicodedata.normalize("NFC", text) if is_composed else text]
         for pattern in self._patterns:
             words = [part for word in words for part in _cut(pattern, word)]
         for word in words:
@@ -155,7 +159,7 @@ class Vocabulary:
                 yield self.ids[spelled]
                 continue
             for part in self._merged(list(spelled)):
-                # A merge may make a piece that is no token; a byte without a token is dropped
+                # A merged piece may have no token of that name; bytes without a token are dropped
                 letters = [part] if part in self.ids else part
                 yield from (self.ids[one] for one in letters if one in self.ids)
 
@@ -273,7 +277,7 @@ def _splitting(file: GgufFile, model: Any) -> Splitting | None:
             expected="gpt2 (byte-level BPE) or llama (SentencePiece)",
             action="convert the model from its Hugging Face format",
         )
-    pre = file.metadata.get("tokenizer.ggml.pre")
+    pre = str(file.metadata.get("tokenizer.ggml.pre"))
     if pre not in SPLITTINGS:
         raise NibbleError(
             ExitCode.CONFIG,
