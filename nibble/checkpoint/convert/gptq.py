@@ -87,7 +87,9 @@ def calibration_rows(folder: Path, texts: Iterable[str]) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    ids: list[int] = tokenizer("\n".join(texts), add_special_tokens=False).input_ids
+    # `verbose` would warn that the whole text is longer than the model's context
+    found = tokenizer("\n".join(texts), add_special_tokens=False, verbose=False)
+    ids: list[int] = found.input_ids
     rows = [ids[at : at + ROW_TOKENS] for at in range(0, len(ids) - ROW_TOKENS + 1, ROW_TOKENS)]
     if len(rows) < LEAST_ROWS:
         raise NibbleError(

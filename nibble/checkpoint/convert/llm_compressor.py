@@ -21,7 +21,7 @@ def main(job: dict[str, Any]) -> None:
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from llmcompressor import oneshot  # pyright: ignore[reportMissingImports]
     from llmcompressor.modifiers.gptq import GPTQModifier  # pyright: ignore[reportMissingImports]
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(job["source"], dtype=torch.bfloat16)
     linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
@@ -43,6 +43,8 @@ def main(job: dict[str, Any]) -> None:
         max_seq_length=len(rows[0]),
         batch_size=4,
     )
+    # nibble reads the weights alone; transformers refuses to write a temperature of 0
+    model.generation_config = GenerationConfig()
     model.save_pretrained(job["dest"], save_compressed=True)
 
 
