@@ -96,6 +96,20 @@ def test_chat_template_is_carried_over(tmp_path: Path) -> None:
     )
 
 
+def test_a_template_with_every_extension(tmp_path: Path) -> None:
+    """transformers adds to Jinja: tojson, loop controls, generation blocks, refusals, dates."""
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system role') }}{% endif %}"
+        "{% generation %}{{ m | tojson(indent=2, sort_keys=True) }} {{ pad_token }}"
+        "{% endgeneration %}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
+        "{{ strftime_now('%Y') }}"
+    )
+    file = file_of(tmp_path, "smollm", template)
+    folder, vocabulary = written(tmp_path / "out", file)
+    assert check_tokenizer(folder, file, vocabulary) == COUNT
+
+
 def test_other_templates(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "v.gguf",

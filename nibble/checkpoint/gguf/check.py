@@ -13,7 +13,7 @@ from typing import Any
 
 from nibble.checkpoint.gguf.file import GgufFile
 from nibble.checkpoint.gguf.strings import CONVERSATIONS, strings
-from nibble.checkpoint.gguf.tokenizer import special_ids, templates
+from nibble.checkpoint.gguf.tokenizer import HF_ROLES, special_ids, templates
 from nibble.checkpoint.gguf.vocabulary import Vocabulary
 from nibble.errors import ExitCode, NibbleError
 
@@ -59,9 +59,8 @@ def _check_template(
     file: GgufFile, tokenizer: Any, name: str, template: str, vocabulary: Vocabulary
 ) -> None:
     special = {
-        f"{role}_token": vocabulary.tokens[number]
+        HF_ROLES[role]: vocabulary.tokens[number]
         for role, number in special_ids(file, vocabulary).items()
-        if role in ("bos", "eos")
     }
     for messages in CONVERSATIONS:
         for ask in (True, False):
@@ -106,17 +105,28 @@ def render(template: str, **values: Any) -> str:
     import json
 
     from jinja2 import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what an assistant says, for training; it changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    def as_json(value: Any, ensure_ascii: bool = False, **words: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+    environment.filters["tojson"] = as_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template).render(tools=None, documents=None, **values)

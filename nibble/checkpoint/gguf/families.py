@@ -57,6 +57,7 @@ OUTSIDE_LAYERS = {
     "output": "lm_head",
 }
 MAX_LAYERS = 4096
+SOFTMAX = 1  # gguf.ExpertGatingFuncType
 
 # Keys that say nothing about the computation, or repeat what a tensor's shape says.
 _SILENT = {"vocab_size", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
@@ -202,6 +203,7 @@ _MOE_KEYS = frozenset(
         "expert_used_count",
         "expert_feed_forward_length",
         "expert_shared_feed_forward_length",
+        "expert_gating_func",
     }
 )
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -330,6 +332,8 @@ def _check_keys(keys: Keys, family: Family) -> None:
             raise keys.refused(name, f"nibble does not know what {key} means for this family")
     if keys.get("attention.value_length") not in (None, head_dim(keys)):
         raise keys.refused("attention.value_length", "keys and values differ in size")
+    if keys.get("expert_gating_func") not in (None, SOFTMAX):
+        raise keys.refused("expert_gating_func", "its router does not use a softmax")
     if keys.get("rope.dimension_count") not in (None, head_dim(keys)):
         raise keys.refused("rope.dimension_count", "RoPE rotates a part of each head")
 

@@ -34,7 +34,7 @@ END_OF_ANSWER = (
     "<end_of_turn>",
 )
 _ROLES = ("bos", "eos", "unknown", "padding")
-_HF_ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+HF_ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def write_tokenizer(dest: Path, file: GgufFile, vocabulary: Vocabulary, max_length: int) -> None:
@@ -54,7 +54,7 @@ def write_tokenizer(dest: Path, file: GgufFile, vocabulary: Vocabulary, max_leng
         "add_bos_token": vocabulary.bos is not None,
         "add_eos_token": vocabulary.eos is not None,
     }
-    config |= {_HF_ROLES[role]: vocabulary.tokens[number] for role, number in roles.items()}
+    config |= {HF_ROLES[role]: vocabulary.tokens[number] for role, number in roles.items()}
     _write(dest / "tokenizer_config.json", config)
     for name, template in templates(file).items():
         path = dest / (f"{OTHER_TEMPLATES}/{name}.jinja" if name else TEMPLATE_FILE)
