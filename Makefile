@@ -63,7 +63,7 @@ generated:
 	nibble recipes lint
 style: ## check the language of docs, comments and messages
 	$(PYTHON) scripts/check_style.py
-	$(PYTHON) scripts/check_style.py --python $(shell git ls-files 'nibble/*.py' 'kernels/*.py')
+	$(PYTHON) scripts/check_style.py --python $(shell git ls-files 'nibble/*.py' 'kernels/*.py' 'tests/*.py')
 fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff check --fix-only --quiet .
 	ruff format .

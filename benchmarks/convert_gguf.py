@@ -74,6 +74,8 @@ def write_model(path: Path, layers: int, kind_name: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    file = writer.fout[0]
+    file.write(bytes(-file.tell() % writer.data_alignment))
     for values in written.values():
         _write(writer, values)
     writer.close()

@@ -1,15 +1,16 @@
-"""NVFP4 beside BF16 on the CPU: single linear layers, and a generated Qwen3 served by vLLM.
+"""NVFP4 compared with BF16 on the CPU: single linear layers, and a generated Qwen3 in vLLM.
 
     python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 7] [--skip-model]
 
-Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its metadata). Layers:
-each round times every variant once, and the ratio is that of the fastest rounds, to the faster of
-torch's BF16 and vLLM's own, since other programs on the machine only add time. Model: hidden 4096,
-intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4
-(tests/fixtures/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a separate
-process, in turn, MODEL_RUNS times; the faster run counts, and the larger memory. Peak memory is
-VmHWM when the model is loaded, which counts pages of the mapped file too; the largest anonymous
-part is sampled every 5 ms.
+Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path, with its metadata).
+
+Layers: each round times every variant once. The ratio compares the fastest rounds with the faster
+of torch's BF16 and vLLM's, because other programs only add time. Model: hidden 4096, intermediate
+12288, 4 layers, vocabulary 2048, with equal values in BF16 and NVFP4
+(tests/support/models/generated_nvfp4.py, 2.7 GB below FOLDER). Each form runs MODEL_RUNS times in
+separate processes, alternately; the faster run and the larger memory count. Peak memory is VmHWM
+after the load, which includes pages of the mapped file; the largest anonymous part is sampled every
+5 ms.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO / "tests/fixtures"))
-from generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
+sys.path.insert(0, str(REPO))
 from machine import machine  # noqa: E402
+
+from tests.support.models.generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
 
 SHAPE = Shape(
     hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of one layer of the model with `rows` rows, and how much faster than BF16."""
+    """Milliseconds of one layer with `rows` rows, and the ratio to BF16."""
     from nibble_kernels.nvfp4_linear import nvfp4_linear
 
     codes, scales = random_nvfp4(name, *LAYERS[name], "cpu")
@@ -111,7 +113,7 @@ def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def vllm_linear(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
-    """What vLLM makes of a BF16 layer on this CPU (vllm 0.32 layers/utils.py:470)."""
+    """vLLM's BF16 layer on this CPU (vllm 0.32 layers/utils.py:470)."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     layer: Any = torch.nn.Module()
@@ -121,7 +123,7 @@ def vllm_linear(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
 
 
 def compare_models(folder: Path) -> dict[str, Any]:
-    """Each form in turn, MODEL_RUNS times; the faster run counts, and the larger memory."""
+    """Run each form MODEL_RUNS times, alternately; the faster run and the larger memory count."""
     runs: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
     for _ in range(MODEL_RUNS):
         for form, (layout, w4a4) in FORMS.items():

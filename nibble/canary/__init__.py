@@ -1,9 +1,14 @@
 """The canary: checks what the server computes and answers before it admits clients.
 
-Six mechanisms, in ten seconds together: `layers` (each worker's comparison with reference.py),
-`computed` (layers and log-probs as transformers computes them from the checkpoint), `references`
-(log-probs of fixed prompts as recorded), `consistency` (what it generates, scored again in one
-piece), `drafts` (speculative decoding) and, where there is no reference, `coherence`.
+Six mechanisms share a budget of ten seconds:
+
+- `layers`: each worker compares its quantized layers with reference.py.
+- `computed`: layers and log-probs match those that transformers computes from the checkpoint.
+- `references`: log-probs of fixed prompts match the recorded ones.
+- `consistency`: generated tokens get the same log-probs when they are scored as a prompt.
+- `drafts`: speculative decoding accepts drafts and does not change the text.
+- `coherence`: the model answers simple questions. Runs only without a reference.
+
 docs/canary.md says which faults each of them finds.
 """
 
@@ -38,17 +43,20 @@ def run_canary(
     samples: bool = True,
     floor: float | None = None,
 ) -> list[Finding]:
-    """Every mechanism that applies. `reports` are the workers', `computed` is a computed reference.
+    """Run every mechanism that applies and return one finding for each.
 
-    `floor` is the share of drafts that has to be accepted.
-
-    Without an `asker`, as for a model that generates nothing, the layers alone.
+    asker: sends the requests. None for a model that generates no text: only `layers` runs.
+    reports: the workers' reports (contract.WorkerReport).
+    references: recorded answers; computed: a reference that `nibble reference` computed.
+    tools: the model may call tools; drafts: speculative decoding is on.
+    samples: also send requests that sample with top_k=1.
+    floor: share of drafted tokens that the model has to accept, 0 to 1.
     """
     layers = _timed("layers", lambda: check_layers(reports))
     if asker is None:
         return [layers]
     checks: dict[str, Callable[[], Finding]] = {}
-    if drafts:  # reads counters that other requests move
+    if drafts:  # first: it reads counters, which the requests of other mechanisms change
         checks["drafts"] = lambda: check_drafts(asker, floor)
     checks["consistency"] = lambda: check_consistency(asker, samples)
     if references is not None:
@@ -63,12 +71,12 @@ def run_canary(
 def _timed(mechanism: str, check: Callable[[], Finding]) -> Finding:
     began = time.monotonic()
     try:
-        found = check()
-    except Broken as what:
-        found = Finding(mechanism, "failed", str(what))
-    except NotCompared as why:
-        found = Finding(mechanism, "not compared", str(why))
+        finding = check()
+    except Broken as broken:
+        finding = Finding(mechanism, "failed", str(broken))
+    except NotCompared as reason:
+        finding = Finding(mechanism, "not compared", str(reason))
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        what = f"an answer does not have vLLM 0.32's shape ({type(error).__name__}: {error})"
-        found = Finding(mechanism, "not compared", what)
-    return found.taking(time.monotonic() - began)
+        detail = f"an answer does not have vLLM 0.32's shape ({type(error).__name__}: {error})"
+        finding = Finding(mechanism, "not compared", detail)
+    return finding.taking(time.monotonic() - began)

@@ -8,18 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nibble.checkpoint.detect_scheme import detect_scheme
 from nibble.checkpoint.exclusions import Modules, read_modules
 from nibble.checkpoint.fused_groups import format_problems
 from nibble.checkpoint.gguf.file import SUFFIX
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.heads import head_dim as _head_dim
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
+from nibble.checkpoint.layer_memory import LayerMemory, Layers
 from nibble.checkpoint.layer_tensors import layer_problems
-from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
-from nibble.checkpoint.layers import head_dim as _head_dim
+from nibble.checkpoint.layers import layers, text_config
 from nibble.checkpoint.missing import missing_tensors
 from nibble.checkpoint.mixed_layers import labels
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, find_weights, header_problems
-from nibble.checkpoint.scheme import Scheme, detect_scheme, is_w4a4, weight_only
+from nibble.checkpoint.scheme import Scheme, is_w4a4, weight_only
 from nibble.checkpoint.source import (
     Source,
     download_bytes,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +12,8 @@ import typer
 from nibble import __version__
 from nibble.cli import cache, cluster, patches, recipes
 from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
-from nibble.errors import ExitCode, NibbleError
+from nibble.cli.failures import guarded
+from nibble.errors import ExitCode
 from nibble.machine.early_stop import stop_early
 
 app = typer.Typer(
@@ -50,7 +49,7 @@ Port = Annotated[
 @app.command()
 def stop(port: Port = None) -> None:
     """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
-    10 without a server.
+    0 without a server.
     """
     from nibble.cli.serve import background_place
     from nibble.serve.background import stop as run
@@ -239,7 +238,7 @@ def pull(words: Words = None) -> None:
     """Download a model completely and verify it; --dry-run: only say what would come, from where
     and whether it fits.
     """
-    from nibble.cli.serve import pull_model as run
+    from nibble.cli.pull import pull_model as run
 
     result, as_json = run(wanted(words, "pull"), dict(os.environ))
     if as_json:
@@ -354,69 +353,7 @@ def verbs() -> list[str]:
 def main() -> None:
     """Run, and turn every failure into one line and its exit code."""
     stop_early(sys.argv[1:])  # again: an older console script begins here
-    sys.exit(_guarded(lambda: app(standalone_mode=False)))
-
-
-def _guarded(run: Callable[[], Any]) -> int:
-    try:
-        return int(run() or 0)
-    except NibbleError as error:
-        print(f"nibble: error: {error.line()}", file=sys.stderr)
-        return int(error.code)
-    except typer.Exit as done:
-        return int(done.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
-    except BrokenPipeError:  # `nibble plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.OK)
-    except Exception as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> int:
-    """A usage error of typer, or a defect of nibble; a traceback only on request."""
-    message = getattr(error, "format_message", None)
-    if message is not None:
-        is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
-        print(
-            message() if is_help else f"nibble: error: {message()}; see `nibble --help`",
-            file=sys.stderr,
-        )
-        return int(ExitCode.USAGE)
-    if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
-        raise error
-    detail = f"{type(error).__name__}: {error}".splitlines()[0]
-    written = _write_traceback(error)
-    where = (
-        f"with the traceback in {written}"
-        if written
-        else "with NIBBLE_DEBUG=1 nibble shows the traceback"
-    )
-    print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
-    return int(ExitCode.INTERNAL)
-
-
-def _write_traceback(error: Exception) -> Path | None:
-    """The traceback in a file for this user alone, beside nibble's state or where temporary
-    files go; None where neither.
-    """
-    import tempfile
-    import traceback
-
-    from nibble.machine.paths import cache_dir
-
-    text = "".join(traceback.format_exception(error))
-    for folder in (cache_dir, lambda: Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError, NibbleError):
-            folder().mkdir(parents=True, exist_ok=True)
-            path = folder() / "last-fault.txt"
-            path.unlink(missing_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            return path
-    return None
+    sys.exit(guarded(lambda: app(standalone_mode=False)))
 
 
 def _version_option(value: bool) -> None:

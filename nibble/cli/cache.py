@@ -79,14 +79,14 @@ def cache_prune(
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of one entry; `problems` where it is not sound."""
+    """The result for one entry; `problems` lists what differs from its record."""
 
     name: str
     state: Literal["sound", "not recorded", "dropped", "damaged, in use"]
     problems: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """For people."""
+        """One line for the terminal."""
         more = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
         return f"{self.name}: {self.state}" + (
             f": {self.problems[0]}{more}" if self.problems else ""
@@ -94,7 +94,7 @@ class Verified:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """The folder of all entries. Raises CONFIG where this user may not look into it."""
+    """The folder of all entries. Raises CONFIG where this user may not read it."""
     from nibble.plan.compile_cache import FOLDER
     from nibble.plan.gather import read_wishes
 
@@ -112,7 +112,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def found(environ: Mapping[str, str]) -> list[Entry]:
-    """Every entry, the one used last first."""
+    """Every entry, the most recently used first."""
     from nibble.serve.compile_cache import entries
 
     return entries(cache_root(environ))
@@ -147,7 +147,7 @@ def show(there: Sequence[Entry], build: str) -> None:
 
 
 def verify(environ: Mapping[str, str]) -> list[Verified]:
-    """Read every entry; drop what is damaged and not in use."""
+    """Compare every entry with its record; drop damaged entries that no server uses."""
     from nibble.serve.compile_cache import entries, sweep
 
     root = cache_root(environ)
@@ -156,7 +156,7 @@ def verify(environ: Mapping[str, str]) -> list[Verified]:
 
 
 def _verified(entry: Entry) -> Verified:
-    from nibble.serve.compile_cache import damage
+    from nibble.serve.compile_record import damage
 
     name = entry.folder.name
     if problems := tuple(damage(entry.folder)):
@@ -171,8 +171,9 @@ def prune(
     all_but_current: bool,
     dry_run: bool,
 ) -> list[Entry]:
-    """Remove entries; those that are gone (or would be). Raises USAGE without any limit, CONFIG
-    where nothing can be removed.
+    """Remove entries and return them; with `dry_run` only select them.
+
+    Raises USAGE without a condition, CONFIG where this user cannot remove an entry.
     """
     from nibble.engine.installed import compiled_id
     from nibble.serve.compile_cache import entries, sweep, to_prune

@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Several machines that serve one mo
 
 @app.command("status", context_settings=FREE_WORDS)
 def cluster_status(words: Words = None) -> None:
-    """The nodes that the head knows, who holds what, and who is lost."""
+    """Show the nodes that the head knows, busy or idle, and lost ones."""
     from nibble.cli.cluster_head import cluster_nodes, node_rows
     from nibble.plan.gather import read_wishes
 
@@ -32,9 +32,9 @@ def cluster_status(words: Words = None) -> None:
 
 @app.command("check", context_settings=FREE_WORDS)
 def cluster_check(words: Words = None) -> None:
-    """The checks before a start, alone: are all nodes there (--nnodes), do they fit together, reach
-    one another, and add up the same numbers? With MODEL: have they got it, or can they download it,
-    and have they the memory for it?
+    """Run the checks of a start alone: all nodes present (--nnodes), compatible, reachable, and
+    equal sums of an all-reduce. With MODEL: present or downloadable on each node, and enough
+    memory.
     """
     from nibble.cli.cluster_head import cluster_check as check
     from nibble.cli.cluster_head import network_lines

@@ -1,4 +1,4 @@
-"""`nibble cluster status` and `nibble cluster check`: both ask the head, from any machine."""
+"""`nibble cluster status` and `nibble cluster check`: both ask the head and run on any machine."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ _NOT_WITH_RAY = ("nnodes", "node_rank")
 
 
 def cluster_nodes(asked: Asked) -> dict[str, Any]:
-    """The head's list of nodes, its state and its run. Raises CLUSTER where no head answers or
-    the token is refused.
+    """The head's list of nodes, its state and its run. Raises CLUSTER where no head answers or the
+    head refuses the token.
     """
     return _ask(_caller(asked))
 
 
 def cluster_check(asked: Asked, say: Callable[[str], None]) -> Report:
-    """What a start checks, over all nodes: those that are expected are waited for. With the model
-    where one is given.
+    """Run the checks of a start on all expected nodes, with the model if one is given.
 
-    How many there have to be is --nnodes, else what rank 0 was started with, else (with Ray and a
-    model) as many as have the GPUs. Not while a server starts or serves: both use the same ports,
+    The number of nodes is --nnodes, else what rank 0 was started with, else (with Ray and a model)
+    as many as have the GPUs. A starting or serving server must not run: both use the same ports,
     network and GPUs.
     """
     caller = _caller(asked)
@@ -62,9 +61,7 @@ def cluster_check(asked: Asked, say: Callable[[str], None]) -> Report:
 def _all_nodes(
     caller: Caller, asked: Asked, plan: Plan | None, say: Callable[[str], None]
 ) -> Sequence[dict[str, Any]]:
-    """The nodes, once all that are expected are there. Raises CLUSTER where they do not come in
-    time.
-    """
+    """Wait for all expected nodes. Raises CLUSTER where they do not join in time."""
     limit_s = asked.settings.cluster_wait_seconds
     deadline, reminder = time.monotonic() + limit_s, Reminder()
     gpus = plan.topology.ranks if plan and plan.topology.mode == "ray" else None
@@ -120,9 +117,7 @@ def _check(
 def _least_memory_bytes(
     plan: Plan | None, nodes: Sequence[Mapping[str, Any]], say: Callable[[str], None]
 ) -> int:
-    """What a start of the model would need on each node; of the engine alone where no model is
-    given.
-    """
+    """Bytes that a start of the model needs on each node; the engine's without a model."""
     there = nodes[0]["facts"].get("target")
     if plan is None:
         return load_target(there).memory.engine_bytes if there and there != "unknown" else 0
@@ -136,8 +131,8 @@ def _least_memory_bytes(
 
 
 def _reached_by_ray(caller: Caller, report: Report, say: Callable[[str], None]) -> Report:
-    """Ray's own ways, as before a start, where this machine is one of the nodes: a driver needs
-    a Ray node beside it.
+    """Check Ray's connections as a start does, where this machine is one of the nodes: a driver
+    needs a Ray node beside it.
     """
     addresses = [node["address"] for node in report.nodes]
     here = caller.environ.get("VLLM_HOST_IP")
@@ -159,7 +154,7 @@ def _reached_by_ray(caller: Caller, report: Report, say: Callable[[str], None]) 
 
 
 def _as_served(asked: Asked, head: str, has_ray: bool) -> Asked:
-    """`asked` as `serve` would read it: with Ray --nnodes is about the check alone."""
+    """`asked` as `serve` would read it. With Ray, --nnodes applies to the check alone."""
     values = {"head_ip": head, **asked.command.values}
     environ = dict(asked.accepted.environ)
     if has_ray:
@@ -184,9 +179,7 @@ def _not_idle(what: str) -> NibbleError:
 
 
 def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A line for each node: name, role, GPUs, processes of vLLM's, last sign of life, host and
-    interface.
-    """
+    """A row for each node: name, role, GPUs, vLLM processes, last heartbeat, host and interface."""
     return [
         (
             node["name"],
@@ -201,8 +194,8 @@ def node_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def network_lines(report: Report) -> list[str]:
-    """A line for each node that said what it is: its interface, the RDMA devices that NCCL would
-    take, and the model there.
+    """A line for each node that reported its facts: interface, the RDMA devices that NCCL would
+    use, and the model there.
     """
     return [
         f"node {node['name']}: {node['facts'].get('interface', '?')}, "

@@ -20,18 +20,18 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 def print_json(data: Any) -> None:
-    """Plain data on stdout."""
+    """Print plain data on stdout."""
     print(json.dumps(data, indent=2, default=str))
 
 
 def say(text: str) -> None:
-    """A line of nibble's own, on stderr."""
+    """Print a message of nibble on stderr."""
     print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)
 
 
 def wanted(words: Sequence[str] | None, verb: str) -> list[str]:
-    """The words of a verb; prints our own help where it is asked for, since typer's does not
-    know vLLM's flags.
+    """The words of a verb. For --help it prints nibble's help and exits: typer's help does not know
+    vLLM's flags.
     """
     given = list(words or ())
     if "--help" in given or "-h" in given:

@@ -18,7 +18,7 @@ TOKEN = "/var/cache/nibble/ray_auth_token"
 
 
 def stop_timeout_s() -> int:
-    """How long a container may take to stop: the drain and a margin."""
+    """Seconds that a container may take to stop: the drain and a margin."""
     return int(default_of("drain_seconds")) + AFTER_THE_DRAIN_S
 
 
@@ -38,12 +38,12 @@ def serve_command(target: str, model: str, *options: str) -> str:
 
 
 def verb_command(words: str, *options: str) -> str:
-    """Another verb of nibble, with the cache volume."""
+    """The command for another verb of nibble, with the cache volume."""
     return wrapped(["docker run --rm", *options, f"-v {VOLUME}", "nibble:cpu", words])
 
 
 def wrapped(parts: Sequence[str]) -> str:
-    """One command, with a line break between parts where a line would get too long."""
+    """One command, with a line break between parts where a line would be too long."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) > WIDTH:
@@ -67,14 +67,14 @@ def gpu_commands() -> list[str]:
 
 
 def hardened_commands() -> list[str]:
-    """Without privileges; only the volume and /tmp can be written."""
+    """A server without privileges that can write only the volume and /tmp."""
     options = ["--gpus all", "--read-only", f"--tmpfs {TMPFS}", f"--shm-size {SHM_SIZE_OF_GPUS}"]
     options += ["--cap-drop ALL", "--security-opt no-new-privileges"]
     return [serve_command(GPU_TARGET, GPU_MODEL, *options)]
 
 
 def look_commands() -> list[str]:
-    """What can be asked of an image without a server."""
+    """Commands that inspect an image without a server."""
     return [
         verb_command(f"doctor {CPU_MODEL}"),
         verb_command(f"plan {CPU_MODEL}"),
@@ -83,13 +83,15 @@ def look_commands() -> list[str]:
 
 
 def owner_commands() -> list[str]:
-    """A volume for another user: everything in it, for group 0 too."""
+    """Give a volume to another user: everything in it, and group 0."""
     script = "'chown -R 2000:0 /var/cache/nibble && chmod -R g+rwX /var/cache/nibble'"
     return [verb_command(f"bash -c {script}", "--user 0:0")]
 
 
 def token_commands() -> list[str]:
-    """The cluster's token from the head's volume into another node's, each as the image's user."""
+    """Copy the cluster's token from the head's volume into another node's, each as the image's
+    user.
+    """
     store = f"'umask 027 && cat > {TOKEN}'"
     return [
         "# on the machine of the head",

@@ -54,7 +54,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def explain(plan: Plan, name: str, as_json: bool) -> None:
-    """Print the history of a flag or variable. Raises USAGE for a name that neither has."""
+    """Print the history of a flag or variable. Raises USAGE for an unknown name."""
     shown, rows = history(plan, name)
     if as_json:
         print_json({"name": shown, "history": rows})

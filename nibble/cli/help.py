@@ -28,8 +28,8 @@ SWITCHES = {
 
 
 def show_verb_help(verb: str) -> None:
-    """Help of a verb that takes nibble's options and vLLM's flags, or of a Ray node, which takes
-    some of the former.
+    """Print the help of a verb that takes nibble's options and vLLM's flags, or of a Ray node,
+    which takes some of nibble's.
     """
     console = Console(highlight=False)
     if verb in WHAT_THEY_DO:
@@ -57,7 +57,7 @@ def show_verb_help(verb: str) -> None:
 
 
 def _options_table(group: str, fields: Sequence[str]) -> Table:
-    """Of `fields`, the options of one group."""
+    """The options of one group that are in `fields`."""
     table = Table(
         title=group,
         title_justify="left",

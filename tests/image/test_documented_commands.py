@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from changes import CONTAINERS
-from containers import Container, client, docker, run_once, running, volume
-from documented import Documented, documented
-from served_containers import chat, trouble
 
 from nibble.cli.container_commands import cpu_commands
 from nibble.plan.shared_memory import VARIABLE
+from tests.support.changes import CONTAINERS
+from tests.support.docker.containers import Container, client, docker, run_once, running, volume
+from tests.support.docker.documented import Documented, documented
+from tests.support.docker.served_containers import chat, trouble
 
 pytestmark = pytest.mark.docker
 

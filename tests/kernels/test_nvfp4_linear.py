@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from changes import OPERATORS
-from kernel_cases import (
+from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
     assert_same_bits,
@@ -25,7 +27,7 @@ from kernel_cases import (
     values_of,
     vectors,
 )
-from torch import Tensor
+from tests.support.paths import ROOT
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 33, 260)  # both loops, their groups and their chunks of rows
 ONE = torch.ones(())
@@ -263,7 +265,7 @@ def test_without_compiled_code_the_result_is_the_same_within_rounding(
     weight, scales = packed_weight(30, 208)
     x, file = torch.randn(5, 208), tmp_path / "args.pt"
     torch.save((x, weight, scales, ONE, torch.tensor([30.0])), file)
-    sources = Path(__file__).parents[2] / "kernels/src"
+    sources = ROOT / "kernels/src"
     subprocess.run(
         [sys.executable, "-c", program, file],
         check=True,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import packed_weight, values_of
 from torch import Tensor
+
+from tests.support.kernels.kernel_cases import packed_weight, values_of
 
 GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 NOT_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
@@ -204,7 +205,7 @@ def test_no_tokens(moe: Any) -> None:
 
 
 def test_experts_without_tokens_are_not_read(kernels: object) -> None:
-    """NaN in every expert that nobody chose."""
+    """NaN in every expert that the router did not choose."""
     from nibble_kernels.nvfp4_moe import nvfp4_moe
 
     layer = experts(6, 64, 32)

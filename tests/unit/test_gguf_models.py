@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
-from gguf_models import DATA, bytes_vocabulary, model_tensors, write_gguf
 from nibble_kernels.weight_quant import Nvfp4Weight, dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -20,6 +19,7 @@ from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import convert
 from nibble.checkpoint.convert.gguf import gguf_model
 from nibble.checkpoint.gguf.tensors import Stored, bf16
+from tests.support.models.gguf_models import DATA, bytes_vocabulary, model_tensors, write_gguf
 
 BLOCKS: dict[str, dict[str, str]] = json.loads((DATA / "llama_cpp_blocks.json").read_text())
 VOCABULARY = len(bytes_vocabulary()[0])

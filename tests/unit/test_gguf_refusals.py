@@ -18,11 +18,16 @@ import numpy
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from gguf_models import bytes_vocabulary, write_gguf
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import convert
 from nibble.errors import ExitCode, NibbleError
+from tests.support.models.gguf_models import (
+    add_number,
+    add_tokenizer,
+    bytes_vocabulary,
+    write_gguf,
+)
 
 VOCABULARY = len(bytes_vocabulary()[0])
 H, WIDE = 64, 96
@@ -249,10 +254,8 @@ def test_other_layouts(to: str, tmp_path: Path) -> None:
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=4, small_first_shard=True)
-    from gguf_models import _add, add_tokenizer
-
     for key, value in NUMBERS.items():
-        _add(writer, f"llama.{key}", value)
+        add_number(writer, f"llama.{key}", value)
     add_tokenizer(writer, "smollm")
     for name, values in tensors().items():
         writer.add_tensor(name, values)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_models import DATA, SPECIAL, TEMPLATE, write_gguf
 from transformers import AutoTokenizer
 
 from nibble.checkpoint.gguf.check import check_tokenizer, render
@@ -22,6 +21,7 @@ from nibble.checkpoint.gguf.strings import CONVERSATIONS, COUNT, strings
 from nibble.checkpoint.gguf.tokenizer import write_tokenizer
 from nibble.checkpoint.gguf.vocabulary import SPLITTINGS, Vocabulary, read_vocabulary
 from nibble.errors import ExitCode, NibbleError
+from tests.support.models.gguf_models import DATA, SPECIAL, TEMPLATE, write_gguf
 
 TRUTH: dict[str, Any] = json.loads((DATA / "llama_cpp_ids.json").read_text(encoding="utf-8"))
 # llama.cpp has no class for combining marks in its pattern for "tekken", and does not compose them

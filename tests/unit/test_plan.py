@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
 from nibble.engine.guard.limits import RequestLimits
 from nibble.engine.schema import load_schema
@@ -17,10 +16,11 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.paths import root
 from nibble.machine.targets import TARGET_NAMES
-from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe
+from tests.support.models.tiny_model import DEEPSEEK_MLA, QWEN3, write_model
+from tests.support.refusals import refusal_of
 
 GIB = 1 << 30
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
@@ -31,9 +31,7 @@ def plan(*words: str, **environ: str) -> Plan:
 
 
 def failure(*words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(*words, **environ)
-    return caught.value
+    return refusal_of(lambda: plan(*words, **environ))
 
 
 def machine(
@@ -48,14 +46,6 @@ def machine(
         gpus, "580.105.08", "13.0", "x86_64", 8, frozenset({"avx512f"}), 128 * GIB, 100 * GIB
     )
     return replace(found, **more)
-
-
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(hardware: Hardware) -> None:
-        monkeypatch.setattr(prepare, "detect", lambda environ: hardware)
-
-    return use
 
 
 def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -> None:
@@ -446,7 +436,7 @@ def test_the_gate_gets_the_request_limits_and_the_body_limit_fits_the_model(tmp_
     (sees / "config.json").write_text(json.dumps({**config, "vision_config": {"hidden_size": 8}}))
     found = plan(text, "--target", "cpu")
     assert found.env["NIBBLE_MAX_BODY_BYTES"].value == str(32 << 20)
-    assert "text alone" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
+    assert "only text" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
     assert "NIBBLE_MAX_MESSAGES" not in found.env  # the default is the gate's, too
     assert found.args["--h11-max-incomplete-event-size"].value == 65536
     assert found.args["--h11-max-header-count"].value == 128

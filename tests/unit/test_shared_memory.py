@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import free_port
-from tiny_model import write_model
 
 from nibble.cli.doctor import checks as doctor
 from nibble.cli.doctor.checks import shm_check
@@ -23,6 +21,8 @@ from nibble.plan.shared_memory import MIB, VARIABLE, check_shared_memory, needed
 from nibble.plan.topology import Topology
 from nibble.serve.preflight import machine as checks
 from nibble.serve.preflight.machine import run_checks
+from tests.support.models.tiny_model import write_model
+from tests.support.servers.serving import free_port
 
 DOCKERS = 64 * MIB
 ONE = Topology("machine", 1, 1, 1, 0, None, "")

@@ -1,4 +1,4 @@
-"""`nibble doctor` for people."""
+"""Prints the report of `nibble doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nibble.cli.show_patches import show_patches
 
 
 def show_report(report: Report) -> None:
-    """A doctor's report as one line a check."""
+    """Print one line for each check, then the table of patches."""
     console = Console(highlight=False, soft_wrap=True)
     colours = {"ok": "green", "warning": "yellow", "fail": "red"}
     for check in report.checks:

@@ -1,4 +1,4 @@
-"""NVFP4 on vLLM's CPU platform, for which vLLM 0.32 has no kernel
+"""nibble's NVFP4 kernels on vLLM's CPU platform, for which vLLM 0.32 has none
 (kernels/linear/__init__.py:574, fused_moe/oracle/nvfp4.py).
 """
 
@@ -26,10 +26,10 @@ from nibble.engine.plugin.experts import (
 
 @reported_as(CPU_LINEAR)
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
-    """nibble::nvfp4_linear on a layer's tensors as the checkpoint has them.
+    """nibble::nvfp4_linear on a layer's tensors in the layout of the checkpoint.
 
-    W4A4 where the layer has `input_global_scale_inv`, W4A16 where it does not.
-    `weight_column_scale`, float32 [N], is applied where the layer has it.
+    W4A4 if the layer has `input_global_scale_inv`, else W4A16. Applies `weight_column_scale`,
+    float32 [N], if the layer has it.
     """
 
     fuses_column_scale = True
@@ -43,7 +43,7 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: codes and scales are read in the checkpoint's own layout."""
+        """Nothing: the kernel reads the checkpoint's layout."""
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return nvfp4_linear(
@@ -58,14 +58,14 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
 
 
 class _CpuExperts(Experts):
-    """nibble::nvfp4_moe on a layer's tensors as they are."""
+    """nibble::nvfp4_moe on a layer's tensors in the layout of the checkpoint."""
 
     where = "on the CPU"
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
-        """gate and up have one input, so the larger scale serves both, as vLLM has it."""
+        """Store the multipliers. gate and up share an input, so the larger scale counts."""
         self.swiglu = {name: swiglu(layer, self.moe, name) for name in ("limit", "alpha", "beta")}
         activation_of(layer.activation.value, **self.swiglu)
         layer.w13_global_scale, layer.w2_global_scale = (
@@ -73,10 +73,8 @@ class _CpuExperts(Experts):
         )
         if not self.use_a16:
             w13, w2 = input_scales
-            layer.w13_input_multiplier, layer.w2_input_multiplier = (
-                _constant(w13.amax(1)),
-                _constant(w2),
-            )
+            layer.w13_input_multiplier = _constant(w13.amax(1))
+            layer.w2_input_multiplier = _constant(w2)
 
     def apply(
         self,
@@ -87,7 +85,7 @@ class _CpuExperts(Experts):
         *shared: object,
         **rest: object,
     ) -> Tensor:
-        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32
+        """The sum of the routed experts. vLLM's runner has computed the shared experts (vllm 0.32
         moe_runner.py:617).
         """
         return nvfp4_moe(

@@ -1,6 +1,4 @@
-"""nibble::nvfp4_moe: experts whose weights stay in NVFP4, with activations as they are or
-quantized too.
-"""
+"""nibble::nvfp4_moe: experts with NVFP4 weights, and unquantized or quantized activations."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ class Activation(NamedTuple):
     beta: float = 0.0
 
 
-# By the values of vLLM's MoEActivation (vllm 0.32 fused_moe/activation.py:20), which says what each
-# computes from line 352.
+# By the values of vLLM's MoEActivation (vllm 0.32 fused_moe/activation.py:20); the formulas begin
+# at line 352 there.
 ACTIVATIONS = {
     "silu": Activation("silu"),
     "gelu": Activation("gelu"),
@@ -56,8 +54,9 @@ ACTIVATIONS = {
 def activation_of(
     name: str, limit: float | None, alpha: float | None, beta: float | None
 ) -> Activation:
-    """What `name` computes. Raises ValueError for a name that is not in ACTIVATIONS and for
-    parameters it does not take.
+    """The activation `name` with the model's swiglu parameters.
+
+    Raises ValueError for a name that is not in ACTIVATIONS, or without a required limit.
     """
     if name not in ACTIVATIONS:
         raise ValueError(
@@ -95,16 +94,18 @@ def nvfp4_moe(
     swiglu_alpha: float | None = None,
     swiglu_beta: float | None = None,
 ) -> Tensor:
-    """The experts' outputs for x [T, H], times topk_weights [T, k] and summed, [T, H] in x's type;
-    formula: reference.py.
+    """The sum of the experts' outputs times topk_weights, [T, H] in x's dtype (see reference.py).
 
-    topk_ids [T, k] (int32 or int64) are rows of the weights; one below 0 is skipped. w13 is uint8
-    [E, 2I, H/2] with float8_e4m3fn scales [E, 2I, H/16], gate's rows first, and float32 global
-    scales [E, 2] of gate and up; without gate [E, I, H/2] and [E, 1]. w2 [E, H, I/2], [E, H, I/16],
-    [E]. `activation` is a value of vLLM's MoEActivation; the swiglu parameters matter to "silu"
-    (limit alone) and "swigluoai_uninterleave". Input scales (float32 [E], both or none) make it
-    W4A4. apply_router_weight_on_input multiplies x instead of the output. Raises ValueError where
-    arguments do not fit.
+    x: [T, H]; topk_weights: [T, k]; topk_ids: int32 or int64 [T, k], indices of experts; negative
+    ids are skipped.
+    w13: codes uint8 [E, 2I, H/2], scales float8_e4m3fn [E, 2I, H/16], gate's rows first, and global
+    scales float32 [E, 2] of gate and up; without gate, I rows and [E, 1].
+    w2: codes [E, H, I/2], scales [E, H, I/16], global scales [E].
+    activation: a value of vLLM's MoEActivation. "silu" uses swiglu_limit, "swigluoai_uninterleave"
+    all three swiglu parameters.
+    w13_input_scale, w2_input_scale: float32 [E], both for W4A4 or none for W4A16.
+    apply_router_weight_on_input: multiply x by the weights instead of the outputs.
+    Raises ValueError if types or shapes do not fit.
     """
     chosen = activation_of(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     experts, rows = w13.shape[:2]
