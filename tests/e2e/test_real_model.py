@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
-from real_model import CALIBRATION, nvfp4
 from real_model_server import Reference, answers, reference
 from real_model_soak import soak
 from real_model_text import held_out, module_docstrings
-from serving import Server
+
+from tests.support.models.real_model import CALIBRATION, nvfp4
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 # Mean divergence in nats from float32 on the same numbers, by checkpoint and type of the KV cache.
@@ -28,7 +29,7 @@ FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens",
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
-PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 96, 32
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
 
 
@@ -134,12 +135,13 @@ def test_answers_to_a_new_and_to_a_cached_prompt(
     before = server.metric("prefix_cache_hits_total")
     check_answers(server, w4a16, record_property)
     hits = server.metric("prefix_cache_hits_total") - before
-    assert hits >= PROMPTS * PROMPT_TOKENS / 2, hits
+    assert hits >= PROMPTS * 256, hits  # whole blocks
 
 
 def test_four_sampled_answers_at_a_time(
     server: Server, w4a16: Model, record_property: Record
 ) -> None:
+    """Seeded, with prompts in pieces, which end vLLM 0.32 without nibble's plugin."""
     tokens = check_answers(server, w4a16, record_property, n=4, temperature=1.0, seed=5)
     assert tokens == 4 * ANSWER_TOKENS * PROMPTS
 

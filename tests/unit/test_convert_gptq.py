@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from serving import ROOT
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import Wishes, convert, gptq
 from nibble.checkpoint.convert.wishes import read_wishes
 from nibble.errors import ExitCode, NibbleError
+from tests.support.paths import ROOT
 
 DEMO = ROOT / "models" / "nibble-demo"
 GPTQ = Wishes(method="gptq")
