@@ -1,4 +1,4 @@
-"""Quantizes a model with a library that has an environment of its own, for real_model_quality.py.
+"""Quantizes a model with a library in a separate environment, for real_model_quality.py.
 
     python real_model_exports.py llm_compressor gptq|awq|awq_gptq BF16_FOLDER DEST
     python real_model_exports.py modelopt mse|awq_lite BF16_FOLDER DEST

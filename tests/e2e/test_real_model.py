@@ -218,7 +218,7 @@ def test_a_tool_that_the_client_names_is_called_with_valid_arguments(server: Ser
 
 
 def test_a_system_prompt_is_in_the_prompt(server: Server) -> None:
-    """The model's template puts a text of its own where there is none."""
+    """The model's template puts a default text where there is none."""
 
     def prompt(*messages: dict[str, str]) -> str:
         status, found = asking(server)(

@@ -56,7 +56,7 @@ def environment(environ: Mapping[str, str]) -> Path:
     raise NibbleError(
         ExitCode.CONFIG,
         what=f"--method gptq needs {PACKAGE} {VERSION}, and {folder} {had}",
-        expected="a virtual environment of its own, because its compressed-tensors is not vLLM's",
+        expected="a separate virtual environment, because its compressed-tensors is not vLLM's",
         action=f"run `python3 -m venv {folder} && {folder}/bin/pip install {PACKAGE}=={VERSION}`",
     )
 
