@@ -40,10 +40,10 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in before:
         monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
     plugin.keep_generators()
-    made = object.__new__(GPUModelRunner)
+    made: Any = object.__new__(GPUModelRunner)
     batch = SimpleNamespace(num_reqs=2, generators={0: generator(3), 1: generator(4)})
-    made.input_batch: Any = batch
-    made.discard_request_mask: Any = SimpleNamespace(np=numpy.array([True, False, True]))
+    made.input_batch = batch
+    made.discard_request_mask = SimpleNamespace(np=numpy.array([True, False, True]))
     return made
 
 
