@@ -28,6 +28,9 @@ BOUNDS_NATS = {("W4A16", "auto"): 2e-3, ("W4A4", "auto"): 0.1, ("W4A16", "fp8"):
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
+# A small model may otherwise fill its answer with blanks, which JSON allows between values.
+COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
@@ -73,7 +76,8 @@ def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def server(w4a16: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For the tests of W4A16 with a BF16 cache."""
-    yield from served(tmp_path_factory.mktemp("server"), w4a16, "--max-model-len", str(CONTEXT))
+    words = ["--max-model-len", str(CONTEXT), "--structured-outputs-config", COMPACT_JSON, *TOOLS]
+    yield from served(tmp_path_factory.mktemp("server"), w4a16, *words)
 
 
 def asking(server: Server) -> Callable[[str, Any], tuple[int, Any]]:
