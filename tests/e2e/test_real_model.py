@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 from real_model_server import Reference, answers, reference
-from real_model_soak import soak
-from real_model_text import held_out, module_docstrings
+from real_model_text import held_out
 
-from tests.support.models.real_model import CALIBRATION, nvfp4
+from tests.support.models.real_model import nvfp4
 from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-# Mean divergence in nats from float32 on the same numbers, by checkpoint and type of the KV cache.
-BOUNDS_NATS = {("W4A16", "auto"): 2e-3, ("W4A4", "auto"): 0.1, ("W4A16", "fp8"): 0.02}
+BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers
 # vLLM computes prompts of 512 tokens in two pieces
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
 CONTEXT = 8192
@@ -58,13 +56,6 @@ def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     yield from load(nvfp4(folder, "--four-over-six"), "bf16")
 
 
-@pytest.fixture(scope="module")
-def w4a4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = tmp_path_factory.mktemp("w4a4") / "model"
-    words = ["--four-over-six", "--activations", "fp4", "--calibrate", str(CALIBRATION)]
-    yield from load(nvfp4(folder, *words), "fp4")
-
-
 def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
     server = Server(folder, ["serve", str(model.folder), *FLAGS, *words])
     try:
@@ -84,12 +75,12 @@ def asking(server: Server) -> Callable[[str, Any], tuple[int, Any]]:
     return lambda path, body: server.ask(path, body, timeout_s=300)
 
 
-def check_prompts(server: Server, model: Model, bound_nats: float, record: Record) -> None:
+def check_prompts(server: Server, model: Model, record: Record) -> None:
     """The log-probs of every token of the rows; `record` gets what was measured."""
     found = model.reference.compare_prompts(asking(server), model.rows)
     record("measured", found)
     assert found.tokens > 4000
-    assert found.mean_kl_nats < bound_nats, found
+    assert found.mean_kl_nats < BOUND_NATS, found
 
 
 # --- every token of a text ------------------------------------------------------------------------
@@ -98,19 +89,7 @@ def check_prompts(server: Server, model: Model, bound_nats: float, record: Recor
 def test_4000_held_out_tokens_in_w4a16(
     server: Server, w4a16: Model, record_property: Record
 ) -> None:
-    check_prompts(server, w4a16, BOUNDS_NATS["W4A16", "auto"], record_property)
-
-
-def test_held_out_tokens_in_w4a4(w4a4: Model, tmp_path: Path, record_property: Record) -> None:
-    for server in served(tmp_path, w4a4, *SHORT):
-        check_prompts(server, w4a4, BOUNDS_NATS["W4A4", "auto"], record_property)
-
-
-def test_held_out_tokens_with_an_fp8_cache(
-    w4a16: Model, tmp_path: Path, record_property: Record
-) -> None:
-    for server in served(tmp_path, w4a16, *SHORT, "--kv-cache-dtype", "fp8"):
-        check_prompts(server, w4a16, BOUNDS_NATS["W4A16", "fp8"], record_property)
+    check_prompts(server, w4a16, record_property)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -128,7 +107,7 @@ def check_answers(server: Server, model: Model, record: Record, **more: Any) -> 
         total += compared.tokens
         divergence += compared.tokens * compared.mean_kl_nats
     record("mean_kl_nats", divergence / total)
-    assert divergence / total < BOUNDS_NATS["W4A16", "auto"]
+    assert divergence / total < BOUND_NATS
     return total
 
 
@@ -239,29 +218,3 @@ def test_a_system_prompt_is_in_the_prompt(server: Server) -> None:
     ends = "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert prompt(SYSTEM, user) == f"<|im_start|>system\n{SYSTEM['content']}{ends}"
     assert "SmolLM" in prompt(user)
-
-
-def test_an_answer_at_the_end_of_8k_tokens(
-    server: Server, w4a16: Model, record_property: Record
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(w4a16.folder)
-    ids = tokenizer("\n\n".join(module_docstrings())).input_ids
-    prompt = ids[: CONTEXT - ANSWER_TOKENS]
-    assert len(prompt) == CONTEXT - ANSWER_TOKENS
-    found = answers(asking(server), prompt, ANSWER_TOKENS)
-    compared = w4a16.reference.compare_answers(prompt, found)
-    record_property("measured", compared)
-    assert compared.mean_kl_nats < BOUNDS_NATS["W4A16", "auto"], compared
-
-
-def test_two_minutes_of_mixed_load_change_nothing(server: Server, record_property: Record) -> None:
-    found = soak(asking(server), server.port, server.process.pid, 120)
-    record_property("measured", found)
-    assert found["equal_answers"] >= found["answers"] - 1, found
-    assert all(status.endswith(("200", "left")) for status in found["requests"]), found
-    early, late = found["memory_bytes"].values()
-    assert late - early < 64 << 20, found
-    first, last = found["median_chat_s"].values()
-    assert last < 3 * first + 1, found
