@@ -3,10 +3,10 @@
     python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N]
         [--out FILE]
 
-tests/support/models/mtp_model.py generates the checkpoint. Its texts follow one cycle of 1024 tokens.
-`correct` is the share of generated tokens that follow the cycle, 1 for a sound model. An MTP head
-that was loaded wrongly has an acceptance of 1/1024. Needs vLLM and nibble-kernels; runs on every
-platform of vLLM.
+tests/support/models/mtp_model.py generates the checkpoint. Its texts follow one cycle of 1024
+tokens. `correct` is the share of generated tokens that follow the cycle, 1 for a sound model. An
+MTP head that was loaded wrongly has an acceptance of 1/1024. Needs vLLM and nibble-kernels; runs on
+every platform of vLLM.
 """
 
 from __future__ import annotations
