@@ -3,7 +3,7 @@
     python benchmarks/convert_gguf.py [--layers 2 6] [--type Q4_0] [--smollm2 FILE.gguf]
         [--out benchmarks/results/convert_gguf.json]
 
-`nibble convert FILE --to nvfp4` as a process of its own, on generated files with the layers of a 7B
+`nibble convert FILE --to nvfp4` in a separate process, on generated files with the layers of a 7B
 Llama (hidden 4096, intermediate 11008, 32000 tokens) and random blocks. Memory is what the process
 holds itself (RssAnon, read 20 times a second) and with the pages of the mapped file (ru_maxrss).
 `cpu_s` is the process's time on all cores; on a machine with other load, seconds say little.

@@ -130,7 +130,7 @@ def _qwen2(_: Keys) -> Config:
 
 
 def _qwen_experts(keys: Keys) -> Config:
-    count, size, _ = keys.shape("blk.0.ffn_gate_exps.weight")
+    count, size, _ = keys.shape("blk.0.ffn_gate_exps.weight", 3)
     if count != keys.number("expert_count"):
         raise keys.refused("expert_count", f"blk.0.ffn_gate_exps.weight has {count} experts")
     return {

@@ -33,22 +33,28 @@ class Keys:
             value = value[0]  # one number for each layer
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.refused(key, f"{self.prefix}{key} differs from layer to layer")
+        if not value > 0:
+            raise self.refused(key, f"{self.prefix}{key} is not above 0")
         return value
 
     def get(self, key: str) -> Any:
         """The value at `key` or None."""
         return self.file.metadata.get(self.prefix + key)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, as Hugging Face counts. Raises MODEL if it is absent."""
-        if name not in self.file.tensors:
+    def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+        """The shape of a tensor, as Hugging Face counts. Raises MODEL if it is absent or has other
+        dimensions.
+        """
+        found = shape_of(self.file.tensors[name]) if name in self.file.tensors else None
+        if found is None or len(found) != dimensions:
+            what = f"no tensor {name}" if found is None else f"{name} of shape {list(found)}"
             raise NibbleError(
                 ExitCode.MODEL,
-                what=f"{self.file.path} has no tensor {name}",
+                what=f"{self.file.path} has {what}",
                 expected=f"the tensors of {self.file.architecture}",
                 action="convert another GGUF file of this model",
             )
-        return shape_of(self.file.tensors[name])
+        return found
 
     def refused(self, key: str, what: str) -> NibbleError:
         """The error for a value that config.json cannot state."""
@@ -61,6 +67,8 @@ class Keys:
 
 
 def head_dim(keys: Keys) -> int:
-    """The size of an attention head."""
-    rows, _ = keys.shape("blk.0.attn_q.weight")
-    return rows // keys.number("attention.head_count")
+    """The size of an attention head. Raises CONFIG where heads do not divide the queries."""
+    (rows, _), heads = keys.shape("blk.0.attn_q.weight"), keys.number("attention.head_count")
+    if rows % heads:
+        raise keys.refused("attention.head_count", f"blk.0.attn_q.weight has {rows} rows")
+    return rows // heads

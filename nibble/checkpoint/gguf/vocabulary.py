@@ -207,7 +207,7 @@ class Vocabulary:
             if part in self.ids:
                 yield self.ids[part]
             else:
-                yield from (self.ids[f"<0x{byte:02X}>"] for byte in part.encode())
+                yield from (self.ids[BYTE_TOKENS[byte]] for byte in part.encode())
 
 
 def _cut(pattern: Any, text: str) -> Iterable[str]:
@@ -233,6 +233,7 @@ def _byte_letters() -> list[str]:
 
 
 BYTE_LETTERS = _byte_letters()
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's
 
 
 def read_vocabulary(file: GgufFile) -> Vocabulary:
@@ -240,27 +241,23 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
     that is incomplete.
     """
     data = file.metadata
-    model = data.get("tokenizer.ggml.model")
-    tokens = data.get("tokenizer.ggml.tokens")
-    if not tokens or not isinstance(tokens, list):
-        raise _incomplete(file.path, "tokenizer.ggml.tokens")
-    splitting = _splitting(file, model)
-    merges = _merges(file, data.get("tokenizer.ggml.merges") or []) if splitting else ()
-    scores = tuple(data.get("tokenizer.ggml.scores") or ()) if splitting is None else ()
-    types = tuple(data.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
-    if (splitting and not merges) or (splitting is None and len(scores) != len(tokens)):
-        raise _incomplete(file.path, f"tokenizer.ggml.{'merges' if splitting else 'scores'}")
-    if len(types) != len(tokens):
-        raise _incomplete(file.path, "tokenizer.ggml.token_type")
+    splitting = _splitting(file, data.get("tokenizer.ggml.model"))
+    tokens = _values(file, "tokens", str)
+    merges = _merges(file) if splitting else ()
+    scores = () if splitting else _values(file, "scores", float, len(tokens))
+    stated = "tokenizer.ggml.token_type" in data
+    types = _values(file, "token_type", int, len(tokens)) if stated else [NORMAL] * len(tokens)
+    if splitting is None and not set(BYTE_TOKENS) <= set(tokens):
+        raise _incomplete(file.path, "tokenizer.ggml.tokens (of <0x00> to <0xFF> some are missing)")
     begins = data.get("tokenizer.ggml.add_bos_token", splitting.begins if splitting else True)
     bos = data.get("tokenizer.ggml.bos_token_id", 1 if splitting is None else None)
     eos = data.get("tokenizer.ggml.eos_token_id", 2 if splitting is None else None)
     return Vocabulary(
         tuple(tokens),
-        types,
+        tuple(types),
         splitting,
         merges,
-        scores,
+        tuple(scores),
         bos if begins else None,
         eos if data.get("tokenizer.ggml.add_eos_token") else None,
         bool(data.get("tokenizer.ggml.add_space_prefix", splitting is None)),
@@ -289,9 +286,19 @@ def _splitting(file: GgufFile, model: Any) -> Splitting | None:
     return SPLITTINGS[pre]
 
 
-def _merges(file: GgufFile, lines: list[str]) -> tuple[tuple[str, str], ...]:
+def _values(file: GgufFile, name: str, kind: type, count: int | None = None) -> list[Any]:
+    """A list of the tokenizer with values of one type, `count` of them if that is known."""
+    found = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not found or not isinstance(found, list) or len(found) != (count or len(found)):
+        raise _incomplete(file.path, f"tokenizer.ggml.{name}")
+    if not all(type(value) is kind for value in found):
+        raise _incomplete(file.path, f"tokenizer.ggml.{name} (its values are of another type)")
+    return found
+
+
+def _merges(file: GgufFile) -> tuple[tuple[str, str], ...]:
     found = []
-    for line in lines:
+    for line in _values(file, "merges", str):
         left, _, right = line[1:].partition(" ")  # the first letter may be a space
         left = line[:1] + left
         if not right:
