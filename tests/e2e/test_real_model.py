@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a published model, through real servers on the CPU: its log-probs against
 float32 arithmetic on the same NVFP4 numbers, whichever way vLLM computes them.
 
-docs/nvfp4.md states the bounds; benchmarks/real_model_quality.py measures what they leave out.
+docs/nvfp4.md has the figures; benchmarks/real_model_quality.py measures what quantizing costs.
 """
 
 from __future__ import annotations
