@@ -28,7 +28,6 @@ CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
 # A small model may otherwise fill its answer with blanks, which JSON allows between values.
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
@@ -67,7 +66,7 @@ def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def server(w4a16: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For the tests of W4A16 with a BF16 cache."""
-    words = ["--max-model-len", str(CONTEXT), "--structured-outputs-config", COMPACT_JSON, *TOOLS]
+    words = ["--max-model-len", str(CONTEXT), "--structured-outputs-config", COMPACT_JSON]
     yield from served(tmp_path_factory.mktemp("server"), w4a16, *words)
 
 
@@ -153,7 +152,7 @@ SCHEMA = {
     "required": ["name", "kind", "age", "tags"],
     "additionalProperties": False,
 }
-SYSTEM = {"role": "system", "content": "You answer with facts. You use tools where there are any."}
+SYSTEM = {"role": "system", "content": "You answer with facts."}
 CHAT = "/v1/chat/completions"
 
 
@@ -181,23 +180,6 @@ def test_fifty_of_fifty_answers_are_valid_by_their_schema(server: Server) -> Non
     for text in found:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(set(found)) > 25  # about their subjects, not one text
-
-
-def test_a_tool_that_the_client_names_is_called_with_valid_arguments(server: Server) -> None:
-    tool = {"type": "function", "function": {"name": "describe", "parameters": SCHEMA}}
-    body = {
-        "model": "default",
-        "messages": [SYSTEM, {"role": "user", "content": "Describe the Eiffel Tower."}],
-        "tools": [tool],
-        "tool_choice": {"type": "function", "function": {"name": "describe"}},
-        "temperature": 0,
-        "max_tokens": 300,
-    }
-    status, answer = asking(server)(CHAT, body)
-    assert status == 200, answer
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
-    assert call["function"]["name"] == "describe"
-    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
 def test_a_system_prompt_is_in_the_prompt(server: Server) -> None:
