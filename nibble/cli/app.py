@@ -82,10 +82,10 @@ def plan(words: Words = None) -> None:
     every source of one flag or variable.
     """
     from nibble.cli.explain import explain, split_words
-    from nibble.plan.gather import plan_for, read_wishes
+    from nibble.plan.gather import plan_for, read_wishes, with_default_model
 
     kept, name = split_words(wanted(words, "plan"))
-    asked = read_wishes(kept, dict(os.environ), ("--json",))
+    asked = with_default_model(read_wishes(kept, dict(os.environ), ("--json",)))
     found = plan_for(asked)
     if name is not None:
         explain(found, name, "--json" in asked.command.rest)

@@ -97,7 +97,7 @@ def _check(
     has_ray = any(node["role"].startswith("ray") for node in nodes)
     if has_ray:  # as before a start: a head without GPUs holds no part of a model
         nodes = [node for node in nodes if node["gpus"]] or nodes
-    folder = local_model(settings.model) if settings.model else None
+    folder = local_model(settings.model, asked.cache) if settings.model else None
     on_hub = {"model": settings.model, "revision": settings.revision}
     flags = values_of(plan.args) if plan else {}
     report = preflight(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nibble.serve.ready_message import QUESTION
 from nibble.settings.options import default_of
 
 VOLUME = "nibble-cache:/var/cache/nibble"
@@ -23,7 +24,7 @@ def stop_timeout_s() -> int:
 
 
 def serve_command(target: str, model: str, *options: str) -> str:
-    """A server whose API only this machine reaches."""
+    """A server whose API only this machine reaches; `model` is empty for the default one."""
     words = ["docker run --rm", f"--name {NAME}", *options, "-p 127.0.0.1:8000:8000"]
     return wrapped(
         [
@@ -31,8 +32,7 @@ def serve_command(target: str, model: str, *options: str) -> str:
             f"--stop-timeout {stop_timeout_s()}",
             f"-v {VOLUME}",
             f"nibble:{target}",
-            "serve",
-            model,
+            f"serve {model}".rstrip(),
         ]
     )
 
@@ -56,8 +56,8 @@ def wrapped(parts: Sequence[str]) -> str:
 
 def cpu_commands() -> list[str]:
     """Quick start without a GPU, with Docker's own 64 MiB of shared memory."""
-    ask = f'docker exec {NAME} nibble chat "What is NVFP4?"'
-    return ["./build.sh cpu", serve_command("cpu", CPU_MODEL), ask]
+    ask = f'docker exec {NAME} nibble chat "{QUESTION}"'
+    return ["./build.sh cpu", serve_command("cpu", ""), ask]
 
 
 def gpu_commands() -> list[str]:

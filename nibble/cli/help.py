@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nibble.hub.packaged import DEFAULT_MODEL
 from nibble.machine.paths import demo_models
 from nibble.settings.node_words import NODE_FIELDS, WHAT_THEY_DO
 from nibble.settings.options import Settings, options
@@ -39,7 +40,8 @@ def show_verb_help(verb: str) -> None:
         lines = [
             f"usage: nibble {verb} [MODEL] [FLAGS]",
             "",
-            f"MODEL is a Hugging Face id, a folder, or a demo: {' or '.join(demo_models())}.",
+            f"MODEL is a Hugging Face id, a folder, {DEFAULT_MODEL}, or a demo:",
+            f"{' or '.join(demo_models())}. Default of serve and plan: {DEFAULT_MODEL}.",
             (
                 "FLAGS are those below and any flag of `vllm serve`. The command line wins over"
                 " VLLM_EXTRA_ARGS, that over"

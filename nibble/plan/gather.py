@@ -13,6 +13,7 @@ from nibble.engine.flags import check_flags, read_flags, split_words
 from nibble.engine.installed import compiled_id, missing_gpu_kernels, vllm_version
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub.packaged import DEFAULT_MODEL, EMBEDDED_MODEL, PACKAGED, packaged_here
 from nibble.hub.transfer import STALL_VARIABLE
 from nibble.machine.disk import is_folder
 from nibble.machine.hardware import Hardware, assume, detect
@@ -31,7 +32,7 @@ from nibble.recipes.rules import load_rules
 from nibble.settings.command_line import CommandLine, read_command_line
 from nibble.settings.environment import Accepted, accept, check_file_environment
 from nibble.settings.options import Settings, options
-from nibble.settings.sources import Loaded, check_option, load_settings
+from nibble.settings.sources import DEFAULT, Loaded, check_option, load_settings
 
 UNKNOWN_UNTIL_PULL = "unknown until pull"
 FindCheckpoint = Callable[[str, str | None], tuple[Checkpoint | None, str]]
@@ -74,12 +75,38 @@ def read_wishes(
     return Asked(loaded, accepted, command)
 
 
-def local_model(model: str) -> Path | None:
-    """The folder that a model argument names: a path or the name of an embedded demo; None for a
-    Hub id.
+def with_default_model(request: Asked) -> Asked:
+    """The request with nibble's default model where it names none. Ranks on several machines have
+    no default: a variable that one of them lacks would give it another model.
+    """
+    settings = request.settings
+    spans_machines = settings.node_rank or settings.nnodes or settings.head_ip
+    if settings.model is not None or spans_machines or settings.cluster == "ray":
+        return request
+    return _with_model(request, DEFAULT_MODEL)
+
+
+def with_embedded_model(request: Asked) -> Asked | None:
+    """The request with the embedded demo in place of the default model; None where the user named
+    the model.
+    """
+    is_default = request.loaded.origins["model"] == DEFAULT
+    return _with_model(request, EMBEDDED_MODEL) if is_default else None
+
+
+def _with_model(request: Asked, model: str) -> Asked:
+    settings = request.settings.model_copy(update={"model": model})
+    return replace(request, loaded=replace(request.loaded, settings=settings))
+
+
+def local_model(model: str, cache: Path | None = None) -> Path | None:
+    """The folder a model argument names: a path, or by its name an embedded demo or a packaged
+    model that is in nibble's `cache`.
     """
     if demo := demo_models().get(model):
         return demo
+    if model in PACKAGED:
+        return packaged_here(model, cache or cache_dir())
     path = Path(os.path.expanduser(model))
     looks_like_path = model.startswith((".", "/", "~")) or is_folder(path)
     return path if looks_like_path else None
@@ -100,15 +127,17 @@ def plan_for(
             ExitCode.USAGE,
             what="the command has no model",
             expected="MODEL or an argument",
-            action="name a model, or run `nibble serve nibble-demo-nvfp4`, the embedded demo",
+            action=f"name a model, or run `nibble serve {DEFAULT_MODEL}`",
         )
     machine = detect(request.accepted.environ)
     target, choice = choose_target(settings, request, machine)
-    folder = local_model(settings.model)
+    folder = local_model(settings.model, request.cache)
     recipe, hardware = _recipe_and_hardware(settings, folder, target, choice, machine)
     revision = settings.revision or (recipe.revision if recipe else "") or None
     if folder is not None:
         checkpoint, note = read_checkpoint(str(folder)), ""
+    elif package := PACKAGED.get(settings.model):
+        checkpoint, note = None, f"{UNKNOWN_UNTIL_PULL} ({package.origin()})"
     else:
         checkpoint, note = (find_checkpoint or _checkpoint_if_here(request))(
             settings.model, revision
@@ -280,8 +309,9 @@ def _recipe_and_hardware(
     assumes.
     """
     recipe_file = None
-    if settings.recipe == "auto" and folder is None and settings.model:
-        recipe_file = load_recipe(settings.model, root())
+    package = PACKAGED.get(settings.model or "")
+    if settings.recipe == "auto" and settings.model and (folder is None or package):
+        recipe_file = load_recipe(package.recipe if package else settings.model, root())
     is_here = target.device == "cpu" or any(
         gpu.capability in target.capabilities for gpu in machine.gpus
     )

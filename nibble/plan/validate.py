@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
@@ -174,9 +175,35 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
     raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's HTTP API", action=action)
 
 
-def _divisors(heads: int) -> str:
-    """The tensor parallel sizes for `heads`, as text, up to 16: no machine has more GPUs."""
-    *rest, last = [str(size) for size in range(1, min(heads, 16) + 1) if heads % size == 0]
+def _parallel_problem(checkpoint: Checkpoint, size: int) -> str:
+    """What of the model tensor parallelism of `size` cannot divide, or ""."""
+    heads, kv_heads = checkpoint.num_attention_heads, checkpoint.num_key_value_heads
+    if heads and heads % size:
+        return f"does not divide the {heads} attention heads"
+    is_mla = any(layer.kind == "mla" for layer in checkpoint.layers or ())
+    # vLLM splits KV heads, or copies them (vllm 0.32 model_executor/layers/linear.py:1053).
+    if kv_heads and not is_mla and kv_heads % size and size % kv_heads:
+        return f"neither divides nor is a multiple of the {kv_heads} KV heads"
+    for blocks in _mlp_blocks(checkpoint):
+        if blocks % size:
+            return f"does not divide the {blocks} NVFP4 blocks in a row of the MLP"
+    return ""
+
+
+def _mlp_blocks(checkpoint: Checkpoint) -> set[int]:
+    """Blocks of 16 weights in a row of each dense down_proj, whose columns the ranks share."""
+    return {
+        weight.columns // GROUP_SIZE
+        for weight in checkpoint.nvfp4
+        if weight.module.endswith(".mlp.down_proj") and not weight.is_draft
+    }
+
+
+def _sizes(checkpoint: Checkpoint) -> str:
+    """The tensor parallel sizes of the model, in words: those of one machine, which has 16 GPUs
+    at most.
+    """
+    *rest, last = [str(size) for size in range(1, 17) if not _parallel_problem(checkpoint, size)]
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
@@ -187,19 +214,14 @@ def check_parallel(
     tensor_parallel: int,
     topology: Topology,
 ) -> None:
-    """Check the tensor parallel size against the model's heads, and the ranks against the machine's
-    GPUs. Raises CONFIG.
+    """Check the tensor parallel size against the model's heads and blocks, and the ranks against
+    the machine's GPUs. Raises CONFIG.
     """
-    heads = checkpoint.num_attention_heads if checkpoint else None
-    if heads and heads % tensor_parallel:
-        what = (
-            f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of"
-            f" {checkpoint.id if checkpoint else ''}"
-        )
+    if checkpoint and (problem := _parallel_problem(checkpoint, tensor_parallel)):
         raise NibbleError(
             ExitCode.CONFIG,
-            what=what,
-            expected=_divisors(heads),
+            what=f"TENSOR_PARALLEL_SIZE={tensor_parallel} {problem} of {checkpoint.id}",
+            expected=_sizes(checkpoint),
             action="change TENSOR_PARALLEL_SIZE",
         )
     ranks = topology.ranks_here

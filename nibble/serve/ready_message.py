@@ -9,9 +9,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nibble.machine.paths import demo_models
 from nibble.serve.api_key import KeyDecision
 
-QUESTION = "What is NVFP4?"
+QUESTION = "What is the capital of France?"
+DEMO_QUESTION = "What is NVFP4?"  # the embedded demos know a handful of answers
 
 
 def ready_lines(
@@ -72,7 +74,8 @@ def curl(url: str, names: Sequence[str], generates: bool, key: KeyDecision) -> s
         line += f' -H "Authorization: Bearer {_key_in_shell(key.path)}"'
     if generates:
         name = "default" if "default" in names else names[0]
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
+        question = DEMO_QUESTION if demo_models().keys() & set(names) else QUESTION
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
         line += f" -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return line
 

@@ -332,3 +332,15 @@ def test_source_builds_compile_for_the_arch_list_of_the_target(target: str) -> N
     assert result.stdout.strip()[-1] in "af", (
         "plain targets refuse the FP4 instructions (ptxas 13.0)"
     )
+
+
+@pytest.mark.parametrize(("value", "code"), [("0", 0), ("yes", 2)])
+def test_the_build_argument_leaves_the_default_model_out_or_is_refused(
+    value: str, code: int
+) -> None:
+    """With 1 it fetches, which the image does (test_documented_commands.py)."""
+    command = ["bash", str(DOCKER / "runtime" / "add_default_model.sh")]
+    environ = {"PATH": os.environ["PATH"], "DEMO_MODEL": value}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == code
+    assert ("expected: 0 or 1" in done.stderr) is bool(code)

@@ -206,7 +206,7 @@ def test_folder_size_counts_linked_blobs_once(tmp_path: Path) -> None:
 
 
 def test_sizes_are_printed_in_the_unit_that_reads_best() -> None:
-    assert (gib(3 << 30), gib(512 << 20), gib(5 << 20)) == ("3.0 GiB", "0.5 GiB", "5.0 MiB")
+    assert (gib(3 << 30), gib(512 << 20), gib(5 << 20)) == ("3.0 GiB", "512.0 MiB", "5.0 MiB")
 
 
 def test_a_certificate_that_vllm_could_not_take_after_the_load_is_refused_before_it(

@@ -202,7 +202,7 @@ def test_too_many_different_grammars_at_a_time_are_refused_with_503(
 def test_a_compile_that_has_no_turn_in_time_is_refused_with_503(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(grammars, "PATIENCE_SECONDS", 0.8)
 
     async def work(found: Grammars) -> list[Problem | None]:
         await found.problem(CHAT, regex("a"), None)
@@ -210,10 +210,11 @@ def test_a_compile_that_has_no_turn_in_time_is_refused_with_503(
             asyncio.ensure_future(found.problem(CHAT, {**regex("spin"), "ignore_eos": n}, None))
             for n in range(8)
         ]
-        await asyncio.sleep(0.05)
+        while "spin" not in log.read_text():
+            await asyncio.sleep(0.01)
         return [await found.problem(CHAT, regex("late"), None), *await asyncio.gather(*spinning)]
 
-    late, *_ = run(work)
+    late, *_ = run(work, Limits(2, 128))
     assert late is not None
     assert late.status == 503
     assert "late" not in log.read_text()

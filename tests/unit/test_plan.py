@@ -19,6 +19,7 @@ from nibble.machine.targets import TARGET_NAMES
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 from tests.support.models.tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 from tests.support.refusals import refusal_of
 
@@ -314,6 +315,27 @@ def test_the_sizes_that_are_suggested_divide_the_heads(
     folder = write_model(tmp_path / "m", QWEN3 | shape)
     refused = failure(str(folder), "--target", "cpu", TENSOR_PARALLEL_SIZE="5")
     assert refused.code is ExitCode.CONFIG and refused.expected == sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ("2", "does not divide the 9 attention heads"),
+        ("9", "does not divide the 96 NVFP4 blocks in a row of the MLP"),
+    ],
+)
+def test_the_sizes_that_divide_smollm2_135m_are_1_and_3(
+    tmp_path: Path, size: str, problem: str
+) -> None:
+    """One layer with its shapes: 9 heads, 3 KV heads, an MLP of 1536."""
+    shape = Shape(
+        hidden=576, intermediate=1536, layers=1, heads=9, kv_heads=3, head_dim=64, vocabulary=128
+    )
+    folder = str(write_checkpoint(tmp_path / "m", shape, "modelopt"))
+    refused = failure(folder, "--target", "cpu", TENSOR_PARALLEL_SIZE=size)
+    assert refused.code is ExitCode.CONFIG
+    assert problem in refused.what and refused.expected == "1 or 3"
+    plan(folder, "--target", "cpu", TENSOR_PARALLEL_SIZE="3")
 
 
 def test_the_fewest_gpus_that_hold_the_weights_are_taken(on: Any, tmp_path: Path) -> None:

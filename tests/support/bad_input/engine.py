@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.bad_input.case import Case, Row, env, row, serve
-from tests.support.bad_input.models import BROKEN, broken, keep
+from tests.support.bad_input.models import BROKEN, THREE_KV_HEADS, broken, keep
 from tests.support.models.tiny_model import (
     DEEPSEEK_MLA,
 )
@@ -20,6 +20,14 @@ def engine_rows() -> list[Row]:
             " change TENSOR_PARALLEL_SIZE",
             env(TENSOR_PARALLEL_SIZE="3"),
             serve("{model}", "-tp", "3"),
+        ),
+        row(
+            "tp-kv-heads",
+            "`TENSOR_PARALLEL_SIZE` fits the attention heads and not the KV heads",
+            5,
+            "TENSOR_PARALLEL_SIZE=2 neither divides nor is a multiple of the 3 KV heads of …;"
+            " expected 1, 3, 6 or 12; change TENSOR_PARALLEL_SIZE",
+            serve(BROKEN, "-tp", "2", prepare=broken(keep, THREE_KV_HEADS)),
         ),
         row(
             "tp-gpus",
