@@ -149,10 +149,19 @@ def convert(
         typer.Option(
             help=(
                 "Text file whose lines the model reads to measure the activation scales of"
-                " --activations fp4."
+                " --activations fp4, or for --method gptq. Default of gptq: Python's manual."
             )
         ),
     ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Quantization of --to nvfp4: round, or gptq, which is closer to the BF16 model and"
+                " needs llm-compressor (docs/nvfp4.md)."
+            )
+        ),
+    ] = "round",
     four_over_six: Annotated[
         bool,
         typer.Option(
@@ -168,11 +177,11 @@ def convert(
 ) -> None:
     """Write an NVFP4 checkpoint in another layout, or a BF16 model or a GGUF file in NVFP4."""
     from nibble.checkpoint.convert import convert as run
-    from nibble.checkpoint.convert import read_wishes
+    from nibble.checkpoint.convert.wishes import read_wishes
     from nibble.cli.common import say
     from nibble.cli.pull_progress import shown
 
-    wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
+    wishes = read_wishes(activations, calibrate, four_over_six, exclude or (), method)
     with shown(say) as on_progress:
         done = run(source, dest, to, wishes, on_progress)
     (

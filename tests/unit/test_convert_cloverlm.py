@@ -15,7 +15,8 @@ from nibble_kernels.scale_layout import untile
 from safetensors.torch import load_file, save_file
 
 from nibble.checkpoint import read_checkpoint
-from nibble.checkpoint.convert import TARGETS, Wishes, convert
+from nibble.checkpoint.convert import Wishes, convert
+from nibble.checkpoint.convert.wishes import TARGETS
 from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes

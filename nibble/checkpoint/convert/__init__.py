@@ -7,6 +7,7 @@ when it is complete.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,11 +18,10 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
-from nibble.checkpoint.convert import quantize
+from nibble.checkpoint.convert import gptq, quantize
 from nibble.checkpoint.convert.cloverlm import Packing
 from nibble.checkpoint.convert.config import (
     HF_QUANT_FILE,
-    Activations,
     Layout,
     ignore_list,
     no_kv,
@@ -30,7 +30,12 @@ from nibble.checkpoint.convert.config import (
 from nibble.checkpoint.convert.files import rewrite
 from nibble.checkpoint.convert.layouts import Relabel, check
 from nibble.checkpoint.convert.original import Original, original
-from nibble.checkpoint.convert.quantize import Quantization, ShareScales, share_scales
+from nibble.checkpoint.convert.quantize import (
+    Encode,
+    Part,
+    Quantization,
+)
+from nibble.checkpoint.convert.wishes import PLAIN_WISHES, Wishes, check_wishes
 from nibble.checkpoint.exclusions import PLAIN
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight
@@ -40,29 +45,11 @@ from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.pull import OnProgress
 
-LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
-TARGETS = (*LAYOUTS, "nvfp4")
 _SOURCE_LAYOUTS: Mapping[str, Layout] = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
     "quartet2": "quartet-packed",
 }
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """The request of `nibble convert`.
-
-    `activations`: None keeps the source's (BF16 sources: "bf16"); "bf16" drops the activation
-    scales of a W4A4 source. The rest is for BF16 sources: `exclude` patterns of module names,
-    `texts` to calibrate activations with, and which layers share a global scale.
-    """
-
-    activations: Activations | None = None
-    four_over_six: bool = False
-    exclude: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    share_scales: ShareScales = share_scales
 
 
 @dataclass(frozen=True)
@@ -74,38 +61,11 @@ class Done:
     nbytes: int
 
 
-def read_wishes(
-    activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
-) -> Wishes:
-    """The request of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
-    if activations not in (None, "bf16", "fp4"):
-        raise NibbleError(
-            ExitCode.USAGE, what=f"--activations {activations}", expected="bf16 or fp4"
-        )
-    texts: tuple[str, ...] = ()
-    if calibrate is not None:
-        try:
-            texts = tuple(
-                line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip()
-            )
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            what = f"--calibrate {calibrate} cannot be read ({why})"
-            raise NibbleError(
-                ExitCode.USAGE, what=what, expected="a file with one text a line"
-            ) from None
-        if not texts:
-            raise NibbleError(
-                ExitCode.USAGE, what=f"--calibrate {calibrate} is empty", expected="one text a line"
-            )
-    return Wishes(activations, four_over_six, tuple(exclude), texts)
-
-
 def convert(
     source: str,
     dest: Path,
     to: str,
-    wishes: Wishes = Wishes(),
+    wishes: Wishes = PLAIN_WISHES,
     on_progress: OnProgress = lambda _: None,
 ) -> Done:
     """Write `source` (a folder, a pulled model's id or a GGUF file) to the new folder `dest` as
@@ -114,7 +74,7 @@ def convert(
     Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
     contradictory words.
     """
-    _check_words(to, wishes)
+    check_wishes(to, wishes)
     if dest.exists():
         raise NibbleError(
             ExitCode.USAGE,
@@ -130,33 +90,6 @@ def convert(
         make = from_bf16 if to == "nvfp4" else _relabel
         count = make(model, unfinished, to, wishes, on_progress)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
-
-
-def _check_words(to: str, wishes: Wishes) -> None:
-    if to not in TARGETS:
-        raise NibbleError(
-            ExitCode.USAGE, what=f"--to {to}", expected=f"one of {', '.join(TARGETS)}"
-        )
-    if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
-        what = "--four-over-six, --exclude and --calibrate work only with --to nvfp4"
-        raise NibbleError(
-            ExitCode.USAGE, what=what, action="drop them: a change of layout keeps every number"
-        )
-    if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
-        what = "--activations fp4 and --calibrate need each other"
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=what,
-            expected="a file with one text a line for the activation scales",
-        )
-    if to != "nvfp4" and wishes.activations == "fp4":
-        what = "--activations fp4 works only with --to nvfp4"
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=what,
-            action="drop it: a change of layout keeps the activation scales; --activations bf16"
-            " drops them",
-        )
 
 
 def _need_kernels() -> None:
@@ -300,20 +233,50 @@ def _quantize(
             action="check the patterns of --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
-    scales = {}
-    if wishes.texts:
-        from nibble.checkpoint.convert.calibrate import input_amax
-
-        with model.bf16_folder(dest) as folder:
-            scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
-    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
-    amax = wishes.share_scales(quantize.weight_amax(values, found.where, tensors, parts))
-    conversion = Quantization(parts, amax, scales, wishes.four_over_six)
-    ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
-    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-    values = model.counted("write", tensors.values(), on_progress)
-    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
+    with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
+        scales = _input_scales(model, dest, modules, wishes)
+        conversion = Quantization(parts, encode, scales)
+        ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
+        write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+        values = model.counted("write", tensors.values(), on_progress)
+        rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(modules)
+
+
+@contextmanager
+def _encoder(
+    model: Original,
+    dest: Path,
+    parts: Mapping[str, tuple[Part, ...]],
+    modules: list[str],
+    wishes: Wishes,
+    on_progress: OnProgress,
+) -> Iterator[Encode]:
+    """What quantizes a layer, by the method that is wished. GPTQ computes all of them here."""
+    if wishes.method == "round":
+        found = model.found
+        values = model.counted("measure", [found.tensors[name] for name in parts], on_progress)
+        amax = quantize.weight_amax(values, found.where, found.tensors, parts)
+        yield quantize.rounding(wishes.share_scales(amax), wishes.four_over_six)
+        return
+    gptq.check_modules(parts)
+    python = gptq.environment(os.environ)
+    with model.bf16_folder(dest) as folder:
+        rows = gptq.calibration_rows(folder, wishes.texts or gptq.default_texts())
+        with gptq.quantized(python, folder, dest, modules, rows) as encode:
+            yield encode
+
+
+def _input_scales(
+    model: Original, dest: Path, modules: list[str], wishes: Wishes
+) -> dict[str, float]:
+    """The activation scales of W4A4; empty for W4A16."""
+    if wishes.activations != "fp4":
+        return {}
+    from nibble.checkpoint.convert.calibrate import input_amax
+
+    with model.bf16_folder(dest) as folder:
+        return quantize.input_scales(modules, input_amax(folder, wishes.texts))
 
 
 def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> int:
@@ -321,8 +284,8 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: On
     found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
         raise _not_bf16(found, "quartet-packed")
-    if wishes.exclude or wishes.texts:
-        what = "--exclude and --calibrate do not work with CloverLM"
+    if wishes.method != "round" or wishes.exclude or wishes.texts:
+        what = "--method, --exclude and --calibrate do not work with CloverLM"
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())

@@ -37,16 +37,17 @@ class Part:
     first: int = 0
 
 
+# A layer, the type that it is stored in and its reader -> bytes of codes, block scales and scale.
+Encode = Callable[[Part, str, Read], tuple[Any, Any, Any]]
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """What to write: `input_scales` by module (empty: W4A16), `amax` by module, four-over-six or
-    not.
-    """
+    """What to write: `encode` quantizes a layer; `input_scales` by module (empty: W4A16)."""
 
     parts: Mapping[str, tuple[Part, ...]]  # by the name of the stored tensor
-    amax: Mapping[str, float]
+    encode: Encode
     input_scales: Mapping[str, float]
-    four_over_six: bool
 
     def outputs(self, info: TensorInfo) -> list[TensorInfo]:
         """The tensors that a stored tensor becomes."""
@@ -70,25 +71,36 @@ class Quantization:
     def data(self, info: TensorInfo, read: Read) -> Iterator[Any]:
         """The bytes of `outputs`."""
         import torch
-        from nibble_kernels.weight_quant import quantize
 
         if info.name not in self.parts:
             yield read(0, info.nbytes)
             return
         for part in self.parts[info.name]:
-            amax = torch.tensor(self.amax[part.module])
-            weight = quantize(
-                weight_of(part, info.dtype, read), amax, four_over_six=self.four_over_six
-            )
-            yield weight.packed.numpy().data
-            yield weight.scales.view(torch.uint8).numpy().data
-            yield weight.global_scale.numpy().tobytes()
+            yield from self.encode(part, info.dtype, read)
             if self.input_scales:
                 yield (
                     torch.tensor(self.input_scales[part.module], dtype=torch.float32)
                     .numpy()
                     .tobytes()
                 )
+
+
+def rounding(amax: Mapping[str, float], four_over_six: bool) -> Encode:
+    """Each weight to the nearest value; `amax` by module sets the scale of a layer."""
+
+    def encode(part: Part, dtype: str, read: Read) -> tuple[Any, Any, Any]:
+        import torch
+        from nibble_kernels.weight_quant import quantize
+
+        largest = torch.tensor(amax[part.module])
+        weight = quantize(weight_of(part, dtype, read), largest, four_over_six=four_over_six)
+        return (
+            weight.packed.numpy().data,
+            weight.scales.view(torch.uint8).numpy().data,
+            weight.global_scale.numpy().tobytes(),
+        )
+
+    return encode
 
 
 def weight_of(part: Part, dtype: str, read: Read) -> Any:

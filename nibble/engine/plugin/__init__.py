@@ -6,6 +6,7 @@
 - cpu.py, cuda.py, kernels.py, fuse_silu.py: nibble's kernels as vLLM layers.
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
+- cpu_seeds.py: requests with a seed on the CPU.
 - whole_load.py, written.py: end a load that leaves a weight unwritten.
 - pulse.py: reports the progress of each process to nibble's supervisor.
 - queues.py: sets the size of the queue of a worker's answers.

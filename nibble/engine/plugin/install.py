@@ -15,6 +15,7 @@ from nibble.engine.plugin import (
     cloverlm,
     cpu_rope,
     cpu_router,
+    cpu_seeds,
     dense,
     fuse_silu,
     kernels,
@@ -45,6 +46,7 @@ def install() -> None:
     router_bias.load_router_biases()
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
+    cpu_seeds.keep_generators()
     whole_load.check_loads()
 
 
