@@ -57,8 +57,8 @@ generated:
 	python docs/architecture.py --check
 	nibble recipes lint
 style: ## check the language of docs, comments and messages
-	$(PYTHON) scripts/check_style.py
-	$(PYTHON) scripts/check_style.py --python $(shell git ls-files 'nibble/*.py' 'kernels/*.py' 'tests/*.py')
+	@$(PYTHON) scripts/check_style.py
+	@$(PYTHON) scripts/check_style.py --python $(shell git ls-files 'nibble/*.py' 'kernels/*.py' 'tests/*.py')
 fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff check --fix-only --quiet .
 	ruff format .

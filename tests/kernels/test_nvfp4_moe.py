@@ -242,16 +242,18 @@ def test_packed_experts_give_the_same_bits(
     layer = experts(5, 208, 48)
     x = torch.randn(tokens, 208).bfloat16()
     weights, ids = routing(tokens, 5, 3)
-    inputs = {"w13_input_scale": torch.full((5,), 2e-3), "w2_input_scale": torch.full((5,), 1e-2)}
-    expected = [
-        nvfp4_moe(x, weights, ids, **layer, activation="silu", **rest) for rest in ({}, inputs)
-    ]
+    inputs: dict[str, Any] = {
+        "w13_input_scale": torch.full((5,), 2e-3),
+        "w2_input_scale": torch.full((5,), 1e-2),
+    }
+    forms: tuple[dict[str, Any], ...] = ({}, inputs)
+    expected = [nvfp4_moe(x, weights, ids, **layer, activation="silu", **rest) for rest in forms]
     for name in ("w13", "w2"):
         before = layer[name].data_ptr()
         both = packed.pack_experts(layer[name], layer[f"{name}_scale"])
         assert both[0].data_ptr() == before
         layer[name], layer[f"{name}_scale"] = both
-    for rest, right in zip(({}, inputs), expected, strict=True):
+    for rest, right in zip(forms, expected, strict=True):
         found = packed.nvfp4_packed_moe(x, weights, ids, **layer, activation="silu", **rest)
         assert torch.equal(found, right)
     monkeypatch.setattr(packed, "_packed_moe", packed._reference)

