@@ -163,8 +163,8 @@ class TestOtherModes:
         assert result.returncode == 2
         assert "max-model-len" in result.stderr.lower()
 
-    def test_no_model_is_exit_2_in_one_line(self, cpu_image: str) -> None:
-        result = run_once(cpu_image)
+    def test_a_pull_without_a_model_is_exit_2_in_one_line(self, cpu_image: str) -> None:
+        result = run_once(cpu_image, "pull")
         assert result.returncode == 2
         assert result.stdout == ""
         assert len(result.stderr.splitlines()) == 1
