@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from nibble.cluster.agent import AgentError
+from nibble.cluster.caller import Caller, token_refused
 from nibble.cluster.complete import Expected, Reminder, living, missing_of
 from nibble.cluster.facts import Problem, usable_rdma
 from nibble.cluster.lock import Claim
 from nibble.cluster.needs import least_memory_bytes
 from nibble.cluster.network import find_interface, network_environ, node_address, resolve
-from nibble.cluster.preflight import Caller, Report, preflight
+from nibble.cluster.preflight import Report, preflight
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.roster import BEAT_S, LOST_S, head_first
 from nibble.cluster.token import members_token
@@ -228,9 +229,7 @@ def _ask(caller: Caller) -> dict[str, Any]:
 
 def _no_answer(caller: Caller, error: AgentError) -> NibbleError:
     if error.status == 401:
-        what = f"the head at {caller.head} refused this token"
-        action = "set RAY_AUTH_TOKEN_FILE to a copy of the head's file"
-        return NibbleError(ExitCode.CLUSTER, what=what, expected="the head's token", action=action)
+        return token_refused(caller.head, "this token")
     if error.status == 404:
         what = f"the node at {caller.head} is not a head"
         return NibbleError(

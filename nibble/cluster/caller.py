@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibble.cluster.agent import AgentError, call
+from nibble.errors import ExitCode, NibbleError
 
 FACTS_TIMEOUT_S = 20.0
 _POLL_S = 0.2
@@ -28,6 +29,16 @@ class Caller:
     ) -> dict[str, Any]:
         """The agent's JSON reply. Raises AgentError."""
         return call(address, path, self.token, body, timeout_s, self.environ)
+
+
+def token_refused(head: str, token: str = "this node's token") -> NibbleError:
+    """The error for status 401 of the head's agent."""
+    return NibbleError(
+        ExitCode.CLUSTER,
+        what=f"the head at {head} refused {token}",
+        expected="the head's token",
+        action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
+    )
 
 
 def ask_all(

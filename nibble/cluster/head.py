@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from nibble.cluster.agent import Handler
+from nibble.cluster.caller import token_refused
 from nibble.cluster.member import Member
 from nibble.cluster.roster import Roster
 from nibble.errors import ExitCode, NibbleError
@@ -87,13 +88,7 @@ def refuse(member: Member) -> None:
     if error is None or error.status == 0:
         return
     if error.status == 401:
-        what = f"the head at {member.head} refused this node's token"
-        raise NibbleError(
-            ExitCode.CLUSTER,
-            what=what,
-            expected="the head's token",
-            action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
-        )
+        raise token_refused(member.head)
     if error.status == 404:
         what = f"the node at {member.head} is not a head"
         raise NibbleError(

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nibble.cluster.agent import AgentError
-from nibble.cluster.caller import Caller
+from nibble.cluster.caller import Caller, token_refused
 from nibble.cluster.complete import INTO_THE_HEAD, Missing, living, missing_gpus, missing_ranks
 from nibble.cluster.lock import Claim
 from nibble.cluster.node import Place
 from nibble.cluster.roster import LOST_S, STOPPING, Roster
-from nibble.errors import ExitCode, NibbleError
 
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
@@ -64,13 +63,7 @@ class Membership:
             self.head_stops = answer.get("state") == STOPPING
         except AgentError as error:
             if error.status == 401:
-                what = f"the head at {self.head} refused this node's token"
-                raise NibbleError(
-                    ExitCode.CLUSTER,
-                    what=what,
-                    expected="the head's token",
-                    action="set RAY_AUTH_TOKEN_FILE",
-                ) from None
+                raise token_refused(self.head) from None
         return self._last_nodes
 
     def missing(self) -> Missing | None:

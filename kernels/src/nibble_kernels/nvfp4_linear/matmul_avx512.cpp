@@ -22,11 +22,6 @@ constexpr int kStepColumns = 1;
 constexpr int kFewAtOnce = 8, kTilesAtOnce = 4, kRowsAtOnce = 6;
 constexpr int64_t kDepth = 16;
 
-struct Decoded {
-  __m512i half[2];
-  explicit Decoded(const uint8_t* codes) : half{_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + 64)} {}
-};
-
 // A permutation reads the lowest four bits of each lane.
 template <int kColumn>
 inline Lanes weights(const Decoded& decoded) {

@@ -27,11 +27,6 @@ constexpr int kStepColumns = 2;
 constexpr int kFewAtOnce = 8, kTilesAtOnce = 4, kRowsAtOnce = 6;
 constexpr int64_t kDepth = 32;
 
-struct Decoded {
-  __m512i half[2];
-  explicit Decoded(const uint8_t* codes) : half{_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + 64)} {}
-};
-
 // The upper half of the float32 2^-7 · value. The permutation reads the lowest five bits of each word, and
 // the fifth, the next code's, makes no difference.
 template <int kStep>

@@ -15,3 +15,9 @@ inline Lanes scales_of(const uint8_t* p) {
   const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
   return _mm512_cvtph_ps(moved);
 }
+
+// The codes of a block of sixteen rows.
+struct Decoded {
+  __m512i half[2];
+  explicit Decoded(const uint8_t* codes) : half{_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + 64)} {}
+};
