@@ -66,8 +66,8 @@ fmt: setup-dev ## format Python and shell, rewrite generated docs
 	nibble docs
 	python docs/architecture.py
 
-# Most of a server's start is imports on one core; more than two servers at once slow each other.
-PROCESSES = --numprocesses 2
+# For two cores: unit tests wait half of their time. Two processes at most start servers (tests/support/turns.py).
+PROCESSES = --numprocesses 3
 
 .PHONY: test test-all
 test: lint ## lint, types, and the tests that fit into 15 minutes on two cores

@@ -1,8 +1,8 @@
 """What runs where: tests that cannot run here are deselected and named in the summary with the
 reason.
 
-`make test` runs them in two processes (pytest-xdist); what must not run at the same time is one
-group.
+`make test` runs them in three processes (pytest-xdist), of which two at most start servers; what
+must not run at the same time is one group.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import pytest
 from tests.support import changes
 from tests.support.docker import containers
 from tests.support.servers import serving
+from tests.support.turns import Turns, make_folder, remove_folder
 
-# Cheap first: a mistake shows before anything is built. Then what has few or long groups, and short
-# ones last, so that both processes end together.
-FOLDERS = ("unit", "patches", "image", "cluster", "e2e", "kernels")
+# One process builds the image, which is mostly waiting, while the others run unit tests: a mistake
+# shows early. Then what has few or long groups, and short ones last, so that all end together.
+FOLDERS = ("image", "cluster", "unit", "patches", "e2e", "kernels")
+# Of these groups two run at a time (tests/support/turns.py).
+COMPUTING = ("patches", "e2e", "kernels")
 # These folders and files share something: fixed ports and names of processes ("machine"), or the
 # bytecode of unpacked releases, which one test writes while another copies it. Probes use all cores
 # by themselves. Every other file is a group: its tests take ports of their process alone.
@@ -36,6 +39,8 @@ TESTS = Path(__file__).parent
 
 left_out = pytest.StashKey[dict[str, list[str]]]()
 seconds = pytest.StashKey[defaultdict[str, float]]()
+turns = pytest.StashKey[Turns]()
+turns_folder = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     serving.vllm_cache()
     config.stash[left_out] = {}
     config.stash[seconds] = defaultdict(float)
+    if (told := getattr(config, "workerinput", None)) is not None:  # one process of several
+        config.stash[turns] = Turns(Path(told["turns"]))
 
 
 def _folder(path: Path) -> str:
@@ -141,12 +148,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
+    """A group that computes keeps its turn from its first test to its last."""
+    folder = _folder(item.path)
+    turn = item.config.stash.get(turns, None)
+    if turn and folder in COMPUTING:
+        turn.take()
     began = time.monotonic()
     try:
         return (yield)
     finally:
-        item.config.stash[seconds][_folder(item.path)] += time.monotonic() - began
+        item.config.stash[seconds][folder] += time.monotonic() - began
+        if turn and (nextitem is None or group(nextitem.nodeid) != group(item.nodeid)):
+            turn.give_back()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Before a process starts: where it finds the turns of this run."""
+    if turns_folder not in node.config.stash:
+        node.config.stash[turns_folder] = make_folder()
+    node.workerinput["turns"] = str(node.config.stash[turns_folder])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if turns_folder in config.stash:
+        remove_folder(config.stash[turns_folder])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

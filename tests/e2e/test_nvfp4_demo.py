@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from demo_dialogues import UNKNOWN_ANSWER, read_other_prompts, read_questions
 
+from tests.support import changes
 from tests.support.paths import IN_VLLM, ROOT
 from tests.support.servers.serving import Server, clean_environ
 
@@ -51,7 +52,12 @@ def wrong(found: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["nibble-demo-nvfp4", "--no-enforce-eager"], id="compiled"),
+        pytest.param(["nibble-demo-nvfp4"], id="eager"),
+        pytest.param(
+            ["nibble-demo-nvfp4", "--no-enforce-eager"],
+            id="compiled",
+            marks=pytest.mark.when_changed(*changes.OPERATORS),
+        ),
         pytest.param(["nibble-demo-moe-nvfp4"], id="experts", marks=pytest.mark.slow),
     ],
 )
