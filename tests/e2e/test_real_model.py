@@ -6,13 +6,10 @@ docs/nvfp4.md has the figures; benchmarks/real_model_quality.py measures what qu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jsonschema
 import pytest
 from real_model_server import Reference, answers, reference
 from real_model_text import held_out
@@ -26,8 +23,6 @@ BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
-# A small model may otherwise fill its answer with blanks, which JSON allows between values.
-COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
@@ -66,7 +61,7 @@ def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def server(w4a16: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For the tests of W4A16 with a BF16 cache."""
-    words = ["--max-model-len", str(CONTEXT), "--structured-outputs-config", COMPACT_JSON]
+    words = ["--max-model-len", str(CONTEXT)]
     yield from served(tmp_path_factory.mktemp("server"), w4a16, *words)
 
 
@@ -134,69 +129,3 @@ def test_answers_with_ngram_drafts(w4a16: Model, tmp_path: Path, record_property
         accepted = server.metric("spec_decode_num_accepted_tokens_total")
         record_property("accepted drafts", accepted)
         assert accepted > 0
-
-
-# --- what applications ask for --------------------------------------------------------------------
-
-SUBJECTS = [f"{adjective} {noun}" for adjective in ("old", "new", "small", "red", "quick")
-            for noun in ("town", "ship", "tree", "song", "tool", "bird", "road", "cake", "lamp",
-                         "game")]  # fmt: skip
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": 30},
-        "kind": {"enum": ["place", "thing", "being"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 999},
-        "tags": {"type": "array", "maxItems": 3, "items": {"type": "string", "maxLength": 12}},
-    },
-    "required": ["name", "kind", "age", "tags"],
-    "additionalProperties": False,
-}
-SYSTEM = {"role": "system", "content": "You answer with facts."}
-CHAT = "/v1/chat/completions"
-
-
-def by_schema(server: Server, subject: str) -> str:
-    body = {
-        "model": "default",
-        "messages": [SYSTEM, {"role": "user", "content": f"Describe a {subject} in JSON."}],
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "thing", "schema": SCHEMA},
-        },
-        "temperature": 0.7,
-        "seed": len(subject),
-        "max_tokens": 300,
-    }
-    status, answer = asking(server)(CHAT, body)
-    assert status == 200, answer
-    return answer["choices"][0]["message"]["content"]
-
-
-def test_fifty_of_fifty_answers_are_valid_by_their_schema(server: Server) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda subject: by_schema(server, subject), SUBJECTS))
-    assert len(found) == 50
-    for text in found:
-        jsonschema.validate(json.loads(text), SCHEMA)
-    assert len(set(found)) > 25  # about their subjects, not one text
-
-
-def test_a_system_prompt_is_in_the_prompt(server: Server) -> None:
-    """The model's template puts a default text where there is none."""
-
-    def prompt(*messages: dict[str, str]) -> str:
-        status, found = asking(server)(
-            "/tokenize", {"model": "default", "messages": list(messages)}
-        )
-        assert status == 200, found
-        status, text = asking(server)(
-            "/detokenize", {"model": "default", "tokens": found["tokens"]}
-        )
-        assert status == 200, text
-        return text["prompt"]
-
-    user = {"role": "user", "content": "Hello"}
-    ends = "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt(SYSTEM, user) == f"<|im_start|>system\n{SYSTEM['content']}{ends}"
-    assert "SmolLM" in prompt(user)
