@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 
 import pytest
 from real_model_server import Reference, answers, reference
-from real_model_text import held_out
+from real_model_text import held_out, module_docstrings
 
 from tests.support.models.real_model import nvfp4
+from tests.support.paths import ROOT
 from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers
+BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers, W4A16 with a BF16 cache
+W4A4_BOUND_NATS = 1.0
+FP8_CACHE_BOUND_NATS = 1.0
+LONG_BOUND_NATS = 1.0
 # vLLM computes prompts of 512 tokens in two pieces
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
 CONTEXT = 8192
@@ -59,6 +63,14 @@ def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def w4a4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = tmp_path_factory.mktemp("w4a4") / "model"
+    texts = ROOT / "models" / "demo_other_prompts.txt"
+    words = ("--four-over-six", "--activations", "fp4", "--calibrate", str(texts))
+    yield from load(nvfp4(folder, *words), "fp4")
+
+
+@pytest.fixture(scope="module")
 def server(w4a16: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For the tests of W4A16 with a BF16 cache."""
     words = ["--max-model-len", str(CONTEXT)]
@@ -69,12 +81,14 @@ def asking(server: Server) -> Callable[[str, Any], tuple[int, Any]]:
     return lambda path, body: server.ask(path, body, timeout_s=300)
 
 
-def check_prompts(server: Server, model: Model, record: Record) -> None:
+def check_prompts(
+    server: Server, model: Model, record: Record, bound_nats: float = BOUND_NATS
+) -> None:
     """The log-probs of every token of the rows; `record` gets what was measured."""
     found = model.reference.compare_prompts(asking(server), model.rows)
     record("measured", found)
     assert found.tokens > 4000
-    assert found.mean_kl_nats < BOUND_NATS, found
+    assert found.mean_kl_nats < bound_nats, found
 
 
 # --- every token of a text ------------------------------------------------------------------------
@@ -84,6 +98,18 @@ def test_4000_held_out_tokens_in_w4a16(
     server: Server, w4a16: Model, record_property: Record
 ) -> None:
     check_prompts(server, w4a16, record_property)
+
+
+def test_held_out_tokens_in_w4a4(w4a4: Model, tmp_path: Path, record_property: Record) -> None:
+    for server in served(tmp_path, w4a4, *SHORT):
+        check_prompts(server, w4a4, record_property, W4A4_BOUND_NATS)
+
+
+def test_held_out_tokens_with_an_fp8_cache(
+    w4a16: Model, tmp_path: Path, record_property: Record
+) -> None:
+    for server in served(tmp_path, w4a16, *SHORT, "--kv-cache-dtype", "fp8"):
+        check_prompts(server, w4a16, record_property, FP8_CACHE_BOUND_NATS)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -129,3 +155,18 @@ def test_answers_with_ngram_drafts(w4a16: Model, tmp_path: Path, record_property
         accepted = server.metric("spec_decode_num_accepted_tokens_total")
         record_property("accepted drafts", accepted)
         assert accepted > 0
+
+
+def test_an_answer_at_the_end_of_8k_tokens(
+    server: Server, w4a16: Model, record_property: Record
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(w4a16.folder)
+    prompt = tokenizer("\n\n".join(module_docstrings())).input_ids[: CONTEXT - ANSWER_TOKENS]
+    assert len(prompt) == CONTEXT - ANSWER_TOKENS
+    found = answers(asking(server), prompt, ANSWER_TOKENS)
+    compared = w4a16.reference.compare_answers(prompt, found)
+    record_property("measured", compared)
+    assert compared.tokens == ANSWER_TOKENS
+    assert compared.mean_kl_nats < LONG_BOUND_NATS, compared
