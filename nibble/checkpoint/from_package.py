@@ -32,7 +32,7 @@ from nibble.machine.disk import not_writable, write_problem
 from nibble.machine.paths import root
 from nibble.machine.processes import die_with_parent
 
-WEIGHTS, README = "model.safetensors", "README.md"
+WEIGHTS, README, TEMPLATE = "model.safetensors", "README.md", "chat_template.jinja"
 
 
 def make(
@@ -113,11 +113,14 @@ def _convert(
 
 
 def _complete(model: PackagedModel, made: Path, licence: Path, say: Say) -> None:
-    """Add licence, README and, for the weights that they were recorded with, the answers."""
+    """Add licence, README, a template that has tools and, for the weights that they were recorded
+    with, the answers.
+    """
     shutil.copyfile(licence, made / LICENCE)
     found = hashlib.sha256((made / WEIGHTS).read_bytes()).hexdigest()
     is_recorded = found == model.checkpoint_sha256
-    shutil.copyfile(model.extras() / README, made / README)
+    for name in (README, TEMPLATE):
+        shutil.copyfile(model.extras() / name, made / name)
     if is_recorded:
         shutil.copyfile(model.extras() / CANARY_FILE, made / CANARY_FILE)
     else:

@@ -45,6 +45,7 @@ CONFIG_FLAG, CONFIG_KEY = "--additional-config", "nibble"
 
 Activations = Literal["checkpoint", "bf16"]
 HeadFormat = Literal["off", "nvfp4"]
+CompactJson = Literal["off", "on"]
 Kernel = Literal["vllm", "nibble"]
 ScaleMode = Literal["token", "batch-pow2", "batch"]
 
@@ -59,6 +60,7 @@ class Options:
       unquantized activations on a GPU.
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
+    - compact_json: whether JSON by a schema has no blanks between its values.
     """
 
     nvfp4_activations: Activations = "checkpoint"
@@ -66,6 +68,7 @@ class Options:
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
+    compact_json: CompactJson = "off"
 
     @property
     def weights_only(self) -> bool:

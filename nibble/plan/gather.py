@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint.chat_template import chat_template
 from nibble.engine.flags import check_flags, read_flags, split_words
 from nibble.engine.installed import compiled_id, missing_gpu_kernels, vllm_version
 from nibble.engine.schema import load_schema
@@ -162,6 +163,7 @@ def plan_for(
         can_compile=None if hardware.assumed else has_flashinfer_compiler(request.accepted.environ),
         without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(request.environ),
         shm_free_bytes=None if hardware.assumed else shm_free_bytes(),
+        chat_template=chat_template(checkpoint.path) if checkpoint and checkpoint.path else "",
         without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(request.environ),
     )
     return make_plan(inputs)

@@ -9,6 +9,7 @@ vllm.
 from __future__ import annotations
 
 from nibble.machine.paths import cache_dir
+from nibble.plan.applications import compact_json_flags, tool_flags
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
@@ -150,6 +151,13 @@ def _startup(situation: Situation) -> Decision:
     return Decision(fast_start_flags(situation.served, situation.flags))
 
 
+def _applications(situation: Situation) -> Decision:
+    flags = situation.flags
+    return Decision(
+        {**tool_flags(situation.inputs.chat_template, flags), **compact_json_flags(flags)}
+    )
+
+
 def _code_revision(situation: Situation) -> Decision:
     revision = situation.flags.get("--revision")
     if revision is None or situation.values.get("--trust-remote-code") is not True:
@@ -181,6 +189,7 @@ DECIDERS: tuple[Decider, ...] = (
     _load_check,
     _memory,
     _startup,
+    _applications,
     _code_revision,
     _local_files,
 )

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 
 from nibble.engine.plugin import (
     cloverlm,
+    compact_json,
     cpu_rope,
     cpu_router,
     cpu_seeds,
@@ -48,6 +49,7 @@ def install() -> None:
     cpu_rope.rotate_heads_apart()
     cpu_seeds.keep_generators()
     whole_load.check_loads()
+    compact_json.forbid_blanks()
 
 
 def _install_linear() -> None:

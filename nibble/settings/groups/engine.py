@@ -155,6 +155,15 @@ class EngineOptions(BaseModel):
         flag="--act-scale-mode",
         expected="token, batch-pow2 or batch",
     )
+    compact_json: Literal["auto", contract.CompactJson] = option(
+        "auto",
+        "Engine",
+        "JSON of structured outputs and tool calls without blanks between values: `on`, `off`"
+        " (vLLM's choice) or `auto`, which is `on` where the recipe says so.",
+        "NIBBLE_COMPACT_JSON",
+        flag="--compact-json",
+        expected="auto, on or off",
+    )
     kernel_assertion: Literal["strict", "warn"] = option(
         "strict",
         "Engine",
