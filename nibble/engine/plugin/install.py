@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 
 from nibble.engine.plugin import (
     cloverlm,
+    cpu_process,
     cpu_rope,
     cpu_router,
     dense,
@@ -45,6 +46,7 @@ def install() -> None:
     router_bias.load_router_biases()
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
+    cpu_process.compute_in_the_engine()
     whole_load.check_loads()
 
 
